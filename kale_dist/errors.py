@@ -1,0 +1,181 @@
+"""Every error of kale_dist, and why they form one tree.
+
+A caller who wants to be safe against all of them catches `KaleDistError`. Below it the tree follows the walk of the
+data, so that the class alone tells how far a call came: nothing was touched (`ConfigError`), the snapshot could not be
+taken (`SnapshotError`), the place to run refused (`BackendError`), or the job itself ended badly (`JobError`).
+
+    KaleDistError
+      ConfigError (ValueError)        an argument; nothing has been read, written or started
+      SnapshotError
+        NotSerializableError          names the path to the object that cannot be pickled
+        SnapshotDamagedError          a digest does not match
+      StoreError                      bytes could not be kept or found (full disk, missing blob)
+      ContractError                   Python, torch or contract version differ between notebook and worker
+      BackendError                    `.retryable` says whether the same call may succeed later
+        BackendUnavailableError
+        JobNotFoundError
+        JobExistsError
+      JobError                        `.ref` names the job
+        JobFailedError                its cause is the first failing rank's own exception
+        JobTimeoutError               the job ran into `timeout_s` or `stall_timeout_s`
+        JobCancelledError
+        WaitTimeoutError (TimeoutError)   only the waiting ended; the job runs on
+        ResultUnavailableError        there is, or there can be, no result to read
+      RankError                       in the place of an exception, where a rank died without one
+      RemoteError                     in the place of an exception that could not be pickled or loaded
+
+Messages say what failed, which object, on which side (notebook or worker), and what to do next. They hold no secrets.
+All of them survive pickling: their fields are in `args`.
+"""
+
+from __future__ import annotations
+
+
+class KaleDistError(Exception):
+    """Root of all errors that kale_dist raises on purpose."""
+
+
+class ConfigError(KaleDistError, ValueError):
+    """An argument of a call is wrong. Raised before any input or output.
+
+    Args:
+        argument: Name of the argument as the caller wrote it.
+        problem: What is wrong with it, with the value.
+        remedy: What to do instead.
+    """
+
+    def __init__(self, argument: str, problem: str, remedy: str) -> None:
+        super().__init__(argument, problem, remedy)
+        self.argument = argument
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        """One sentence each for the problem and the remedy."""
+        return f"{self.argument}: {self.problem}. {self.remedy}"
+
+
+class SnapshotError(KaleDistError):
+    """The call could not be turned into a snapshot, or a snapshot could not be loaded."""
+
+
+class NotSerializableError(SnapshotError):
+    """Something in the call cannot be pickled.
+
+    Args:
+        path: Steps from the call to the culprit, such as `("train_step", "closure log", "_io.TextIOWrapper")`.
+        problem: Why it cannot be pickled.
+        remedy: What to do instead.
+    """
+
+    def __init__(self, path: tuple[str, ...], problem: str, remedy: str) -> None:
+        super().__init__(path, problem, remedy)
+        self.path = path
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        """The path with arrows, the problem, the remedy."""
+        return f"{' -> '.join(self.path)} cannot be sent to the ranks: {self.problem}. {self.remedy}"
+
+
+class SnapshotDamagedError(SnapshotError):
+    """Bytes of a snapshot do not have the digest that names them."""
+
+
+class StoreError(KaleDistError):
+    """A store could not keep or find bytes."""
+
+
+class ContractError(KaleDistError):
+    """Notebook and worker disagree about Python, torch or the contract's version."""
+
+
+class BackendError(KaleDistError):
+    """A backend refused or failed.
+
+    Args:
+        message: What failed and what to do.
+        retryable: Whether the same call may succeed later without a change.
+    """
+
+    def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
+        super().__init__(message, retryable)
+        self.retryable = retryable
+
+    def __str__(self) -> str:
+        """The message alone."""
+        return str(self.args[0])
+
+
+class BackendUnavailableError(BackendError):
+    """The backend cannot be reached or is not installed."""
+
+
+class JobNotFoundError(BackendError):
+    """No job has this reference."""
+
+
+class JobExistsError(BackendError):
+    """A job of this name is there already."""
+
+
+class JobError(KaleDistError):
+    """A job ended badly or cannot give what was asked.
+
+    Args:
+        message: What happened and what to do.
+        ref: The job's reference, as text.
+    """
+
+    def __init__(self, message: str, ref: str = "") -> None:
+        super().__init__(message, ref)
+        self.ref = ref
+
+    def __str__(self) -> str:
+        """The message alone."""
+        return str(self.args[0])
+
+
+class JobFailedError(JobError):
+    """The job failed. `__cause__` is the first failing rank's own exception."""
+
+
+class JobTimeoutError(JobError):
+    """The job ran into its own time limit, or made no progress for `stall_timeout_s`."""
+
+
+class JobCancelledError(JobError):
+    """The job was cancelled."""
+
+
+class WaitTimeoutError(JobError, TimeoutError):
+    """The wait ended before the job did. The job runs on."""
+
+
+class ResultUnavailableError(JobError):
+    """The job has no result that can be read here; the message says why."""
+
+
+class RankError(KaleDistError):
+    """A rank died without a Python exception: killed by a signal, or ended by `os._exit`."""
+
+
+class RemoteError(KaleDistError):
+    """Stands for an exception of a rank that could not be pickled there or loaded here.
+
+    Args:
+        type_name: Qualified name of the exception's class.
+        text: Its `str()`.
+        traceback: The formatted traceback of the rank.
+    """
+
+    def __init__(self, type_name: str, text: str, traceback: str) -> None:
+        super().__init__(type_name, text, traceback)
+        self.type_name = type_name
+        self.text = text
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        """Type name and text, as Python prints an exception."""
+        return f"{self.type_name}: {self.text}"
