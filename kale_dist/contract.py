@@ -169,6 +169,10 @@ class LogLine:
     continued: bool = False
     """Whether the next line of the same rank and stream is a part of the same line."""
 
+    def __str__(self) -> str:
+        """The text behind its rank: `[0] text`, `[kale-dist] text` for a line of the agent."""
+        return f"[{'kale-dist' if self.rank is None else self.rank}] {self.text}"
+
 
 def frame_lines(
     first_sequence: int, time_ms: int, attempt: int, rank: int | None, stream: Stream, lines: Iterable[bytes]
@@ -186,7 +190,7 @@ def frame_lines(
     Returns:
         The framed bytes, ending with a newline (empty for no lines).
     """
-    constant = b" %x %d %s %s " % (time_ms, attempt, b"-" if rank is None else b"%d" % rank, stream.value.encode())
+    constant = _frame_constant(time_ms, attempt, rank, stream.value)
     return b"".join([b"%x%s%s\n" % (number, constant, line) for number, line in enumerate(lines, first_sequence)])
 
 
@@ -194,9 +198,12 @@ def frame_continued(
     sequence: int, time_ms: int, attempt: int, rank: int | None, stream: Stream, part: bytes
 ) -> bytes:
     """Frame a part of a line whose next part follows as the next line of the same rank and stream."""
-    framed = frame_lines(sequence, time_ms, attempt, rank, stream, [part])
-    head, _, _ = framed.partition(b" " + part) if part else (framed[:-2], b"", b"")
-    return head[:-1] + stream.value.upper().encode() + b" " + part + b"\n"
+    return b"%x%s%s\n" % (sequence, _frame_constant(time_ms, attempt, rank, stream.value.upper()), part)
+
+
+def _frame_constant(time_ms: int, attempt: int, rank: int | None, letter: str) -> bytes:
+    """What the frames of one block share: all between the sequence number and the text."""
+    return b" %x %d %s %s " % (time_ms, attempt, b"-" if rank is None else b"%d" % rank, letter.encode())
 
 
 def parse_line(framed: bytes) -> LogLine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, Self
 
 from kale_dist import names
 from kale_dist.errors import ConfigError
@@ -83,6 +84,8 @@ class JobSpec:
     """`training` (made by `distribute`) or `call` (made by `launch`)."""
     snapshot: str
     """Digest of the snapshot's manifest."""
+    blobs: tuple[str, ...] = ()
+    """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
     topology: Topology
     cuda: bool = False
     threads: int | None = None
@@ -100,3 +103,19 @@ class JobSpec:
             raise ConfigError("seed", f"{self.seed!r} is not an int", "Give an int, or None for a random seed")
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise ConfigError("threads", f"{self.threads!r} is not an int of 1 or more", "Leave it out for a fair share")
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object for a record."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
+        values = dict(data)
+        values["blobs"] = tuple(data["blobs"])
+        values["topology"] = Topology(**data["topology"])
+        values["volumes"] = tuple(Volume(**volume) for volume in data["volumes"])
+        values["environment"] = tuple((name, value) for name, value in data["environment"])
+        values["strategy"] = AllReduce(**data["strategy"])
+        values["policy"] = Policy(**data["policy"])
+        return cls(**values)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from kale_dist.contract import FailureCause, RankStateName, StateName
+from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class MetricRow:
     values: tuple[tuple[str, float], ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class JobStatus:
     """A whole job at one moment."""
 
@@ -77,6 +78,13 @@ class JobStatus:
     metrics: tuple[MetricRow, ...] = ()
     notes: tuple[str, ...] = ()
     checkpoint_epoch: int | None = None
+    failed_rank: int | None = None
+    """The rank that failed first; None if none has, or if nobody could tell."""
+
+    def __repr__(self) -> str:
+        """One line: a status is often the last value of a notebook's cell."""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"<JobStatus {self.ref} {self.state.value}{reason}>"
 
     @property
     def is_final(self) -> bool:
@@ -99,4 +107,105 @@ class JobStatus:
 
 def reduce_event(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     """The status after an event (fields as `contract` lists them). Events of unknown kind change nothing."""
-    raise NotImplementedError
+    return reduce_events(status, (event,))
+
+
+def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobStatus:
+    """The status after some events, in their order.
+
+    A final state stays: what a dying job still says does not revive it. Events of an attempt before the status's own
+    are passed over, and the first event of a later attempt sets the ranks back to `pending`.
+    """
+    rows: list[MetricRow] = []
+    for event in events:
+        attempt = event.get("attempt") or 0
+        if attempt < status.attempt:
+            continue
+        if attempt > status.attempt:
+            fresh = tuple(ReplicaStatus(rank=replica.rank) for replica in status.replicas)
+            status = dataclasses.replace(
+                status, attempt=attempt, replicas=fresh, state=StateName.PENDING, reason="", cause=None, ended=None,
+                failed_rank=None,
+            )  # fmt: skip
+        # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
+        if event.get("event") == EventKind.METRICS:
+            rows.append(_metric_row(event))
+        else:
+            status = _reduce_one(status, event)
+    return dataclasses.replace(status, metrics=(*status.metrics, *rows)) if rows else status
+
+
+def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    rank = event.get("rank")
+    match event.get("event"):
+        case EventKind.STATE if not status.is_final:
+            return _reduce_state(status, event)
+        case EventKind.RANK if rank is not None:
+            return _reduce_rank(status, rank, event)
+        case EventKind.OUTCOME if rank is not None and not event.get("ok"):
+            error = ": ".join(part for part in (event.get("error_type"), event.get("error_text")) if part)
+            first = rank if status.failed_rank is None else status.failed_rank
+            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error)
+        case EventKind.PROGRESS if rank is not None:
+            return _with_replica(status, rank, progress=_progress(event))
+        case EventKind.CHECKPOINT:
+            return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
+        case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
+            return dataclasses.replace(status, notes=(*status.notes, str(event["text"])))
+        case EventKind.WAITING:
+            for names, inside in ((event.get("waiting"), True), (event.get("busy"), False)):
+                for member in names or ():
+                    status = _with_replica(status, member, in_collective=inside)
+    return status
+
+
+def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    state = StateName(event["state"])
+    cause = event.get("cause")
+    time = event.get("time")
+    changed = dataclasses.replace(
+        status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None
+    )
+    if state is StateName.RUNNING and status.started is None:
+        return dataclasses.replace(changed, started=time)
+    return dataclasses.replace(changed, ended=time) if changed.is_final else changed
+
+
+def _reduce_rank(status: JobStatus, rank: int, event: dict[str, Any]) -> JobStatus:
+    state = RankStateName(event["state"])
+    if state is RankStateName.FAILED and status.failed_rank is None:
+        status = dataclasses.replace(status, failed_rank=rank)
+    known = {name: event[name] for name in ("pid", "exit_code", "signal") if event.get(name) is not None}
+    return _with_replica(status, rank, state=state, **known)
+
+
+def _with_replica(status: JobStatus, rank: int, **changes: Any) -> JobStatus:
+    replicas = list(status.replicas)
+    replicas.extend(ReplicaStatus(rank=missing) for missing in range(len(replicas), rank + 1))
+    replicas[rank] = dataclasses.replace(replicas[rank], **changes)
+    return dataclasses.replace(status, replicas=tuple(replicas))
+
+
+def _progress(event: dict[str, Any]) -> RankProgress:
+    return RankProgress(
+        phase=event.get("phase") or "train",
+        epoch=event.get("epoch") or 0,
+        epochs=event.get("epochs") or 0,
+        step=event.get("step") or 0,
+        steps=event.get("steps"),
+        samples=event.get("samples") or 0,
+        samples_per_s=event.get("samples_per_s"),
+        loss=event.get("loss"),
+        time=event.get("time") or 0.0,
+    )
+
+
+def _metric_row(event: dict[str, Any]) -> MetricRow:
+    return MetricRow(
+        time=event.get("time") or 0.0,
+        rank=event.get("rank"),
+        epoch=event.get("epoch"),
+        step=event.get("step"),
+        source=event.get("source") or "report",
+        values=tuple((str(name), float(value)) for name, value in event.get("values", {}).items()),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from kale_dist.contract import LogLine
@@ -112,3 +112,11 @@ class Backend(Protocol):
 
     def list(self) -> Sequence[JobRef]:
         """All jobs there are, oldest first."""
+
+
+@runtime_checkable
+class Wakes(Protocol):
+    """A backend that can tell at once when a job has changed. Others are asked again and again by `watch`."""
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:
+        """Call `callback` from a thread of the backend's own whenever a job may have changed. It must be quick."""

@@ -1,0 +1,225 @@
+"""Jobs on disk: one private folder each, found again by any process of the same user.
+
+`$XDG_STATE_HOME/kale-dist/` (or `~/.local/state/kale-dist/`) holds
+
+    jobs/<name>/     a job's folder, named by `contract.JobFiles`; making it takes the name
+    blobs/           the snapshots' bytes, by content, shared by all jobs
+    lock             held shared from a snapshot's first byte to its record, and alone while blobs are deleted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, Self
+
+from kale_dist.contract import JobFiles
+from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
+from kale_dist.spec import JobSpec
+
+BLOBS_WARNING_BYTES = 20 << 30
+"""From this size on a call warns that old snapshots fill the disk."""
+
+_DELETED = ".deleted-"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What is written down of a job when it is submitted. Never holds the key."""
+
+    ref: str
+    name: str
+    created: float
+    """Seconds since 1970."""
+    spec: JobSpec
+    agent_pid: int
+    agent_start: int
+    """With the pid this names the agent's process for good: ticks since boot."""
+    agent_socket: str
+    """Where processes other than the notebook's reach the agent."""
+    kernel_pid: int
+    detach: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**values, "spec": self.spec.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_json`. Fields of later versions are passed over."""
+        known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{**known, "spec": JobSpec.from_json(data["spec"])})
+
+
+def state_dir() -> pathlib.Path:
+    """The folder of everything that outlives a process; made with mode 0700 if it is not there.
+
+    Raises:
+        StoreError: It cannot be made.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    # The XDG specification tells to ignore a relative path.
+    root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".local" / "state"
+    return _private(root / "kale-dist")
+
+
+def jobs_dir() -> pathlib.Path:
+    """The folder of the jobs' folders."""
+    return _private(state_dir() / "jobs")
+
+
+def blobs_dir() -> pathlib.Path:
+    """The folder of the snapshots' bytes."""
+    return _private(state_dir() / "blobs")
+
+
+def files(name: str) -> JobFiles:
+    """The files of a job, whether it exists or not."""
+    return JobFiles(jobs_dir() / name)
+
+
+def exists(name: str) -> bool:
+    """Whether the name is taken."""
+    return files(name).folder.exists()
+
+
+def exists_error(name: str) -> JobExistsError:
+    """The error for a name that is taken."""
+    return JobExistsError(
+        f"name: a job named {name!r} is there already. Leave `name` out, choose another one, or remove the old job "
+        f"with kale_dist.attach({name!r}).delete() or `kale-dist delete {name}`"
+    )
+
+
+def create(name: str, key: bytes) -> JobFiles:
+    """Take a name: make the job's folder and write its key.
+
+    Raises:
+        JobExistsError: The name is taken.
+        StoreError: The disk is full or read-only.
+    """
+    made = files(name)
+    try:
+        made.folder.mkdir(mode=0o700)
+        with open(made.key, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:  # noqa: PTH123 - Path.open has no opener
+            file.write(key)
+    except FileExistsError:
+        raise exists_error(name) from None
+    except OSError as error:
+        shutil.rmtree(made.folder, ignore_errors=True)
+        raise _store_error(made.folder, error) from error
+    return made
+
+
+def write(record: Record) -> None:
+    """Write or replace a job's record; its folder has to be there.
+
+    Raises:
+        StoreError: The disk is full or read-only.
+    """
+    target = files(record.name).record
+    fresh = target.with_suffix(".new")
+    try:
+        fresh.write_text(json.dumps(record.to_json()))
+        fresh.replace(target)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise _store_error(target, error) from error
+
+
+def read(name: str) -> Record:
+    """The record of a job.
+
+    Raises:
+        JobNotFoundError: There is no such job, or its record cannot be read.
+    """
+    path = files(name).record if name and "/" not in name else None
+    try:
+        if path is None:
+            raise FileNotFoundError(name)
+        return Record.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path is not None and path.exists():
+            raise JobNotFoundError(f"The record of job {name!r} cannot be read ({error}): {path}") from error
+        raise JobNotFoundError(
+            f"There is no job {name!r} on this machine. kale_dist.jobs() or `kale-dist jobs` lists those there are"
+        ) from None
+
+
+def read_key(name: str) -> bytes | None:
+    """The job's secret bytes; None if this user may not read them or they are gone."""
+    try:
+        return files(name).key.read_bytes() or None
+    except OSError:
+        return None
+
+
+def names() -> list[str]:
+    """Names of all jobs with a readable record, oldest first."""
+    found = []
+    for folder in jobs_dir().iterdir():
+        if not folder.name.startswith("."):
+            with contextlib.suppress(JobNotFoundError):
+                found.append((read(folder.name).created, folder.name))
+    return [name for _, name in sorted(found)]
+
+
+def delete(name: str) -> None:
+    """Remove a job's folder, and all blobs that no other job needs. A job that is not there is left at that."""
+    folder = files(name).folder
+    with _locked(exclusive=True):
+        # The name is free at once and for all, however long the removal of the files takes.
+        gone = folder.with_name(f"{_DELETED}{name}-{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(gone)
+        for rubbish in jobs_dir().glob(f"{_DELETED}*"):
+            shutil.rmtree(rubbish, ignore_errors=True)
+        needed = {blob for other in names() for blob in read(other).spec.blobs}
+        for blob in blobs_dir().iterdir():
+            if blob.name not in needed:
+                blob.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def keeping_blobs() -> Iterator[None]:
+    """Hold off the deletion of blobs, from a snapshot's first byte until its record is written."""
+    with _locked(exclusive=False):
+        yield
+
+
+def blobs_size() -> int:
+    """Bytes of all snapshots on disk."""
+    return sum(entry.stat().st_size for entry in os.scandir(blobs_dir()) if entry.is_file(follow_symlinks=False))
+
+
+@contextlib.contextmanager
+def _locked(*, exclusive: bool) -> Iterator[None]:
+    with (state_dir() / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
+
+
+def _private(folder: pathlib.Path) -> pathlib.Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _store_error(folder, error) from error
+    return folder
+
+
+def _store_error(path: pathlib.Path, error: OSError) -> StoreError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = (
+        "Free some space; `kale-dist delete --finished` removes old jobs and their snapshots"
+        if full
+        else "Set XDG_STATE_HOME to a folder you can write to"
+    )
+    return StoreError(f"{path} could not be written ({error.strerror or error}). {remedy}")
