@@ -26,6 +26,8 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
 
 Messages say what failed, which object, on which side (notebook or worker), and what to do next. They hold no secrets.
 All of them survive pickling: their fields are in `args`.
+
+What is worth a word but stops nothing is a `KaleDistWarning`, given through Python's `warnings`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ from __future__ import annotations
 
 class KaleDistError(Exception):
     """Root of all errors that kale_dist raises on purpose."""
+
+
+class KaleDistWarning(UserWarning):
+    """Something a user should know about a call that goes on all the same."""
 
 
 class ConfigError(KaleDistError, ValueError):

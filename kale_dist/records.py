@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, Self
 
+from kale_dist.blobs import FolderStore
 from kale_dist.contract import JobFiles
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.spec import JobSpec
@@ -46,6 +47,8 @@ class Record:
     """Where processes other than the notebook's reach the agent."""
     kernel_pid: int
     detach: bool
+    note: str = ""
+    """What the user should know of the start: that, and why, a new agent was needed."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain object."""
@@ -183,9 +186,9 @@ def delete(name: str) -> None:
         for rubbish in jobs_dir().glob(f"{_DELETED}*"):
             shutil.rmtree(rubbish, ignore_errors=True)
         needed = {blob for other in names() for blob in read(other).spec.blobs}
-        for blob in blobs_dir().iterdir():
-            if blob.name not in needed:
-                blob.unlink(missing_ok=True)
+        store = FolderStore(blobs_dir())
+        for blob in set(store.list()) - needed:
+            store.delete(blob)
 
 
 @contextlib.contextmanager
@@ -197,7 +200,12 @@ def keeping_blobs() -> Iterator[None]:
 
 def blobs_size() -> int:
     """Bytes of all snapshots on disk."""
-    return sum(entry.stat().st_size for entry in os.scandir(blobs_dir()) if entry.is_file(follow_symlinks=False))
+    store = FolderStore(blobs_dir())
+    total = 0
+    for blob in store.list():
+        with contextlib.suppress(OSError):
+            total += store.path(blob).stat().st_size
+    return total
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ about five a second, and the last.
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import re
@@ -17,6 +18,9 @@ from kale_dist.contract import MAX_LINE_BYTES, Stream
 
 BAR_INTERVAL_S = 0.2
 """Lines that a carriage return ends are kept at most this often, for each rank and stream."""
+
+TAIL_LINES = 3
+TAIL_LINE_BYTES = 200
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _MAX_UNWRITTEN_BYTES = 16 << 20
@@ -38,6 +42,11 @@ class LogWriter:
         self._sequence = 0
         self._unwritten = bytearray()
         self._lost = 0
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether a full disk keeps something out; `retry` tries again."""
+        return bool(self._unwritten) or self._lost > 0
 
     def lines(self, rank: int | None, stream: Stream, lines: list[bytes]) -> None:
         """Append whole lines, none longer than `MAX_LINE_BYTES`."""
@@ -73,6 +82,7 @@ class LogWriter:
     def _append(self, frames: bytes, count: int) -> None:
         if len(self._unwritten) + len(frames) > _MAX_UNWRITTEN_BYTES:
             self._lost += count
+            self._on_lines()
             return
         self._sequence += count
         if not self._unwritten:
@@ -113,6 +123,12 @@ class LineCutter:
         self._pending = b""
         self._bar: bytes | None = None
         self._bar_kept_at = -1.0
+        self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines, for the sentence that reports a rank's death."""
+        return [line[:TAIL_LINE_BYTES].decode("utf-8", "backslashreplace") for line in self._tail]
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they were read from the pipe."""
@@ -125,6 +141,7 @@ class LineCutter:
             if lines and self._bar is not None:
                 lines.insert(0, self._bar)
                 self._bar = None
+        self._tail.extend(lines[-TAIL_LINES:])
         if len(data) > MAX_LINE_BYTES:
             self._put_long(lines)
         else:
@@ -146,6 +163,7 @@ class LineCutter:
             self._keep_bar()
         rest, self._pending = self._pending.removesuffix(b"\r"), b""
         if rest:
+            self._tail.append(rest)
             self._log.lines(self._rank, self._stream, [rest])
 
     def _cut_bars(self, data: bytes) -> tuple[list[bytes], bytes]:
@@ -164,15 +182,14 @@ class LineCutter:
                     if time.monotonic() - self._bar_kept_at >= BAR_INTERVAL_S:
                         lines.append(line)
                         self._bar, self._bar_kept_at = None, time.monotonic()
-            elif line or self._bar is None:
-                # A bar that ends with "\r...\n" shows its end in this very line; one that ends with "\n" alone does not.
-                if self._bar is not None:
-                    lines.append(self._bar)
-                    self._bar = None
-                lines.append(line)
-            else:
+                continue
+            # An ordinary line shows that the bar before it has moved for the last time.
+            if self._bar is not None:
                 lines.append(self._bar)
                 self._bar = None
+                if not line:
+                    continue
+            lines.append(line)
         return lines, data[start:]
 
     def _keep_bar(self) -> None:

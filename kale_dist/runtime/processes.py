@@ -159,3 +159,11 @@ def import_folders() -> list[pathlib.Path]:
     if spec is not None and spec.origin is not None:
         found.append(pathlib.Path(spec.origin).resolve().parents[1])
     return [folder for folder in dict.fromkeys(found) if folder not in usual and folder.resolve() not in usual]
+
+
+def remove_shared_memory(owners: list[int]) -> None:
+    """Remove shared memory of torch that dead processes have left; torch puts the maker's pid into the name."""
+    for owner in owners:
+        for file in pathlib.Path("/dev/shm").glob(f"torch_{owner}_*"):  # noqa: S108 - where Linux keeps it
+            with contextlib.suppress(OSError):
+                file.unlink()

@@ -1,0 +1,1 @@
+"""How ranks share the training, one strategy a file."""

@@ -1,0 +1,281 @@
+"""The local backend: ranks are processes of this machine, run by an agent that the notebook's process starts.
+
+A job's folder is the truth. This process's own agent only says when to look again; a job of another process is read
+from its files alone, so `attach` needs no connection to anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kale_dist import records
+from kale_dist.backends import agent_client
+from kale_dist.backends.agent_client import AgentClient, Fingerprint
+from kale_dist.backends.base import JobRef, Plan
+from kale_dist.backends.job_reader import JobReader
+from kale_dist.contract import JobOrder, LogLine
+from kale_dist.errors import BackendError, BackendUnavailableError, JobNotFoundError
+from kale_dist.records import Record
+from kale_dist.snapshot import process
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+_FOREIGN_POLL_S = 0.1
+_OWN_POLL_S = 1.0
+"""The agent wakes us; this only covers an agent that was killed."""
+
+_DELETE_TIMEOUT_S = 15.0
+
+
+class LocalBackend:
+    """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._client: AgentClient | None = None
+        self._readers: dict[str, JobReader] = {}
+        self._listeners: list[Callable[[JobRef], None]] = []
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._redelivered: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """The word that `on=` takes."""
+        return "local"
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:
+        """Call `callback` from a thread of this backend whenever a job of this process may have changed."""
+        self._listeners.append(callback)
+
+    def warm_up(self) -> str:
+        """Have an agent that can run jobs of this process, as its environment is now. Returns at once.
+
+        Returns:
+            Why the agent that was there could not be kept, for the user; empty if it was, or if it had ended idle.
+
+        Raises:
+            BackendUnavailableError: None can be started.
+        """
+        with self._lock:
+            now = Fingerprint.now()
+            changes: tuple[str, ...] = ()
+            if self._client is not None and self._client.alive:
+                changes = self._client.fingerprint.changes(now)
+                if not changes:
+                    return ""
+                self._client.stop()
+            self._client = self._start()
+            return f"A new agent was started: {'; '.join(changes)}" if changes else ""
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """What would run: one line for each thing that the ranks get."""
+        return Plan(backend=self.name, spec=spec, text=_plan_text(spec))
+
+    def submit(self, plan: Plan, key: bytes) -> JobRef:
+        """Write the job down and hand it to the agent. Returns before any rank has started.
+
+        Raises:
+            JobExistsError: The name is taken.
+            StoreError: The job's folder cannot be written.
+            BackendUnavailableError: No agent can be started.
+        """
+        spec = plan.spec
+        ref = JobRef(self.name, spec.name)
+        files = records.create(spec.name, key)
+        try:
+            order = _order(spec, str(files.folder), key)
+            self._hand_over(order, spec)
+        except BaseException:
+            records.delete(spec.name)
+            raise
+        return ref
+
+    def status(self, ref: JobRef) -> JobStatus:
+        """What the job's files say now."""
+        return self._reader(ref).status()
+
+    def logs(self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
+        """Lines of the log from the first; with `follow` until the job has ended and all is read."""
+        reader = self._reader(ref)
+        wanted = None if ranks is None else frozenset(ranks)
+        return (line for line in self._lines(reader, follow=follow) if wanted is None or line.rank in wanted)
+
+    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+        """End a job's ranks. If its agent is gone, so are they."""
+        reader = self._reader(ref)
+        if reader.status().is_final:
+            return
+        record = reader.record()
+        client = self._client
+        if client is not None and client.alive and client.pid == record.agent_pid:
+            with contextlib.suppress(BackendUnavailableError):
+                client.cancel(ref.name, grace_s)
+        else:
+            agent_client.send(record.agent_socket, agent_client.cancel_message(ref.name, grace_s))
+
+    def delete(self, ref: JobRef) -> None:
+        """Cancel if need be, wait for the end, and remove the job's folder and the blobs no other job needs.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: The job does not end.
+        """
+        reader = self._reader(ref)
+        self.cancel(ref, grace_s=1.0)
+        deadline = time.monotonic() + _DELETE_TIMEOUT_S
+        while not reader.status().is_final:
+            if time.monotonic() > deadline:
+                problem = f"{ref} has not ended within {_DELETE_TIMEOUT_S:.0f} s of its cancellation"
+                raise BackendError(f"{problem}; try again", retryable=True)
+            self._wait_for_change(0.05)
+        records.delete(ref.name)
+        with self._lock:
+            self._readers.pop(ref.name, None)
+        self._wake(ref.name)
+
+    def list(self) -> Sequence[JobRef]:
+        """All jobs of this user on this machine, oldest first."""
+        return [JobRef(self.name, name) for name in records.names()]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> AgentClient:
+        client = AgentClient(on_wake=self._wake, on_end=lambda: self._end(client))
+        client.start()
+        return client
+
+    def _hand_over(self, order: JobOrder, spec: JobSpec) -> None:
+        """Give the order to the agent; if that one has died, to a new one, once."""
+        with self._lock:
+            note = self.warm_up()
+            for last_try in (False, True):
+                client = self._client
+                if client is None:
+                    raise BackendUnavailableError("The agent that runs jobs on this machine has ended", retryable=True)
+                self._write_record(spec, client, note)
+                try:
+                    client.take(order)
+                except BackendUnavailableError:
+                    if last_try:
+                        raise
+                    self._client = self._start()
+                else:
+                    return
+
+    def _write_record(self, spec: JobSpec, client: AgentClient, note: str) -> None:
+        record = Record(
+            ref=str(JobRef(self.name, spec.name)), name=spec.name, created=time.time(), spec=spec,
+            agent_pid=client.pid, agent_start=client.start_time, agent_socket=client.socket_path,
+            kernel_pid=os.getpid(), detach=spec.policy.detach, note=note,
+        )  # fmt: skip
+        records.write(record)
+
+    def _wake(self, job: str) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+        ref = JobRef(self.name, job)
+        for callback in tuple(self._listeners):
+            callback(ref)
+
+    def _end(self, client: AgentClient) -> None:
+        """The agent's connection has ended: orders that it never took go to a new one, once. In the client's thread."""
+        with self._lock:
+            for order in [order for order in client.untaken if order.job not in self._redelivered]:
+                self._redelivered.add(order.job)
+                # A job whose folder is gone was deleted meanwhile; without an agent its status says that it died.
+                with contextlib.suppress(JobNotFoundError, BackendUnavailableError):
+                    self._hand_over(order, records.read(order.job).spec)
+            running = list(self._readers)
+        for job in running:
+            self._wake(job)
+
+    def _reader(self, ref: JobRef) -> JobReader:
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the local backend")
+        with self._lock:
+            reader = self._readers.get(ref.name)
+            if reader is None or not reader.exists:
+                self._readers.pop(ref.name, None)
+                reader = self._readers[ref.name] = JobReader(ref.name)
+            return reader
+
+    def _lines(self, reader: JobReader, *, follow: bool) -> Iterator[LogLine]:
+        log = reader.open_log()
+        while True:
+            # Asked before reading: what a job has written before it ended is then read for certain.
+            final = not follow or reader.status().is_final
+            yield from log.read()
+            if final:
+                return
+            client = self._client
+            own = client is not None and client.alive and client.pid == reader.record().agent_pid
+            self._wait_for_change(_OWN_POLL_S if own else _FOREIGN_POLL_S)
+
+    def _wait_for_change(self, timeout_s: float) -> None:
+        with self._changed:
+            seen = self._changes
+            self._changed.wait_for(lambda: self._changes != seen, timeout_s)
+
+
+@functools.cache
+def shared() -> LocalBackend:
+    """The backend of this process: one agent serves all its jobs."""
+    return LocalBackend()
+
+
+def _order(spec: JobSpec, folder: str, key: bytes) -> JobOrder:
+    inherited = process.capture_process(cuda=spec.cuda)
+    environment = dict(inherited.environment) | dict(spec.environment)
+    return JobOrder(
+        job=spec.name,
+        world_size=spec.topology.number_of_processes,
+        local_world_size=spec.topology.number_of_processes,
+        folder=folder,
+        store=str(records.blobs_dir()),
+        snapshot=spec.snapshot,
+        key=key.hex(),
+        process=dataclasses.replace(inherited, environment=tuple(sorted(environment.items()))),
+        cuda=spec.cuda,
+        threads=spec.threads,
+        seed=spec.seed,
+        timeout_s=spec.policy.timeout_s,
+        stall_warn_s=spec.policy.stall_warn_s,
+        stall_timeout_s=spec.policy.stall_timeout_s,
+        detach=spec.policy.detach,
+    )
+
+
+def _plan_text(spec: JobSpec) -> str:
+    """A spec for people, as YAML. Pure, so that equal specs give equal text."""
+    world = spec.topology.number_of_processes
+    policy = spec.policy
+    lines = [
+        f"name: {spec.name}",
+        "backend: local",
+        f"runs: {json.dumps(spec.label)}",
+        f"ranks: {world}",
+        f"device: {'cuda, one GPU a rank' if spec.cuda else 'cpu'}",
+        f"threads a rank: {spec.threads or 'cores // ranks'}",
+        f"seed: {'random' if spec.seed is None else spec.seed}",
+        f"snapshot: {spec.snapshot} # {len(spec.blobs)} blobs",
+        f"strategy: {json.dumps(dataclasses.asdict(spec.strategy))} # {type(spec.strategy).__name__}",
+        f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s')})}",
+        f"outlives the notebook: {'yes' if policy.detach else 'no'}",
+        "environment added:" if spec.environment else "environment added: none",
+        *(f"  {name}: {json.dumps(value)}" for name, value in spec.environment),
+        "folders:" if spec.volumes else "folders: those of this machine",
+        *(f"  {volume.mount_path}: {json.dumps(volume.source)}" for volume in spec.volumes),
+        "processes:",
+        "  - python -P -m kale_dist.runtime agent # one for all jobs of this notebook",
+        *(f"  - env RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world} python # forked ahead" for rank in range(world)),
+    ]
+    return "\n".join(lines) + "\n"

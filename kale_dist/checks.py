@@ -1,0 +1,256 @@
+"""Checks of the arguments that `distribute` and `launch` share. They read; nothing is written, started or pickled.
+
+What a machine has (cores, GPUs) is passed in, so that a check of it is a function of its arguments alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kale_dist import backends, names
+from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
+from kale_dist.backends.base import Backend
+from kale_dist.errors import ConfigError
+from kale_dist.spec import Policy, Topology, Volume
+
+_SET_BY_US = frozenset(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What there is to run on."""
+
+    cores: int
+    """Cores that this process may use."""
+    gpus: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The shared arguments of a call, checked and in one form."""
+
+    backend: Backend
+    name: str | None
+    topology: Topology
+    cuda: bool
+    threads: int | None
+    seed: int | None
+    volumes: tuple[Volume, ...]
+    environment: tuple[tuple[str, str], ...]
+    policy: Policy
+    warnings: tuple[str, ...]
+    """Sentences for the user."""
+
+
+def check_run(
+    machine: Callable[[bool], Machine],
+    *,
+    number_of_processes: int | None,
+    cuda: bool,
+    name: str | None,
+    on: str | Backend,
+    volumes: Mapping[str, str] | Sequence[Volume] | None,
+    environment: Mapping[str, str] | None,
+    threads: int | None,
+    seed: int | None,
+    timeout_s: float | None,
+    stall_warn_s: float | None,
+    stall_timeout_s: float | None,
+    detach: bool,
+) -> Run:
+    """Check and normalise what a call of any kind takes.
+
+    Args:
+        machine: Tells what the machine has; asked whether GPUs matter.
+        number_of_processes: As for `launch`, and so are all the others.
+        cuda: As for `launch`.
+        name: As for `launch`.
+        on: As for `launch`.
+        volumes: As for `launch`.
+        environment: As for `launch`.
+        threads: As for `launch`.
+        seed: As for `launch`.
+        timeout_s: As for `launch`.
+        stall_warn_s: As for `launch`.
+        stall_timeout_s: As for `launch`.
+        detach: As for `launch`.
+
+    Raises:
+        ConfigError: The first argument that is wrong.
+    """
+    backend = _backend(on)
+    if name is not None:
+        names.check(name)
+    check_flag("cuda", cuda)
+    check_flag("detach", detach)
+    if number_of_processes is not None:
+        check_count("number_of_processes", number_of_processes)
+    if threads is not None:
+        check_count("threads", threads)
+    if seed is not None:
+        check_seed(seed)
+    policy = Policy(timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s, detach=detach)
+    mounted = _volumes(volumes, check_folders=backend.name == "local")
+    variables = _environment(environment)
+    there = machine(cuda)
+    if cuda and there.gpus < 1:
+        raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
+    world = number_of_processes or (there.gpus if cuda else there.cores)
+    if cuda and world > there.gpus:
+        problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
+        raise ConfigError("number_of_processes", problem, f"Ask for at most {there.gpus}")
+    crowded = (
+        f"number_of_processes: {world} processes share {there.cores} cores. More processes than cores make training "
+        "slower, not faster"
+    )
+    return Run(
+        backend=backend,
+        name=name,
+        topology=Topology(number_of_processes=world, processes_per_pod=world),
+        cuda=cuda,
+        threads=threads,
+        seed=seed,
+        volumes=mounted,
+        environment=variables,
+        policy=policy,
+        warnings=(crowded,) if world > there.cores and not cuda else (),
+    )
+
+
+def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check what `launch` is to call.
+
+    Raises:
+        ConfigError: It cannot be called, cannot be called so, or would return something that is no result.
+    """
+    if not callable(fn):
+        problem = f"{_show(fn)} cannot be called"
+        raise ConfigError("fn", problem, "Pass the function and its arguments: launch(train, 3), not launch(train(3))")
+    check_returns("fn", fn)
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        remedy = f"It is {describe(fn)}. Names that launch() has itself are bound with functools.partial"
+        raise ConfigError("fn", f"it cannot be called with these arguments ({error})", remedy) from None
+    except ValueError:
+        pass  # Some functions written in C have no signature.
+
+
+def check_returns(argument: str, fn: Any) -> None:
+    """Refuse functions that only return something to run later."""
+    inner = functools.reduce(lambda found, _: getattr(found, "func", found), range(8), fn)
+    if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
+        raise ConfigError(argument, f"{_title(fn)} is asynchronous", "Call it with asyncio.run in a plain function")
+    if inspect.isgeneratorfunction(inner):
+        raise ConfigError(argument, f"{_title(fn)} has a `yield`: it returns a generator", "Return a value instead")
+
+
+def check_flag(argument: str, value: Any) -> None:
+    """Accept True and False alone: the string 'no' would count as true."""
+    if not isinstance(value, bool):
+        raise ConfigError(argument, f"{value!r} is neither True nor False", "Give a bool")
+
+
+def check_count(argument: str, value: Any) -> None:
+    """Accept whole numbers of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(argument, f"{value!r} is not a whole number", "Give an int of 1 or more")
+    if value < 1:
+        raise ConfigError(argument, f"{value} is less than 1", "Give an int of 1 or more")
+
+
+def check_seed(value: Any) -> None:
+    """Accept what numpy, random and torch all take as a seed, with room for the ranks."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ConfigError("seed", f"{value!r} is not an int from 0 to 2**31 - 1", "Give one, or None for a random seed")
+
+
+def describe(fn: Any) -> str:
+    """A function with its arguments, as its author wrote them."""
+    try:
+        return f"{_title(fn)}{inspect.signature(fn)}"
+    except (TypeError, ValueError):
+        return _title(fn)
+
+
+def closest(word: Any, words: Sequence[str]) -> str:
+    """`Did you mean ...? ` for a word that is nearly one of `words`, else nothing."""
+    near = difflib.get_close_matches(str(word).lower(), words, n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
+
+
+def _backend(on: Any) -> Backend:
+    if isinstance(on, str) and on in backends.NAMES:
+        return backends.get(on)
+    if not isinstance(on, str) and not isinstance(on, type) and isinstance(on, Backend):
+        return on
+    known = ", ".join(repr(name) for name in backends.NAMES)
+    if on in backends.PLANNED:
+        raise ConfigError("on", f"{on!r} is not in this version", f"Use one of: {known}")
+    near = closest(on, (*backends.NAMES, *backends.PLANNED))
+    raise ConfigError("on", f"there is no backend {on!r}", f"{near}Use one of: {known}")
+
+
+def _volumes(volumes: Any, *, check_folders: bool) -> tuple[Volume, ...]:
+    if volumes is None:
+        return ()
+    if isinstance(volumes, Mapping):
+        made = tuple(Volume(mount_path=str(mount), source=str(source)) for mount, source in volumes.items())
+    elif isinstance(volumes, Sequence) and all(isinstance(volume, Volume) for volume in volumes):
+        made = tuple(volumes)
+    else:
+        raise ConfigError("volumes", f"{_show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
+    for volume in made if check_folders else ():
+        _check_folder(volume)
+    return made
+
+
+def _check_folder(volume: Volume) -> None:
+    """On this machine ranks see the folders as they are: nothing can be mounted somewhere else."""
+    source, mount = pathlib.Path(volume.source).expanduser(), pathlib.Path(volume.mount_path)
+    if not source.is_dir():
+        what = "is not a folder" if source.exists() else "does not exist"
+        raise ConfigError("volumes", f"{volume.source!r} {what}", "Name a folder of this machine")
+    if source.resolve() != mount.resolve():
+        raise ConfigError(
+            "volumes",
+            f"local ranks cannot see {volume.source!r} at {volume.mount_path!r}: they see this machine's own folders",
+            f"Use {str(source.resolve())!r} for both, or make {volume.mount_path!r} a link to it",
+        )
+
+
+def _environment(environment: Any) -> tuple[tuple[str, str], ...]:
+    if environment is None:
+        return ()
+    if not isinstance(environment, Mapping):
+        raise ConfigError("environment", f"{_show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
+    for name, value in environment.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise ConfigError("environment", f"{name!r} cannot be a variable's name", "Use letters, digits and _")
+        if not isinstance(value, str) or "\0" in value:
+            remedy = f"Write {str(value)!r}" if "\0" not in str(value) else "Leave out the NUL character"
+            raise ConfigError("environment", f"the value {value!r} of {name} is not text", remedy)
+        if name in _SET_BY_US:
+            raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
+        if name.startswith(LOAD_ONLY_PREFIXES):
+            problem = f"{name} is read when libraries are loaded, which has been done before a rank gets its job"
+            raise ConfigError("environment", problem, f"Set os.environ[{name!r}] before the call: a new agent starts")
+    return tuple(sorted(environment.items()))
+
+
+def _title(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+def _show(value: Any) -> str:
+    """A value for a message: its type, and its text if that is short."""
+    text = repr(value)
+    return f"{text} ({type(value).__name__})" if len(text) <= 40 else f"an object of type {type(value).__name__}"

@@ -1,0 +1,66 @@
+"""What an interrupt means while somebody waits for a job.
+
+In a notebook the stop button is pressed to get the cell back: the first interrupt ends the waiting, and only a second
+one within `SECOND_WITHIN_S` ends the job. In a script, and in a kernel that nobody can type into, the first one ends
+the job, as Ctrl-C would end any program. Nothing is ever asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kale_dist.errors import KaleDistError
+
+SECOND_WITHIN_S = 10.0
+
+_lock = threading.Lock()
+_last_interrupt = -math.inf
+
+
+def is_interactive() -> bool:
+    """Whether this is a kernel with somebody at its front end; false in scripts, terminals and executed notebooks."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    kernel = getattr(shell, "kernel", None)
+    # Front ends say with each cell whether they can answer input(); those that execute whole notebooks cannot.
+    return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
+
+
+@contextlib.contextmanager
+def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
+    """Around every wait: decides what a KeyboardInterrupt does to the job, says so in one line, and raises it again.
+
+    Args:
+        ref: The job's reference, for the line.
+        cancel: Ends the job without waiting.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_interactive() and not _is_second():
+            _say(f"{ref} runs on. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()")
+            raise
+        try:
+            cancel()
+            _say(f"{ref} is cancelled")
+        except KaleDistError as error:
+            _say(f"{ref} could not be cancelled: {error}")
+        raise
+
+
+def _is_second() -> bool:
+    global _last_interrupt  # noqa: PLW0603 - the two interrupts may come in different waits, of different jobs
+    now = time.monotonic()
+    with _lock:
+        second = now - _last_interrupt < SECOND_WITHIN_S
+        _last_interrupt = -math.inf if second else now
+    return second
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the person who pressed the key

@@ -1,0 +1,377 @@
+"""The user's handle on a job: a future with a log, metrics and, for training, the model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kale_dist import interrupts, view, watch, weights
+from kale_dist.backends.base import Backend, JobRef
+from kale_dist.contract import JobFiles, LogLine, StateName
+from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError, WaitTimeoutError
+from kale_dist.outcomes import OutcomeReader
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+
+_TAIL_LINES = 12
+"""Lines of the log below a job's picture."""
+
+_KALE_STATES = {
+    StateName.PENDING: "Created",
+    StateName.STARTING: "Created",
+    StateName.RUNNING: "Running",
+    StateName.SUCCEEDED: "Succeeded",
+    StateName.FAILED: "Failed",
+    StateName.CANCELLED: "Failed",
+}
+
+
+class Job(Generic[R]):
+    """A job, running or ended. Made by `distribute`, `launch`, `attach` and `jobs`, not by hand.
+
+    Weights are written into the notebook's own model, optimizer and scheduler by the first `wait`, `result` or `model`
+    after the job's success, in the thread that calls it; never before, never twice, never from a failed job.
+
+    Args:
+        backend: Where it runs.
+        ref: Its reference there.
+        spec: What was submitted.
+        outcomes: Reads what its ranks return.
+        targets: The notebook's objects that it trains; None after `attach` from another process.
+        display: Shows a job as live output of a cell; None for a static picture.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        ref: JobRef,
+        spec: JobSpec,
+        outcomes: OutcomeReader,
+        targets: weights.Targets | None = None,
+        display: Callable[[Job[R]], None] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._ref = ref
+        self._spec = spec
+        self._outcomes = outcomes
+        self._targets = targets
+        self._display = display
+        self._watcher = watch.watcher(backend)
+        self._lock = threading.RLock()
+        self._objects: weights.TrainedObjects | None = None
+        self._after_wait: list[Callable[[], None]] = []
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ref(self) -> str:
+        """What `attach` takes: `local://name`."""
+        return str(self._ref)
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self._spec.name
+
+    @property
+    def spec(self) -> JobSpec:
+        """What was submitted."""
+        return self._spec
+
+    @property
+    def files(self) -> JobFiles:
+        """The job's files on this machine."""
+        return self._outcomes.files
+
+    @property
+    def status(self) -> JobStatus:
+        """What is known now. Does not wait.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+        """
+        return self._backend.status(self._ref)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """What the ranks reported so far, one row each: `pandas.DataFrame(job.metrics)` makes a table.
+
+        A row has `time` (seconds since 1970), `epoch` and `step` (or None), `rank` (None for an average over ranks),
+        `source` (`train`, `eval` or `report`) and the reported names.
+        """
+        return [
+            {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
+            | dict(row.values)
+            for row in self.status.metrics
+        ]
+
+    def done(self) -> bool:
+        """Whether the job has ended, well or badly."""
+        return self.status.is_final
+
+    # -- waiting and results ------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> JobStatus:
+        """Wait for the job's end. After a success the notebook's model has its weights.
+
+        A failed job does not raise here: one line says what happened, and `result()` raises.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            The final status.
+
+        Raises:
+            WaitTimeoutError: The time was over first; the job runs on.
+            KeyboardInterrupt: In a notebook the job runs on, and a second interrupt within 10 s cancels it; elsewhere
+                the first one does.
+        """
+        status = self._wait(timeout)
+        if status.state is StateName.SUCCEEDED:
+            self._load_weights()
+        else:
+            print(f"{self.ref} {status.state.value}: {status.reason}. job.result() raises the error.")  # noqa: T201 - the line is for the notebook's user
+        return status
+
+    def result(self, timeout: float | None = None) -> R:
+        """What rank 0 returned: of `launch`, the function's value; of `distribute`, a `TrainingResult`.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            JobFailedError: A rank failed; the cause is its own exception.
+            JobTimeoutError: The job ran into its time limit or stalled.
+            JobCancelledError: It was cancelled.
+            WaitTimeoutError: The time was over first; the job runs on.
+            ResultUnavailableError: The result cannot be read here.
+        """
+        self._succeed(timeout)
+        value: R = self._outcomes.value(0, self.status.attempt)
+        return value
+
+    def results(self, timeout: float | None = None) -> list[R]:
+        """What every rank returned, by rank. Raises as `result` does."""
+        self._succeed(timeout)
+        attempt = self.status.attempt
+        return [self._outcomes.value(rank, attempt) for rank in range(self._spec.topology.number_of_processes)]
+
+    def exception(self, timeout: float | None = None) -> JobError | None:
+        """The error that `result` would raise, or None after a success. Waits as `result` does.
+
+        Raises:
+            WaitTimeoutError: The time was over first; the job runs on.
+        """
+        status = self._wait(timeout)
+        return None if status.state is StateName.SUCCEEDED else self._outcomes.error(status)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The notebook's own model with the trained weights; after `attach` elsewhere, one built from the snapshot.
+
+        Waits for the job's end. Where the module's structure changed in the rank, it is a new object and a warning
+        says why.
+
+        Raises:
+            JobError: As `result`, and `ResultUnavailableError` for a job of `launch`.
+        """
+        model: torch.nn.Module = self._trained().model
+        return model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The notebook's own optimizer with its state after training. Waits and raises as `model` does."""
+        optimizer: torch.optim.Optimizer = self._trained().optimizer
+        return optimizer
+
+    def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
+        """This job's weights, whatever happened to the model since.
+
+        Args:
+            partial: Do not wait: take the last checkpoint of a job that runs or has failed.
+
+        Returns:
+            Names to tensors of the caller's own, on the CPU.
+
+        Raises:
+            ResultUnavailableError: There is no checkpoint yet, or nothing was trained.
+            JobError: As `result`, unless `partial`.
+        """
+        self._check_training()
+        if partial and self.status.state is not StateName.SUCCEEDED:
+            return self._outcomes.checkpoint_state()
+        self._succeed(None)
+        return self._outcomes.model_state(self.status.attempt)
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def logs(
+        self, ranks: Sequence[int] | int | None = None, *, follow: bool = False, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of the ranks' output, from the first; `str(line)` has the rank in front.
+
+        Args:
+            ranks: Only these ranks; None for all, and what the agent says.
+            follow: Whether to wait for more until the job has ended.
+            tail: Only the last lines of those there are now, this many (and with `follow` all that come later).
+
+        Yields:
+            Lines in the order in which they were written.
+        """
+        with self._interruptible():
+            yield from self._logs(ranks, follow=follow, tail=tail)
+
+    def stream_logs(self) -> None:
+        """Print the log as it comes, each line behind its rank, until the job has ended."""
+        with self._interruptible():
+            for line in self._logs(None, follow=True, tail=None):
+                print(line, flush=True)  # noqa: T201 - this is what it is for
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """End the job without waiting for it. A job that has ended is left as it is."""
+        self._backend.cancel(self._ref)
+
+    def delete(self) -> None:
+        """Cancel if need be and remove every trace: log, results, and what of its snapshot no other job needs."""
+        self._backend.delete(self._ref)
+
+    # -- Kale's names -------------------------------------------------------------------------------------------------
+
+    def get(self) -> dict[str, Any]:
+        """What was submitted, as plain values: reference, specification, the plan's text, and the present state."""
+        return {
+            "ref": self.ref,
+            "name": self.name,
+            "spec": self._spec.to_json(),
+            "plan": self._backend.plan(self._spec).text,
+            "state": self.status.state.value,
+        }
+
+    def get_job_status(self) -> str:
+        """One of `Created`, `Running`, `Restarting`, `Succeeded`, `Failed`; empty if there is no such job any more."""
+        try:
+            status = self.status
+        except JobNotFoundError:
+            return ""
+        restarting = status.attempt > 0 and status.state in (StateName.PENDING, StateName.STARTING)
+        return "Restarting" if restarting else _KALE_STATES[status.state]
+
+    # -- display ------------------------------------------------------------------------------------------------------
+
+    def subscribe(self, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
+        """Have every new status told to `callback`, in a thread of the library. Returns the end of the subscription."""
+        return self._watcher.subscribe(self._ref, callback)
+
+    def call_after_wait(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the caller's thread whenever a wait for this job has ended, before it returns."""
+        self._after_wait.append(callback)
+
+    def __repr__(self) -> str:
+        """One line: reference, state, and the reason if there is one."""
+        try:
+            status = self.status
+        except JobNotFoundError:
+            return f"<Job {self.ref} deleted>"
+        return f"<Job {self.ref} {status.state.value}{': ' + status.reason if status.reason else ''}>"
+
+    def _ipython_display_(self) -> None:
+        """Show the job below the cell, kept up to date while it runs."""
+        if self._display is not None:
+            self._display(self)
+        else:
+            print(self._repr_mimebundle_()["text/plain"])  # noqa: T201 - a notebook's cell shows it
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """A picture of the job as it is now, as text and as HTML."""
+        try:
+            status = self.status
+        except JobNotFoundError:
+            return {"text/plain": repr(self)}
+        tail = list(self._logs(None, follow=False, tail=_TAIL_LINES))
+        now = time.time()
+        return {"text/plain": view.text(status, tail, now), "text/html": view.html(status, tail, now)}
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _interruptible(self) -> contextlib.AbstractContextManager[None]:
+        return interrupts.passing_on(self.ref, self.cancel)
+
+    def _wait(self, timeout: float | None) -> JobStatus:
+        try:
+            with self._interruptible():
+                return self._watcher.wait(self._ref, timeout)
+        finally:
+            for callback in tuple(self._after_wait):
+                with contextlib.suppress(Exception):
+                    callback()
+
+    def _succeed(self, timeout: float | None) -> None:
+        """Wait for a success, or raise what stood in its way."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        self._load_weights()
+
+    def _check_training(self) -> None:
+        if self._spec.kind != "training":
+            raise ResultUnavailableError(
+                f"{self.ref} was started by launch(), which trains no model of its own. What the function returned is "
+                "in job.result()",
+                self.ref,
+            )
+
+    def _trained(self) -> weights.TrainedObjects:
+        self._check_training()
+        self._succeed(None)
+        objects = self._load_weights()
+        if objects is None:
+            raise ResultUnavailableError(f"{self.ref} has no trained model", self.ref)
+        if objects.problem:
+            raise ResultUnavailableError(
+                f"The weights of {self.ref} do not fit the notebook's model any more: {objects.problem}. "
+                "job.state_dict() has them",
+                self.ref,
+            )
+        return objects
+
+    def _load_weights(self) -> weights.TrainedObjects | None:
+        """Write the weights into the notebook's objects if that was not done yet. In the caller's thread."""
+        if self._spec.kind != "training":
+            return None
+        with self._lock:
+            if self._objects is None:
+                targets = self._targets or self._outcomes.rebuilt_targets()
+                trained = self._outcomes.value(0, self.status.attempt)
+                self._objects = weights.load(targets, trained, self.ref, check=self._targets is not None)
+                for warning in self._objects.warnings:
+                    warnings.warn(warning, stacklevel=4)
+            return self._objects
+
+    def _logs(self, ranks: Sequence[int] | int | None, *, follow: bool, tail: int | None) -> Iterator[LogLine]:
+        wanted = (ranks,) if isinstance(ranks, int) else ranks
+        if tail is None:
+            yield from self._backend.logs(self._ref, follow=follow, ranks=wanted)
+            return
+        last = collections.deque(self._backend.logs(self._ref, ranks=wanted), maxlen=max(tail, 1))
+        yield from last if tail > 0 else ()
+        if follow:
+            seen = last[-1].sequence if last else -1
+            lines = self._backend.logs(self._ref, follow=True, ranks=wanted)
+            yield from (line for line in lines if line.sequence > seen)

@@ -1,0 +1,154 @@
+"""Reads, in the notebook, what a job's ranks have left: values, exceptions, weights, checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kale_dist import blobs, weights
+from kale_dist.contract import FailureCause, JobFiles, StateName
+from kale_dist.errors import (
+    JobCancelledError,
+    JobError,
+    JobFailedError,
+    JobTimeoutError,
+    KaleDistError,
+    RankError,
+    ResultUnavailableError,
+)
+from kale_dist.runtime import loading, outcome
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+if TYPE_CHECKING:
+    from kale_dist.snapshot import Originals
+
+_TIME_CAUSES = (FailureCause.TIMEOUT, FailureCause.STALLED)
+
+
+class OutcomeReader:
+    """Reads the outcomes of one job, each once. Safe to use from threads.
+
+    Args:
+        ref: The job's reference.
+        spec: What was submitted.
+        files: Where the outcomes lie on this machine.
+        key: The job's secret bytes; None if this user may not read them: then no result can be had.
+        store: Where the snapshot's blobs are, for a job of another process.
+        originals: The notebook's own classes and functions that came with the snapshot; None in another process,
+            where they are made from the snapshot when they are first needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        ref: str,
+        spec: JobSpec,
+        files: JobFiles,
+        key: bytes | None,
+        store: blobs.Store,
+        originals: Originals | None = None,
+    ) -> None:
+        self.files = files
+        self._ref = ref
+        self._spec = spec
+        self._key = key
+        self._store = store
+        self._originals = originals
+        self._lock = threading.RLock()
+        self._read: dict[tuple[int, int], outcome.Outcome] = {}
+        self._loaded: loading.Loaded | None = None
+
+    def value(self, rank: int, attempt: int) -> Any:
+        """What a rank returned.
+
+        Raises:
+            ResultUnavailableError: It cannot be read here; the message says why.
+        """
+        return self._outcome(rank, attempt).value
+
+    def error(self, status: JobStatus) -> JobError:
+        """The error of a job that has ended badly, with the first failing rank's own exception as its cause."""
+        sentence = f"{self._ref} {status.state.value}: {status.reason or 'no reason is known'}"
+        if status.state is StateName.CANCELLED:
+            return JobCancelledError(sentence, self._ref)
+        cause, traceback = self._cause(status)
+        kind = JobTimeoutError if status.cause in _TIME_CAUSES else JobFailedError
+        error = kind(f"{sentence}\n\n{traceback}" if traceback else sentence, self._ref)
+        error.__cause__ = cause
+        return error
+
+    def model_state(self, attempt: int) -> dict[str, Any]:
+        """A copy of the trained weights."""
+        result = self.value(0, attempt)
+        state = result.model.state_dict() if result.model_state is None else result.model_state
+        return {name: value.detach().clone() if hasattr(value, "detach") else value for name, value in state.items()}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The weights of the last checkpoint.
+
+        Raises:
+            ResultUnavailableError: There is none.
+        """
+        from kale_dist.training import checkpoint
+
+        if not self.files.checkpoint.exists():
+            raise ResultUnavailableError(
+                f"{self._ref} has written no checkpoint yet. One is written after every `checkpoint_every` epochs",
+                self._ref,
+            )
+        state: dict[str, Any] = checkpoint.read(self.files.checkpoint)["model"]
+        return state
+
+    def rebuilt_targets(self) -> weights.Targets:
+        """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's."""
+        arguments = self._load().kwargs
+        return weights.remember(arguments["model"], arguments["optimizer"], arguments.get("scheduler"))
+
+    def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
+        if self._key is None:
+            raise ResultUnavailableError(
+                f"The key of {self._ref} cannot be read, so nobody could tell a forged result from a real one; status "
+                f"and log are there. Only the user who started the job can read {self.files.key}",
+                self._ref,
+            )
+        with self._lock:
+            found = self._read.get((rank, attempt))
+            if found is None:
+                found = self._read[rank, attempt] = outcome.read(
+                    self.files.outcome(attempt, rank),
+                    key=self._key,
+                    job=self._spec.name,
+                    attempt=attempt,
+                    rank=rank,
+                    resolve=self._resolve,
+                )
+            return found
+
+    def _cause(self, status: JobStatus) -> tuple[BaseException, str]:
+        """The exception to blame, and its formatted traceback."""
+        if status.failed_rank is not None and status.cause not in _TIME_CAUSES:
+            try:
+                found = self._outcome(status.failed_rank, status.attempt)
+            except KaleDistError:
+                pass
+            else:
+                if found.error is not None:
+                    return found.error, found.traceback
+        return RankError(status.reason), ""
+
+    def _resolve(self, index: int) -> object:
+        if self._originals is not None:
+            return self._originals.resolve(index)
+        return self._load().references.resolve(index)
+
+    def _load(self) -> loading.Loaded:
+        with self._lock:
+            if self._loaded is None:
+                modules = self.files.modules
+                # At the end: modules that this process can import itself are the ones its user works on.
+                if modules.is_dir() and str(modules) not in sys.path:
+                    sys.path.append(str(modules))
+                self._loaded = loading.load(self._store, self._spec.snapshot, modules=modules)
+            return self._loaded

@@ -1,0 +1,185 @@
+"""Forks ranks. Has torch imported and nothing of the user's, runs no tensor operation, and has a single thread.
+
+The agent asks over a socket of whole messages; with each request come the descriptors of the new rank. The server
+answers when it is ready, when a rank was forked and when one has ended. An ended rank stays as a zombie until the agent
+has dealt with what is left of its process group, so that the group's number cannot be taken by others meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+from kale_dist import contract
+from kale_dist.runtime import processes, worker
+
+MAX_MESSAGE_BYTES = 1 << 16
+
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.optim",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.distributed.optim",
+    "cloudpickle",
+    "kale_dist.runtime.loading",
+    "kale_dist.runtime.outcome",
+    "kale_dist.training.loop",
+)
+"""What a rank needs before its first step; each takes long the first time (`torch._dynamo` as long as torch)."""
+
+_SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+def environment(base: dict[str, str]) -> dict[str, str]:
+    """The environment in which to start a forkserver.
+
+    A BLAS that starts its threads at import would lose them in the fork. CUDA is asked through NVML alone, because
+    a process that has initialised CUDA cannot fork usable children.
+    """
+    return {**base, **dict.fromkeys(_SINGLE_THREAD, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+class ForkServer:
+    """Serves one agent until it ends.
+
+    Args:
+        agent: Socket (SOCK_SEQPACKET) to the agent.
+    """
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._poll = select.poll()
+        self._poll.register(agent, select.POLLIN)
+        self._ranks: dict[int, int] = {}
+        """Descriptors of live ranks' pidfds, and their process ids."""
+
+    def serve(self) -> None:
+        """Import, say so, and fork on request. Returns when the agent has closed its end."""
+        start = time.monotonic()
+        for module in PRELOADED:
+            importlib.import_module(module)
+        _import_optional("numpy")
+        gc.collect()
+        # Pages that the collector would write to in each rank stay shared.
+        gc.freeze()
+        self._say({"ready": True, "seconds": time.monotonic() - start})
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor in self._ranks:
+                    self._report_end(descriptor)
+                elif not self._serve_request():
+                    return
+
+    def _serve_request(self) -> bool:
+        """Do what one message asks for; False at the end of messages."""
+        data, descriptors, _, _ = socket.recv_fds(self._agent, MAX_MESSAGE_BYTES, 8)
+        if not data:
+            return False
+        for message in contract.decode_records(data):
+            if "fork" in message:
+                self._fork(message["fork"], descriptors)
+            elif "reap" in message:
+                os.waitpid(message["reap"], 0)
+        return True
+
+    def _fork(self, number: int, descriptors: list[int]) -> None:
+        server = os.getpid()
+        try:
+            threads = processes.thread_count(server)
+            if threads != 1:
+                raise RuntimeError(
+                    f"the forkserver has {threads} threads, so a forked rank could hang: a module that is imported "
+                    "at the start of Python (a .pth file, sitecustomize) starts one"
+                )
+            pid = os.fork()
+        except (OSError, RuntimeError) as error:
+            self._say({"refused": number, "error": str(error)})
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return
+        if pid == 0:
+            self._become_rank(server, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        try:
+            watch = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._say({"refused": number, "error": str(error)})
+            return
+        self._ranks[watch] = pid
+        self._poll.register(watch, select.POLLIN)
+        self._say({"forked": number, "pid": pid})
+
+    def _become_rank(self, server: int, descriptors: list[int]) -> None:
+        """The child's side of the fork: never returns."""
+        try:
+            processes.die_with_parent(server)
+            self._agent.close()
+            for watch in self._ranks:
+                os.close(watch)
+            worker.run(worker.Descriptors(*descriptors))
+        except BaseException:  # noqa: BLE001 - nothing may escape into the server's own frames
+            traceback.print_exc()
+        finally:
+            os._exit(worker.EXIT_BROKEN)
+
+    def _report_end(self, watch: int) -> None:
+        pid = self._ranks.pop(watch)
+        self._poll.unregister(watch)
+        os.close(watch)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if ended is None:  # pragma: no cover - only with WNOHANG
+            return
+        by_signal = ended.si_code != os.CLD_EXITED
+        self._say({"ended": pid, "status": ended.si_status, "by_signal": by_signal})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._agent.sendall(contract.encode_record(message))
+
+
+def _import_optional(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+
+
+def main(connection: int, agent: int) -> int:
+    """Run a forkserver.
+
+    Args:
+        connection: Descriptor of the socket to the agent.
+        agent: Its process id.
+
+    Returns:
+        The exit code.
+    """
+    processes.die_with_parent(agent)
+    # The agent alone decides when this process ends; a terminal's signals are not for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    peer = socket.socket(fileno=connection)
+    peer.set_inheritable(False)
+    try:
+        ForkServer(peer).serve()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except Exception as error:  # noqa: BLE001 - told to the agent, which tells the user
+        traceback.print_exc()
+        peer.sendall(contract.encode_record({"broken": f"{type(error).__name__}: {error}"[:2000]}))
+        return 1
+    sys.stdout.flush()
+    return 0

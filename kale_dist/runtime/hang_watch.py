@@ -1,0 +1,197 @@
+"""Looks at the stacks of a job's ranks: when nothing moves, and when a rank has ended while others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kale_dist.contract import EventKind, FailureCause
+from kale_dist.runtime import watchdog
+from kale_dist.runtime.job_writer import JobWriter
+from kale_dist.runtime.loop import Loop, Timer
+from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.watchdog import Sample, StallClock
+
+ANSWER_S = 0.15
+"""Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
+
+BETWEEN_LOOKS_S = 0.6
+
+LOOKS_AFTER_S = (0.5, 0.7)
+"""After a rank has ended: the first look, and from that to the second."""
+
+LATER_LOOKS_S = 2.0
+
+Fail = Callable[[FailureCause, str], None]
+
+
+class HangWatch:
+    """Watches over one job from the moment its ranks have their assignments.
+
+    Args:
+        ranks: All ranks of this agent.
+        loop: The agent's loop.
+        writer: The job's files.
+        stall_warn_s: Seconds without progress after which the stacks go into the log; None for never.
+        stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        fail: Called when the job has to end, with the cause and a sentence.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankRun],
+        loop: Loop,
+        writer: JobWriter,
+        stall_warn_s: float | None,
+        stall_timeout_s: float | None,
+        fail: Fail,
+    ) -> None:
+        self._ranks = ranks
+        self._loop = loop
+        self._writer = writer
+        self._stall_timeout_s = stall_timeout_s
+        self._fail = fail
+        self._clock = StallClock(stall_warn_s, stall_timeout_s, time.monotonic())
+        self._last: dict[int, Sample] = {}
+        self._timers: dict[str, Timer] = {}
+        self._stopped = False
+        self._said_waiting: list[int] = []
+        self._in_first_step = False
+        self._plan_stall_look()
+
+    def moved(self, event: dict[str, Any] | None) -> None:
+        """A rank has given a sign of progress: an event, or (None) a line of output."""
+        self._clock.moved(time.monotonic())
+        if event is not None and event.get("event") == EventKind.PROGRESS:
+            # Loading and compiling before the first step of a training may take long and is no stall.
+            self._in_first_step = not event.get("step") and event.get("epoch") in (None, 1)
+
+    def rank_done(self) -> None:
+        """A rank has ended while others have not: they may wait for it."""
+        if "left" not in self._timers:
+            self._later("left", LOOKS_AFTER_S[0], lambda: self._look_for_left(LOOKS_AFTER_S[1]))
+
+    def stop(self) -> None:
+        """The job ends: look no more."""
+        self._stopped = True
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
+        self._timers[name] = self._loop.call_later(delay_s, call)
+
+    def _unfinished(self) -> list[RankRun]:
+        return [rank for rank in self._ranks if rank.done is None and rank.end is None]
+
+    def _look(self, then: Callable[[dict[int, Sample], dict[int, bytes]], None]) -> None:
+        """Take a sample of every rank that has not ended."""
+        ranks = self._unfinished()
+        for rank in ranks:
+            rank.ask_stacks()
+
+        def answered() -> None:
+            if not self._stopped:
+                present = [rank for rank in ranks if rank.done is None and rank.end is None]
+                then({rank.rank: rank.sample() for rank in present}, {rank.rank: rank.stacks for rank in present})
+
+        self._loop.call_later(ANSWER_S, answered)
+
+    # -- a rank has ended -------------------------------------------------------------------------------------------
+
+    def _look_for_left(self, next_look_s: float) -> None:
+        def judge(samples: dict[int, Sample], _stacks: dict[int, bytes]) -> None:
+            waiting = self._compare(samples)
+            self._last = samples
+            if not samples:
+                return
+            if len(waiting) == len(samples):
+                left = [rank.rank for rank in self._ranks if rank.done is not None]
+                self._say_waiting(waiting, samples)
+                self._fail(FailureCause.LEFT, self._describe_left(left, waiting, samples))
+                return
+            if waiting and waiting != self._said_waiting:
+                self._say_waiting(waiting, samples)
+            self._later("left", next_look_s, lambda: self._look_for_left(LATER_LOOKS_S))
+
+        self._look(judge)
+
+    def _compare(self, samples: dict[int, Sample]) -> list[int]:
+        """Ranks that wait in a collective since the last look."""
+        return [n for n, sample in samples.items() if n in self._last and watchdog.waits(self._last[n], sample)]
+
+    def _describe_left(self, left: list[int], waiting: list[int], samples: dict[int, Sample]) -> str:
+        frame = samples[waiting[0]].user_frame
+        place = f" (at {frame})" if frame is not None else ""
+        verb = "waits" if len(waiting) == 1 else "wait"
+        return (
+            f"{_capital(watchdog.name_ranks(left))} ended while {watchdog.name_ranks(waiting)} {verb} for "
+            f"{'it' if len(left) == 1 else 'them'} in a collective{place}. "
+            "Every rank has to take part in each collective: check for ranks that return or stop early"
+        )
+
+    # -- nothing moves ----------------------------------------------------------------------------------------------
+
+    def _plan_stall_look(self) -> None:
+        wait_s = self._clock.next_look_s(time.monotonic())
+        if wait_s is not None and not self._stopped:
+            # The floor keeps a failure that is held back (the first step) from being asked for without a pause.
+            self._later("stall", max(wait_s, 0.05), self._check_stall)
+
+    def _check_stall(self) -> None:
+        now = time.monotonic()
+        if self._clock.failure_is_due(now) and not self._in_first_step:
+            self._look(self._fail_stalled)
+            return
+        if self._clock.warning_is_due(now):
+            self._look(self._warn)
+        elif self._clock.failure_is_due(now):
+            self._later("stall", 1.0, self._check_stall)
+            return
+        self._plan_stall_look()
+
+    def _warn(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
+        idle_s = self._clock.idle_s(time.monotonic())
+        self._write_stacks(f"No rank has made progress for {idle_s:.0f} s. Where each of them is:", stacks)
+        self._last = samples
+        self._later("warn", BETWEEN_LOOKS_S, lambda: self._look(self._name_waiting))
+
+    def _name_waiting(self, samples: dict[int, Sample], _stacks: dict[int, bytes]) -> None:
+        self._say_waiting(self._compare(samples), samples)
+
+    def _fail_stalled(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
+        if not self._clock.failure_is_due(time.monotonic()):
+            self._plan_stall_look()
+            return
+        self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", stacks)
+        waiting = [number for number, sample in samples.items() if sample.may_wait]
+        busy = [number for number in samples if number not in waiting]
+        detail = ""
+        if waiting and busy:
+            verb = "waits" if len(waiting) == 1 else "wait"
+            are = "is" if len(busy) == 1 else "are"
+            detail = f" {_capital(watchdog.name_ranks(waiting))} {verb} in a collective, {watchdog.name_ranks(busy)} {are} not."
+        self._fail(
+            FailureCause.STALLED,
+            f"No rank has made progress for {self._stall_timeout_s:g} s (stall_timeout_s).{detail} "
+            "The stacks of all ranks are in the log",
+        )
+
+    def _write_stacks(self, title: str, stacks: dict[int, bytes]) -> None:
+        self._writer.log.say(title)
+        for number, dump in stacks.items():
+            text = dump.decode("utf-8", "backslashreplace") or "(it does not answer: it is starting, or was stopped)"
+            self._writer.log.say(f"Rank {number}:\n{text}")
+
+    def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
+        self._said_waiting = waiting
+        busy = [number for number in samples if number not in waiting]
+        seconds = round(self._clock.idle_s(time.monotonic()), 1)
+        self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
+        for number in waiting:
+            frame = samples[number].user_frame
+            self._writer.log.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

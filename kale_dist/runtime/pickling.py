@@ -1,0 +1,198 @@
+"""The one pickler of kale_dist: cloudpickle's, with tensors' memory out of band and reducers for torch's objects.
+
+Snapshots and outcomes are both written with it. Memory of tensors is not copied: the pickle holds a number in its
+place, and `storages` lists the memory in the order of the numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing.context
+import pickle
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as internals
+
+from kale_dist.blobs import Buffer
+from kale_dist.runtime import reducers
+
+CHUNK_BYTES = 32 << 20
+"""Memory of accelerators is copied in pieces of this size."""
+
+_PARAMETRIZE, _GENERATED = "torch.nn.utils.parametrize", "Parametrized"
+"""Where torch makes a class for each module with parametrizations, and how it names them."""
+
+Reduced = Any
+"""What a reducer returns: a tuple for pickle, or NotImplemented."""
+
+
+class _Token:
+    """Stands for an object that is to be pickled once, wherever it is met."""
+
+    __slots__ = ("reduced",)
+
+    def __init__(self, reduced: tuple[Any, ...]) -> None:
+        self.reduced = reduced
+
+
+class DeviceMemory(Sequence[Buffer]):
+    """Memory on an accelerator as a sequence of buffers of `CHUNK_BYTES`, each copied when it is asked for."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __len__(self) -> int:
+        return -(-self._storage.nbytes() // CHUNK_BYTES)
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+        chunk = whole[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES].cpu()
+        return _view(chunk.untyped_storage())
+
+
+class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Pickles with protocol 5 and everything large out of band.
+
+    Args:
+        file: Where the pickle goes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.storages: list[Sequence[Buffer]] = []
+        self.last: object = None
+        """The object that was met last: after a failure, the one that could not be pickled."""
+        self._tokens: dict[int, tuple[_Token, object]] = {}
+        self._reducers: dict[type, Callable[[Any], Reduced] | None] = {_Token: lambda token: token.reduced}
+        super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
+
+    def reducer_override(self, obj: Any) -> Reduced:
+        """Called by pickle for every object that is not a plain builtin one."""
+        self.last = obj
+        kind = type(obj)
+        try:
+            reduce = self._reducers[kind]
+        except KeyError:
+            reduce = self._reducers[kind] = self._choose(kind)
+        return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+    def _choose(self, kind: type) -> Callable[[Any], Reduced] | None:
+        """Our reducer for a type, or None. A class with pickling of its own keeps that."""
+        if issubclass(kind, multiprocessing.context.BaseContext):
+            return _reduce_context
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return None
+        if issubclass(kind, torch.UntypedStorage):
+            return self._reduce_storage
+        if issubclass(kind, torch.storage.TypedStorage):
+            return self._reduce_typed_storage
+        if issubclass(kind, torch.Generator):
+            return _reduce_generator
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        for base, reduce in (
+            (torch.optim.Optimizer, _reduce_optimizer),
+            (scheduler, _reduce_scheduler),
+            (torch.utils.data.DataLoader, _reduce_loader),
+        ):
+            if issubclass(kind, base) and not _pickles_itself(kind, base):
+                return reduce
+        if issubclass(kind, torch.nn.Module) and kind.__module__ == _PARAMETRIZE and kind.__name__.startswith(_GENERATED):
+            return _reduce_parametrized
+        return None
+
+    def _token(self, original: object, key: int, make: Callable[[], tuple[Any, ...]]) -> _Token:
+        """One token for everything with this key. The original is held, so that the key stays its own."""
+        if key not in self._tokens:
+            self._tokens[key] = (_Token(make()), original)
+        return self._tokens[key][0]
+
+    def _reduce_storage(self, storage: Any) -> Reduced:
+        # Several Python objects may stand for one storage; its C++ address is what tied weights share.
+        return reducers.same, (self._token(storage, -storage._cdata, lambda: self._number_storage(storage)),)  # noqa: SLF001
+
+    def _number_storage(self, storage: Any) -> tuple[Any, ...]:
+        index, accelerated = len(self.storages), storage.device.type != "cpu"
+        if accelerated:
+            _synchronize(storage.device)
+            self.storages.append(DeviceMemory(storage))
+        else:
+            self.storages.append((_view(storage),) if storage.nbytes() else ())
+        return reducers.make_storage, (index, accelerated)
+
+    def _reduce_typed_storage(self, storage: Any) -> Reduced:
+        return reducers.make_typed_storage, (storage._untyped_storage, storage.dtype)  # noqa: SLF001
+
+    def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
+        """As cloudpickle's, but functions that share a variable of the function around them go on sharing it."""
+        code, base_globals, name, defaults, _ = super()._function_getnewargs(func)
+        return code, base_globals, name, defaults, self._cells(func)
+
+    def _cells(self, func: types.FunctionType) -> tuple[_Token, ...] | None:
+        if func.__closure__ is None:
+            return None
+        return tuple(
+            self._token(cell, id(cell), lambda: (internals._make_empty_cell, ()))  # noqa: SLF001
+            for cell in func.__closure__
+        )
+
+
+def _view(storage: Any) -> memoryview:
+    """The bytes of a storage in main memory, where they are; they stay while the view does."""
+    array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    array.storage = storage  # type: ignore[attr-defined] # holds the memory
+    return memoryview(array).cast("B")
+
+
+def _synchronize(device: Any) -> None:
+    """Wait for work that still writes to a device's memory: it is read from other threads, on other streams."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _pickles_itself(kind: type, base: type) -> bool:
+    """Whether a class brings pickling of its own, beyond what torch's base class has."""
+    return any(getattr(kind, name) is not getattr(base, name) for name in ("__getstate__", "__reduce_ex__", "__reduce__"))
+
+
+def _reduce_context(context: Any) -> Reduced:
+    return reducers.make_context, (getattr(context, "_name", None),)
+
+
+def _reduce_generator(generator: Any) -> Reduced:
+    state = bytes(generator.get_state().numpy())
+    return reducers.make_generator, (state, generator.device.type != "cpu", generator.initial_seed())
+
+
+def _reduce_optimizer(optimizer: Any) -> Reduced:
+    attributes = dict(optimizer.__dict__)
+    # A scheduler replaces `step` by a wrapper around a weak reference; its own reducer puts a new one there.
+    if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
+        del attributes["step"]
+    return reducers.make_bare, (type(optimizer),), attributes, None, None, reducers.set_optimizer_state
+
+
+def _reduce_scheduler(scheduler: Any) -> Reduced:
+    return reducers.make_bare, (type(scheduler),), dict(scheduler.__dict__), None, None, reducers.set_scheduler_state
+
+
+def _reduce_loader(loader: Any) -> Reduced:
+    attributes = dict(loader.__dict__)
+    # The iterator of persistent workers holds processes and queues of the notebook.
+    attributes["_iterator"] = None
+    return reducers.make_bare, (type(loader),), attributes, None, None, reducers.set_attributes
+
+
+def _reduce_parametrized(module: Any) -> Reduced:
+    original = type(module).__bases__[0]
+    return reducers.make_bare, (original,), dict(module.__dict__), None, None, reducers.set_parametrized_state

@@ -1,0 +1,256 @@
+"""What the pickles of kale_dist call when they are loaded: makers of functions, tensors' memory, optimizers, loaders.
+
+A pickle names these functions, so their names and arguments are a part of the format (`contract.VERSION`). What they
+need beyond their arguments (which globals, which buffers, which device) is in the `Loading` of the load in progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.context
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kale_dist.runtime.references import References
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Loading:
+    """The surroundings of one load."""
+
+    storage: Callable[[int], memoryview]
+    """The bytes of a tensor storage by its number; each call gives memory of its own."""
+    main: dict[str, Any]
+    """Globals of functions that came from the notebook's `__main__`."""
+    references: References
+    """Filled with the functions and classes that are made."""
+    resolve: Callable[[int], Any]
+    """The object meant by a reference of a result."""
+    device: str = "cpu"
+    """Where tensors go that were on an accelerator: "cpu", or a device of the loading process."""
+
+
+_current: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading")
+
+MAPPED_BYTES = 1 << 20
+"""Smaller tensors are copied out of the snapshot's file into ordinary memory, larger ones stay mapped."""
+
+
+@contextlib.contextmanager
+def loading(surroundings: Loading) -> Iterator[None]:
+    """Make `surroundings` the ones of the loads in this block."""
+    token = _current.set(surroundings)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+# -- functions, classes, modules -------------------------------------------------------------------------------------
+
+
+def make(index: int, module: str, qualname: str, constructor: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Make a function or class that travels by value, give it its number, and its name in `__main__`."""
+    made = constructor(*args)
+    now = _current.get()
+    now.references.add(index, made)
+    if isinstance(made, type):
+        made.__qualname__ = qualname
+    if module == "__main__" and qualname.isidentifier():
+        now.main.setdefault(qualname, made)
+    return made
+
+
+def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[types.CellType, ...] | None) -> Any:
+    """Make a function of which only the code travels.
+
+    Args:
+        code: The code.
+        kind: Whose globals it gets: "main", "import" (an importable module's) or "value" (a module without a file).
+        module: Name of that module.
+        closure: Empty cells.
+    """
+    if kind == "main":
+        namespace = _current.get().main
+    elif kind == "value":
+        namespace = make_module(module).__dict__
+    else:
+        namespace = importlib.import_module(module).__dict__
+    return types.FunctionType(code, namespace, None, None, closure)
+
+
+def make_module(name: str) -> types.ModuleType:
+    """The module of this name that has no file; an empty one at first."""
+    return sys.modules.setdefault(name, types.ModuleType(name))
+
+
+def set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
+    """Fill a module without a file."""
+    module.__dict__.update(state)
+
+
+def resolve(index: int) -> Any:
+    """The receiving side's own object, in place of one that came with the snapshot."""
+    return _current.get().resolve(index)
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def make_storage(index: int, accelerated: bool) -> Any:  # noqa: FBT001 - pickles call by position
+    """The memory of tensors: mapped copy-on-write if it is large, on the load's device if it was on one.
+
+    Returns:
+        A `torch.UntypedStorage`.
+    """
+    import torch
+
+    now = _current.get()
+    view = now.storage(index)
+    device = now.device if accelerated else "cpu"
+    if not view.nbytes:
+        return torch.UntypedStorage(0, device=device)
+    source = torch.frombuffer(view, dtype=torch.uint8)
+    if device == "cpu" and view.nbytes >= MAPPED_BYTES:
+        storage = source.untyped_storage()
+        _mapped.add(storage.data_ptr())
+        return storage
+    storage = torch.UntypedStorage(view.nbytes, device=device)
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(source)  # type: ignore[call-overload]
+    return storage
+
+
+def make_typed_storage(storage: Any, dtype: Any) -> Any:
+    """The typed view of a storage that torch's own reducers expect."""
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def same(value: Any) -> Any:
+    """The argument: for objects that are pickled as another one."""
+    return value
+
+
+def make_generator(state: bytes, accelerated: bool, seed: int) -> Any:  # noqa: FBT001 - pickles call by position
+    """A `torch.Generator` in the state of the original; one of an accelerator that is not there keeps only its seed."""
+    import torch
+
+    device = _current.get().device if accelerated else "cpu"
+    generator = torch.Generator(device)
+    if accelerated and device == "cpu":
+        return generator.manual_seed(seed)
+    return generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+_mapped: set[int] = set()
+
+
+def copy_out_on_resize() -> None:
+    """Let tensors of this process that lie in a mapped file grow: they move to ordinary memory first.
+
+    Torch refuses to resize memory that is not its own. Only for ranks: it patches `torch.Tensor`.
+    """
+    import torch
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def resize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(tensor, *args, **kwargs)
+            except RuntimeError as error:
+                if "not resizable" not in str(error):
+                    raise
+                moved = [_copy_out(value) for value in (tensor, *args)]
+                if all(new is old for new, old in zip(moved, (tensor, *args), strict=True)):
+                    raise
+                return method(*moved, **kwargs)
+
+        resize.kale_dist = True  # type: ignore[attr-defined]
+        return resize
+
+    for name in ("resize_", "resize_as_", "set_"):
+        method = getattr(torch.Tensor, name)
+        if not hasattr(method, "kale_dist"):
+            setattr(torch.Tensor, name, wrap(method))
+
+
+def _copy_out(value: Any) -> Any:
+    """A tensor or storage that lies in a mapped file, in ordinary memory (tensors in place); anything else as it is."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in _mapped:
+        storage = value.untyped_storage().clone()
+        with torch.no_grad():
+            value.set_(storage, value.storage_offset(), value.size(), value.stride())  # type: ignore[call-overload]
+    elif isinstance(value, torch.UntypedStorage) and value.data_ptr() in _mapped:
+        return value.clone()
+    return value
+
+
+# -- objects rebuilt without their constructor -----------------------------------------------------------------------
+
+
+def make_bare(cls: type) -> Any:
+    """An instance without attributes."""
+    return cls.__new__(cls)
+
+
+def set_attributes(instance: Any, attributes: dict[str, Any]) -> None:
+    """Set attributes as they were, past the class's own `__setattr__`."""
+    instance.__dict__.update(attributes)
+
+
+def set_optimizer_state(optimizer: Any, attributes: dict[str, Any]) -> None:
+    """Fill an optimizer, and hook its class's `step` as torch does (once a class)."""
+    optimizer.__dict__.update(attributes)
+    optimizer._patch_step_function()  # noqa: SLF001 - what torch's own __setstate__ does
+
+
+def set_scheduler_state(scheduler: Any, attributes: dict[str, Any]) -> None:
+    """Fill a learning-rate scheduler, and let its optimizer count steps for it, as its constructor did."""
+    scheduler.__dict__.update(attributes)
+    optimizer = attributes.get("optimizer")
+    if optimizer is None or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    reference = weakref.ref(optimizer)
+    function = optimizer.step.__func__
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        stepped: Any = reference()
+        stepped._opt_called = True  # noqa: SLF001 - the flag that torch's schedulers look at
+        return function.__get__(stepped, type(stepped))(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # noqa: SLF001 - torch's mark
+    optimizer.step = step
+
+
+def set_parametrized_state(module: Any, attributes: dict[str, Any]) -> None:
+    """Fill a module with parametrizations (weight norm, spectral norm) and give it its generated class again."""
+    from torch.nn.utils import parametrize
+
+    module.__dict__.update(attributes)
+    parametrize._inject_new_class(module)  # noqa: SLF001 - torch's own deepcopy of such a module does the same
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)  # noqa: SLF001
+
+
+def make_context(method: str | None) -> Any:
+    """The `multiprocessing` context of a start method; None is the default one."""
+    if method is None:
+        return multiprocessing.context._default_context  # type: ignore[attr-defined] # noqa: SLF001 - has no public name
+    return multiprocessing.get_context(method)
+
+
+def ipython() -> Any:
+    """Stands for the notebook's `get_ipython` in a rank, where there is no shell."""
+    return None

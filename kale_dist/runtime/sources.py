@@ -1,0 +1,115 @@
+"""Sources of cells in a process that never saw the cells: for tracebacks and `inspect.getsource`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import linecache
+import pathlib
+import re
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_labels: dict[str, str] = {}
+_OWN = str(pathlib.Path(__file__).parent.parent) + "/"
+
+
+def install(sources: Mapping[str, tuple[str, str]]) -> None:
+    """Make the sources known to this process.
+
+    Args:
+        sources: File name of the code objects to the text, and to what the user calls it ("Cell In[3]", or "").
+    """
+    for filename, (text, label) in sources.items():
+        # Without a time, linecache never looks for the file again.
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        if label:
+            _labels[filename] = label
+    if not hasattr(inspect.getfile, "kale_dist"):
+        inspect.getfile = _find_classes(inspect.getfile)
+
+
+def _find_classes(getfile: Any) -> Any:
+    """`inspect.getfile` knows one file for all classes of `__main__`; those of cells have one each."""
+
+    @functools.wraps(getfile)
+    def find(value: Any) -> Any:
+        if isinstance(value, type) and value.__module__ == "__main__":
+            for name in files_of_class(value):
+                if name in linecache.cache:
+                    return name
+        return getfile(value)
+
+    find.kale_dist = True  # type: ignore[attr-defined]
+    return find
+
+
+def files_of_class(cls: type) -> Iterator[str]:
+    """File names in which a class may have been written: those of its methods, then any source that defines its name."""
+    for value in vars(cls).values():
+        function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        code = getattr(function, "__code__", None)
+        if isinstance(code, types.CodeType) and code.co_qualname.startswith(cls.__qualname__ + "."):
+            yield code.co_filename
+    defined = re.compile(rf"^[ \t]*class[ \t]+{re.escape(cls.__name__)}\b", re.MULTILINE)
+    for filename, entry in reversed(list(linecache.cache.items())):
+        # Entries without a time are cells; a file on disk is named by its methods already.
+        if len(entry) == 4 and (entry[1] is None or filename in _labels) and defined.search("".join(entry[2])):  # noqa: PLR2004 - linecache's full entries
+            yield filename
+
+
+def format_error(error: BaseException) -> str:
+    """An exception's traceback as Python prints it, without the frames of kale_dist, cells named as the user knows them.
+
+    Never raises, whatever the exception's own methods do.
+    """
+    try:
+        described = traceback.TracebackException.from_exception(error)
+        _clean(described, set())
+        return "".join(described.format())
+    except Exception as problem:  # noqa: BLE001 - the user's __str__, __cause__ or the like may do anything
+        lines = ["Traceback (most recent call last):\n"]
+        with contextlib.suppress(Exception):
+            lines += traceback.format_tb(error.__traceback__)
+        return "".join([*lines, f"{type_name(error)}: (its text cannot be had: {type(problem).__name__})\n"])
+
+
+def type_name(value: object) -> str:
+    """Qualified name of an object's class, as tracebacks show it."""
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ in {"builtins", "__main__"} else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _clean(described: traceback.TracebackException, seen: set[int]) -> None:
+    """Leave out our own frames and rename cells, in the exception and those it is linked to."""
+    if id(described) in seen:
+        return
+    seen.add(id(described))
+    kept = [frame for frame in described.stack if not frame.filename.startswith(_OWN)]
+    # An error of our own code has no other frames, and is worth reporting whole.
+    described.stack[:] = kept or list(described.stack)
+    for frame in described.stack:
+        frame.line  # noqa: B018 - read while the file name is the one that linecache knows
+        frame.filename = _labels.get(frame.filename, frame.filename)
+    linked = [described.__cause__, described.__context__, *(described.exceptions or ())]
+    for other in linked:
+        if other is not None:
+            _clean(other, seen)
+
+
+def label_of(filename: str) -> str:
+    """What the user calls a source: "Cell In[3]" for a cell, else the file name."""
+    return _labels.get(filename) or cell_label(filename) or filename
+
+
+def cell_label(filename: str) -> str:
+    """IPython's name of a cell by the file name of its code, or "" where it is no cell of this process."""
+    shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    if shell is None or not shell.initialized():
+        return ""
+    numbers = getattr(shell.instance().compile, "_filename_map", {})
+    return f"Cell In[{numbers[filename]}]" if filename in numbers else ""

@@ -1,0 +1,148 @@
+"""The notebook's pickler: numbers what travels by value, and notes which modules and sources the call needs."""
+
+from __future__ import annotations
+
+import dis
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator
+from typing import IO, Any
+
+from cloudpickle import cloudpickle as internals
+
+from kale_dist.runtime import reducers, references
+from kale_dist.runtime.pickling import TensorPickler
+
+_CLASS_TRACKER = {internals._make_skeleton_class: 4, internals._make_skeleton_enum: 5}  # noqa: SLF001
+"""Where cloudpickle's class makers take the id by which they find a class that this process has already."""
+
+
+class CapturePickler(TensorPickler):
+    """Pickles a call.
+
+    Args:
+        file: Where the pickle goes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.originals = references.References()
+        """The notebook's own functions and classes, by number."""
+        self.modules: set[str] = set()
+        """Names of modules that the call refers to."""
+        self.codes: list[types.CodeType] = []
+        """Code of functions that travel by value."""
+        self.classes: list[type] = []
+        """Classes that travel by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle for every object that is not a plain builtin one."""
+        if isinstance(obj, types.ModuleType):
+            self.last = obj
+            return self._reduce_module(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, (type, types.FunctionType)):
+            if reduced is NotImplemented and without_file(obj.__module__):
+                reduced = self._by_value(obj)
+            if isinstance(reduced, tuple) and len(reduced) == 6:  # noqa: PLR2004 - cloudpickle's by-value reductions, with a state setter
+                return self._number(obj, reduced)
+        if reduced is NotImplemented:
+            self._note_module(getattr(obj, "__module__", None))
+        return reduced
+
+    def _by_value(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            return self._dynamic_function_reduce(obj)
+        return internals._dynamic_class_reduce(obj)  # noqa: SLF001
+
+    def _number(self, obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Let the object have the same number in the notebook and in the ranks."""
+        constructor, args, state, _, _, setter = reduced
+        if isinstance(obj, type):
+            self.classes.append(obj)
+            tracker = _CLASS_TRACKER.get(constructor)
+            if tracker is not None:
+                # Loaded in the notebook itself, the id would find the notebook's class and overwrite its methods.
+                args = (*args[:tracker], None, *args[tracker + 1 :])
+        index = len(self.originals)
+        self.originals.add(index, obj)
+        module = getattr(obj, "__module__", None) or ""
+        return reducers.make, (index, module, obj.__qualname__, constructor, args), state, None, None, setter
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        """As cloudpickle's, but functions of one module share its globals in the rank too."""
+        self.codes.append(func.__code__)
+        self.modules.update(imports_of(func.__code__, func.__globals__.get("__package__") or ""))
+        constructor, args, state, *rest = super()._dynamic_function_reduce(func)
+        name, kind = namespace_of(func)
+        if not kind:
+            return (constructor, args, state, *rest)
+        attributes, slots = state
+        if kind == "main":
+            slots["__globals__"] = {key: _stand_in(key, value) for key, value in slots["__globals__"].items()}
+        elif kind == "import":
+            self._note_module(name)
+            slots["__globals__"] = {}
+        return (reducers.make_function, (func.__code__, kind, name, args[-1]), (attributes, slots), *rest)
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        name = module.__name__
+        if name != "__main__" and without_file(name) and sys.modules.get(name) is module:
+            state = {key: value for key, value in vars(module).items() if not key.startswith("__")}
+            return reducers.make_module, (name,), state, None, None, reducers.set_module_state
+        self._note_module(name)
+        return NotImplemented
+
+    def _note_module(self, name: object) -> None:
+        if isinstance(name, str):
+            self.modules.add(name)
+
+
+def without_file(name: object) -> bool:
+    """Whether a module of this process cannot be imported elsewhere, because it was made by hand."""
+    module = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
+    if module is None or getattr(module, "__file__", None) or hasattr(module, "__path__"):
+        return False
+    loader = getattr(getattr(module, "__spec__", None), "loader", None) or getattr(module, "__loader__", None)
+    return loader is None and name not in sys.builtin_module_names and importlib.machinery.FrozenImporter.find_spec(str(name)) is None
+
+
+def namespace_of(func: types.FunctionType) -> tuple[str, str]:
+    """Whose globals a function has: the module's name, and "main", "value" or "import"; "" if they are no module's."""
+    name = func.__globals__.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if name == "__mp_main__":
+        module, name = sys.modules.get("__main__"), "__main__"
+    if module is None or getattr(module, "__dict__", None) is not func.__globals__:
+        return "", ""
+    if name == "__main__":
+        return name, "main"
+    return str(name), "value" if without_file(name) else "import"
+
+
+def imports_of(code: types.CodeType, package: str) -> Iterator[str]:
+    """Names of the modules that import statements in a code object name, functions within it included."""
+    instructions = list(dis.get_instructions(code))
+    for position, instruction in enumerate(instructions):
+        if instruction.opname == "IMPORT_NAME":
+            # The compiler puts level and names on the stack by the two instructions before.
+            level, names = (instructions[position - back].argval for back in (2, 1))
+            base = instruction.argval
+            if isinstance(level, int) and level and package:
+                parents = package.split(".")[: len(package.split(".")) - level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            yield base
+            if isinstance(names, tuple):
+                yield from (f"{base}.{name}" for name in names if name != "*")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from imports_of(constant, package)
+
+
+def _stand_in(name: str, value: Any) -> Any:
+    """What a rank gets for the names that IPython puts into every notebook, which lead to the whole shell."""
+    shell = getattr(value, "__self__", None) if name == "get_ipython" else getattr(value, "_ip", None)
+    if shell is not None and type(shell).__module__.partition(".")[0] in {"IPython", "ipykernel"}:
+        return reducers.ipython
+    return value

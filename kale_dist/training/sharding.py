@@ -1,0 +1,143 @@
+"""How samples are divided over ranks, and the sentence that says so. Pure: takes sizes, not tensors.
+
+A pass over n samples is cut into chunks, one for each step of all ranks: `batch_size` x ranks samples in the order of
+the sampler. Each chunk is divided as evenly as can be, so all ranks take the same number of steps and only the last
+chunk can be uneven.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kale_dist.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How a number of samples is cut into steps and shared out."""
+
+    samples: int
+    """Samples of one pass that are used (those that `drop_last` leaves out are not counted)."""
+    chunk: int
+    """Samples of all ranks in one full step."""
+    world_size: int
+    aligned: bool = True
+    """Whether every rank takes every step, by a repeated sample of weight 0 where a chunk is too small for all."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the rank that has most."""
+        return -(-self.samples // self.chunk)
+
+    def total(self, step: int) -> int:
+        """Samples of all ranks in a step."""
+        return min(self.chunk, self.samples - step * self.chunk)
+
+    def portion(self, step: int, rank: int) -> int:
+        """Samples of one rank in a step."""
+        return portion(self.total(step), rank, self.world_size)
+
+    def steps_of(self, rank: int) -> int:
+        """Steps of one rank, with a step for a repeated sample where it has none at all."""
+        if self.aligned or not self.steps:
+            return self.steps
+        return max(1, self.steps - (self.portion(self.steps - 1, rank) == 0))
+
+    def share(self, rank: int) -> int:
+        """Samples of one rank in the whole pass."""
+        if not self.steps:
+            return 0
+        return (self.steps - 1) * portion(self.chunk, rank, self.world_size) + self.portion(self.steps - 1, rank)
+
+    def window(self, step: int, accumulate: int) -> int:
+        """Samples of all ranks in the accumulation window of a step."""
+        first = step // accumulate * accumulate
+        return sum(self.total(s) for s in range(first, min(first + accumulate, self.steps)))
+
+
+def portion(samples: int, rank: int, world_size: int) -> int:
+    """How many of some samples a rank gets when they are divided as evenly as can be, the first ranks getting more."""
+    return samples // world_size + (rank < samples % world_size)
+
+
+def part(chunk: Sequence[Any], rank: int, world_size: int) -> list[Any]:
+    """The samples of a chunk that a rank gets: ranks have neighbouring parts, in order."""
+    small, more = divmod(len(chunk), world_size)
+    start = rank * small + min(rank, more)
+    return list(chunk[start : start + small + (rank < more)])
+
+
+def divide(
+    argument: str, samples: int, batch_size: int, world_size: int, *, drop_last: bool, aligned: bool, split: bool
+) -> Division:
+    """Plan a pass over samples of known number.
+
+    Args:
+        argument: Name of the loader's argument, for the error.
+        samples: Samples that the sampler gives.
+        batch_size: The loader's batch size.
+        world_size: Number of ranks.
+        drop_last: Whether an incomplete batch is left out: of all ranks together when training, of one process when
+            evaluating.
+        aligned: Whether all ranks must take the same number of steps (training).
+        split: Whether `batch_size` is that of all ranks together.
+
+    Raises:
+        ConfigError: Nothing would be left to train on.
+    """
+    chunk = batch_size if split else batch_size * world_size
+    used = samples
+    if drop_last:
+        unit = chunk if aligned else batch_size
+        used = samples // unit * unit
+        if samples and not used:
+            raise ConfigError(
+                argument,
+                f"drop_last=True leaves no batch: {samples:,} samples are fewer than the {unit:,} of one step of"
+                f" {world_size} ranks",
+                "Use a smaller batch size, fewer processes, or drop_last=False",
+            )
+    return Division(samples=used, chunk=chunk, world_size=world_size, aligned=aligned)
+
+
+def describe(name: str, division: Division, *, repeats: bool = True, dropped: int = 0) -> str:
+    """The sentence on a pass of known length.
+
+    For 1,437 samples, 2 ranks and batches of 32: "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last
+    15 + 14".
+
+    Args:
+        name: `train` or `eval`.
+        division: How the samples are divided.
+        repeats: Whether to tell of repeated samples.
+        dropped: Samples that `drop_last` leaves out.
+    """
+    world = division.world_size
+    shares = [division.share(rank) for rank in range(world)]
+    full = [portion(division.chunk, rank, world) for rank in range(world)]
+    sizes = f"{full[0]} x {world}" if full[0] == full[-1] else " + ".join(map(str, full))
+    words = [f"{name}: {division.samples:,} samples", f"{ranks(world)} x {extremes(shares)}"]
+    words.append(f"batch {sizes} = {division.chunk}" if world > 1 else f"batch {division.chunk}")
+    if division.steps and (last := division.total(division.steps - 1)) != division.chunk:
+        parts = [portion(last, rank, world) for rank in range(world)]
+        shown = " + ".join(map(str, parts)) if world <= 8 else f"{last} ({extremes(parts)} a rank)"  # noqa: PLR2004
+        words.append(f"last {shown}")
+        idle = parts.count(0)
+        if idle and repeats and (division.aligned or division.steps == 1):
+            words.append(f"{ranks(idle)} without one repeat{'s' if idle == 1 else ''} a sample with weight 0")
+    if dropped:
+        words.append(f"{dropped:,} left out by drop_last")
+    return ", ".join(words)
+
+
+def ranks(number: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} rank{'' if number == 1 else 's'}"
+
+
+def extremes(numbers: Sequence[int]) -> str:
+    """Largest and smallest of some numbers as `719/718`, or the one they all are."""
+    largest, smallest = max(numbers), min(numbers)
+    return f"{largest:,}" if largest == smallest else f"{largest:,}/{smallest:,}"

@@ -1,0 +1,174 @@
+"""Waiting: one thread a backend follows its unfinished jobs, and tells whoever wants to know.
+
+Nobody else polls. A backend that `Wakes` says when to look; others, and jobs of other processes, are looked at every
+`_SOON_S` while they change and less often while they do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+from kale_dist.backends.base import Backend, JobRef, Wakes
+from kale_dist.errors import KaleDistError, WaitTimeoutError
+from kale_dist.status import JobStatus
+
+_SOON_S = 0.2
+_LATE_S = 1.0
+_GATHER_S = 0.02
+"""Changes within this time are looked at together: a flood of output wakes us fifty times a second at most."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Watched:
+    """A job that somebody follows."""
+
+    callbacks: list[Callable[[JobStatus], None]]
+    interval_s: float = _SOON_S
+    due: float = 0.0
+    last: JobStatus | None = None
+
+
+class Watcher:
+    """Follows the jobs of one backend. Its thread runs only while there is an unfinished job to follow.
+
+    Args:
+        backend: Whose jobs.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._condition = threading.Condition()
+        self._jobs: dict[JobRef, _Watched] = {}
+        self._woken: set[JobRef] = set()
+        self._thread: threading.Thread | None = None
+        if isinstance(backend, Wakes):
+            backend.listen(self._wake)
+
+    def subscribe(self, ref: JobRef, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
+        """Have `callback` called with every new status of a job, the present one first and the final one last.
+
+        Args:
+            ref: The job.
+            callback: Called in the watcher's thread; what it raises is dropped. Slow ones hold up the others.
+
+        Returns:
+            A function that ends the subscription; more than one call of it is fine.
+        """
+        with self._condition:
+            watched = self._jobs.setdefault(ref, _Watched(callbacks=[]))
+            watched.callbacks.append(callback)
+            watched.last, watched.due = None, 0.0
+            self._ensure_thread()
+            self._condition.notify_all()
+
+        def unsubscribe() -> None:
+            with self._condition:
+                with contextlib.suppress(ValueError):
+                    watched.callbacks.remove(callback)
+                if not watched.callbacks and self._jobs.get(ref) is watched:
+                    del self._jobs[ref]
+                self._condition.notify_all()
+
+        return unsubscribe
+
+    def wait(self, ref: JobRef, timeout: float | None = None) -> JobStatus:
+        """Wait for a job's end, in the caller's thread.
+
+        Args:
+            ref: The job.
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            The final status.
+
+        Raises:
+            WaitTimeoutError: The time was over first.
+            JobNotFoundError: There is no such job, or it was deleted meanwhile.
+        """
+        ended = threading.Event()
+        status = self.backend.status(ref)
+        if status.is_final:
+            return status
+        # The last callback also comes when the job is gone; the question below then raises.
+        unsubscribe = self.subscribe(ref, lambda status: ended.set() if status.is_final else None)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not ended.is_set():
+                left = _LATE_S if deadline is None else min(_LATE_S, deadline - time.monotonic())
+                if left <= 0:
+                    raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it runs on", str(ref))
+                # In slices: a job that somebody else deletes ends no other way.
+                if not ended.wait(left):
+                    status = self.backend.status(ref)
+                    if status.is_final:
+                        return status
+        finally:
+            unsubscribe()
+        return self.backend.status(ref)
+
+    def _wake(self, ref: JobRef) -> None:
+        with self._condition:
+            if ref in self._jobs:
+                self._woken.add(ref)
+                self._condition.notify_all()
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=f"kale_dist watch {self.backend.name}", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                soonest = min(watched.due for watched in self._jobs.values())
+                if not self._woken:
+                    self._condition.wait(max(0.0, soonest - time.monotonic()))
+                woken, self._woken = self._woken, set()
+                now = time.monotonic()
+                due = [(ref, job) for ref, job in self._jobs.items() if ref in woken or job.due <= now]
+            for ref, watched in due:
+                self._look(ref, watched)
+            if woken:
+                time.sleep(_GATHER_S)
+
+    def _look(self, ref: JobRef, watched: _Watched) -> None:
+        """Ask for one job's status and tell it on if it is new."""
+        try:
+            status = self.backend.status(ref)
+        except KaleDistError:
+            # Deleted. Whoever waits for it asks the backend itself and gets this error.
+            with self._condition:
+                self._jobs.pop(ref, None)
+            return
+        changed = status != watched.last
+        watched.interval_s = _SOON_S if changed else min(watched.interval_s * 1.5, _LATE_S)
+        watched.due = time.monotonic() + watched.interval_s
+        watched.last = status
+        if status.is_final:
+            with self._condition:
+                if self._jobs.get(ref) is watched:
+                    del self._jobs[ref]
+        if changed:
+            for callback in tuple(watched.callbacks):
+                with contextlib.suppress(Exception):
+                    callback(status)
+
+
+_watchers: dict[int, Watcher] = {}
+_watchers_lock = threading.Lock()
+
+
+def watcher(backend: Backend) -> Watcher:
+    """The one watcher of a backend."""
+    with _watchers_lock:
+        found = _watchers.get(id(backend))
+        if found is None:
+            found = _watchers[id(backend)] = Watcher(backend)
+        return found

@@ -1,0 +1,170 @@
+"""Puts a job's weights into the notebook's own objects: checked first, then written once, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_lock = threading.Lock()
+_last_loaded: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
+"""Id of a model to the reference of the job that was loaded into it last. A model need not be hashable."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """The notebook's objects that a job trains, and how they looked when its snapshot was taken."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    """A learning-rate scheduler, or None."""
+    marks: Mapping[str, tuple[str, int, int]]
+    """Name of a parameter or buffer to its device, its address and its count of in-place changes."""
+    loaded_before: str
+    """Reference of the job that had been loaded into the model by then; empty if none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedObjects:
+    """What a job's user gets after its success."""
+
+    model: Any
+    optimizer: Any
+    problem: str = ""
+    """Why the model has not got the weights, as a clause; empty if it has."""
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user."""
+
+
+def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObjects:
+    """Bring the outcome of a training into the objects it was started with.
+
+    Args:
+        targets: The objects.
+        trained: Rank 0's `TrainingResult`.
+        ref: The job's reference.
+        check: Whether to look for changes since the job's start.
+    """
+    if trained.model is not None:
+        warning = f"{ref} gives a new model object, the notebook's own is as it was: {trained.reason}"
+        return TrainedObjects(model=trained.model, optimizer=targets.optimizer, warnings=(warning,))
+    problem = mismatch(targets.model, trained.model_state)
+    if problem:
+        warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}"
+        return TrainedObjects(model=None, optimizer=None, problem=problem, warnings=(warning,))
+    warnings = []
+    overwritten = changes(targets) if check else ""
+    load_model(targets.model, trained.model_state, ref)
+    if overwritten:
+        warnings.append(f"The weights of {ref} were loaded into the notebook's model although {overwritten}")
+    if trained.optimizer_state is not None:
+        problem = load_optimizer(targets.optimizer, trained.optimizer_state)
+        if problem:
+            warnings.append(f"The optimizer state of {ref} was not loaded into the notebook's optimizer: {problem}")
+    if targets.scheduler is not None and trained.scheduler_state is not None:
+        targets.scheduler.load_state_dict(dict(trained.scheduler_state))
+    return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(warnings))
+
+
+def remember(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Targets:
+    """Note how a model looks now, so that `changes` can tell later whether it was touched. Reads no values."""
+    return Targets(
+        model=model, optimizer=optimizer, scheduler=scheduler, marks=_marks(model), loaded_before=_last_job(model)
+    )
+
+
+def changes(targets: Targets) -> str:
+    """Why loading a job into its model overwrites something, as a clause; empty if it does not."""
+    last = _last_job(targets.model)
+    if last != targets.loaded_before:
+        return f"{last} was loaded into it after this job had started"
+    before, now = targets.marks, _marks(targets.model)
+    if before.keys() != now.keys():
+        return f"it got or lost parameters or buffers: {_few(before.keys() ^ now.keys())}"
+    changed = [name for name, mark in before.items() if _differs(mark, now[name])]
+    return f"{_few(changed)} changed after the job had started" if changed else ""
+
+
+def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
+    """Why a state does not fit a module, as a clause with the first differences; empty if it does."""
+    import torch
+
+    mine = module.state_dict()
+    if mine.keys() != state.keys():
+        return f"the keys differ: {_few(mine.keys() ^ state.keys())}"
+    wrong = []
+    for name, value in mine.items():
+        other = state[name]
+        if not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+            wrong.append(f"{name} has no shape yet in the notebook")
+        elif (tuple(value.shape), value.dtype) != (tuple(other.shape), other.dtype):
+            wrong.append(f"{name} is {_describe(value)} in the notebook and {_describe(other)} in the job")
+    return "; ".join(wrong[:3])
+
+
+def load_model(module: torch.nn.Module, state: Mapping[str, Any], ref: str) -> None:
+    """Copy a job's weights into a module that they fit (`mismatch`). Devices, ties and `requires_grad` stay.
+
+    Args:
+        module: The notebook's model.
+        state: The job's `state_dict()`.
+        ref: The job's reference.
+    """
+    with _lock:
+        module.load_state_dict(dict(state))
+        identity = id(module)
+        _last_loaded[identity] = (weakref.ref(module, lambda _: _last_loaded.pop(identity, None)), ref)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+    """Put a job's optimizer state into the notebook's optimizer, if it fits.
+
+    Returns:
+        Why it does not fit, as a clause; empty if it was loaded.
+    """
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    other = [len(group["params"]) for group in state["param_groups"]]
+    if mine != other:
+        return f"its parameter groups have {mine} parameters in the notebook and {other} in the job"
+    optimizer.load_state_dict(dict(state))
+    return ""
+
+
+def _last_job(model: torch.nn.Module) -> str:
+    reference, ref = _last_loaded.get(id(model), (None, ""))
+    return ref if reference is not None and reference() is model else ""
+
+
+def _marks(model: torch.nn.Module) -> dict[str, tuple[str, int, int]]:
+    found = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        try:
+            # Tensors made in inference mode do not count their changes.
+            mark = (str(tensor.device), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - torch has no public name for it
+        except (RuntimeError, ValueError):
+            # No memory of its own: not initialised yet, or a tensor subclass that wraps others.
+            mark = (str(tensor.device), 0, 0)
+        found[name] = mark
+    return found
+
+
+def _differs(before: tuple[str, int, int], now: tuple[str, int, int]) -> bool:
+    """Whether values may have changed; a move to another device alone does not change them."""
+    return before[2] != now[2] or (before[0] == now[0] and before[1] != now[1])
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _few(found: Any) -> str:
+    ordered = sorted(found)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
