@@ -7,7 +7,8 @@ returns, the snapshot is complete and nothing has started.
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
+import inspect
 import os
 import secrets
 import string
@@ -17,15 +18,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kale_dist import backends, checks, names, records, snapshot, training_checks, weights
+from kale_dist import backends, checks, names, records, training_checks, weights
 from kale_dist.backends.base import Backend, JobRef, Plan, WarmsUp
 from kale_dist.blobs import FolderStore, MemoryStore, Store
 from kale_dist.checks import Machine, Run
-from kale_dist.errors import ConfigError, KaleDistWarning
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistWarning
 from kale_dist.job import Job
-from kale_dist.notebook import live
 from kale_dist.outcomes import OutcomeReader
-from kale_dist.snapshot import Captured
+from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import JobSpec, Volume
 from kale_dist.strategies import AllReduce, Strategy
 
@@ -43,3 +43,345 @@ _GIB = 1 << 30
 _jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary()
 """Reference to the handle that this process already has, which knows the notebook's own objects."""
 _jobs_lock = threading.Lock()
+
+
+def distribute(
+    model: torch.nn.Module,
+    train_data_loader: DataLoader[Any],
+    criterion: Callable[..., Any] | None,
+    optimizer: torch.optim.Optimizer,
+    train_step: Callable[..., Any] | None = None,
+    *,
+    eval_data_loader: DataLoader[Any] | None = None,
+    eval_step: Callable[..., Any] | None = None,
+    epochs: int = 1,
+    number_of_processes: int | None = None,
+    cuda: bool = False,
+    train_args: Any = None,
+    eval_args: Any = None,
+    scheduler: Any = None,
+    accumulate: int = 1,
+    precision: str | None = None,
+    clip_norm: float | None = None,
+    split_batches: bool = False,
+    shard: bool = True,
+    eval_sharding: str = "samples",
+    checkpoint_every: int = 1,
+    seed: int | None = None,
+    name: str | None = None,
+    on: str | Backend = "local",
+    volumes: Mapping[str, str] | Sequence[Volume] | None = None,
+    environment: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    timeout_s: float | None = None,
+    stall_warn_s: float | None = 300.0,
+    stall_timeout_s: float | None = 1800.0,
+    detach: bool = False,
+    strategy: Strategy | None = None,
+) -> Job[TrainingResult]:
+    """Train a model on several processes.
+
+    Returns when everything the training needs is captured and before anything has started: later cells cannot change
+    the job.
+
+    Args:
+        model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
+            `job.result()` or `job.model`.
+        train_data_loader: A DataLoader; its samples are shared out to the processes. `batch_size` is per process.
+        criterion: The loss, such as `nn.CrossEntropyLoss()`. None if a `train_step` needs none.
+        optimizer: Over the model's parameters. Its state goes with it and comes back.
+        train_step: `train_step(model, data_loader, criterion, optimizer, device, args)` trains one epoch and returns a
+            number or a dict of numbers, or nothing. It may use anything that the notebook defines. Left out: the usual
+            supervised loop.
+        eval_data_loader: Evaluated after each epoch.
+        eval_step: `eval_step(model, data_loader, criterion, device, args)`, as `train_step`. Left out: loss, and
+            accuracy for classes.
+        epochs: How often the training data is passed over.
+        number_of_processes: None: as many as there are GPUs (with `cuda`) or cores.
+        cuda: Whether each process gets a GPU.
+        train_args: Anything; given to `train_step` as `args`.
+        eval_args: Anything; given to `eval_step` as `args`.
+        scheduler: A learning-rate scheduler of this optimizer, stepped after each epoch unless `train_step` does it.
+        accumulate: Batches whose gradients are gathered for one step of the optimizer.
+        precision: `"bf16"` or `"fp16"` for mixed precision; None for the model's own.
+        clip_norm: Gradients are scaled down to this norm before each step of the optimizer.
+        split_batches: Whether `batch_size` is that of all processes together.
+        shard: False for an iterable dataset that shares itself out.
+        eval_sharding: `"samples"`: each process evaluates its share. `"none"`: each evaluates all, for metrics that are
+            not means, such as F1.
+        checkpoint_every: Epochs between checkpoints.
+        seed: Of rank 0; rank r gets `seed + r`. None: a random one.
+        name: The job's name; None for one made from the model's class.
+        on: The backend: `"local"`.
+        volumes: Folders that the processes need, as `{path in the process: folder}`.
+        environment: Variables to set in the processes.
+        threads: Threads of a process; None for its fair share of the cores.
+        timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
+        stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
+        stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
+        detach: Whether the job runs on when the notebook's kernel ends.
+        strategy: How gradients are exchanged; None for `AllReduce()`.
+
+    Returns:
+        The job. `job.result()` is rank 0's `TrainingResult`.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was read, written or started.
+        JobExistsError: The name is taken.
+        SnapshotError: Something cannot be sent to other processes; the message names the path to it.
+        StoreError: The disk is full.
+        BackendError: The backend refused.
+    """
+    return _start(*_training_call(locals()))
+
+
+def launch(
+    fn: Callable[..., R],
+    *args: Any,
+    number_of_processes: int | None = None,
+    cuda: bool = False,
+    name: str | None = None,
+    on: str | Backend = "local",
+    volumes: Mapping[str, str] | Sequence[Volume] | None = None,
+    environment: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    seed: int | None = None,
+    timeout_s: float | None = None,
+    stall_warn_s: float | None = 300.0,
+    stall_timeout_s: float | None = None,
+    detach: bool = False,
+    **kwargs: Any,
+) -> Job[R]:
+    """Call a function on several processes that can talk to each other through `torch.distributed`.
+
+    The names of the arguments below are launch's own; all others go to the function. A function that has an argument
+    of one of these names gets it by `functools.partial(fn, name=...)`.
+
+    Args:
+        fn: Any function; the process group is ready when it is called.
+        *args: Its positional arguments.
+        number_of_processes: None: as many as there are GPUs (with `cuda`) or cores.
+        cuda: Whether each process gets a GPU.
+        name: The job's name; None for one made from the function's.
+        on: The backend: `"local"`.
+        volumes: Folders that the processes need, as `{path in the process: folder}`.
+        environment: Variables to set in the processes.
+        threads: Threads of a process; None for its fair share of the cores.
+        seed: Of rank 0; rank r gets `seed + r`. None: a random one.
+        timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
+        stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
+        stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        detach: Whether the job runs on when the notebook's kernel ends.
+        **kwargs: The function's keyword arguments.
+
+    Returns:
+        The job. `job.result()` is what the function returned on rank 0, `job.results()` on every rank.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was read, written or started.
+        JobExistsError: The name is taken.
+        SnapshotError: Something cannot be sent to other processes; the message names the path to it.
+        StoreError: The disk is full.
+        BackendError: The backend refused.
+    """
+    return _start(*_function_call(locals()))
+
+
+def render(*args: Any, **kwargs: Any) -> Plan:
+    """What `distribute` or `launch` would submit for the same arguments. Writes nothing and starts nothing.
+
+    Args:
+        *args: Those of `distribute` if the first is a model, else those of `launch`.
+        **kwargs: Likewise. Without `name`, the name ends in `xxxxx` where a call would draw letters.
+
+    Returns:
+        The plan; `print` shows what would run.
+
+    Raises:
+        ConfigError: As the call would.
+        SnapshotError: As the call would.
+    """
+    training = "model" in kwargs or (bool(args) and checks.is_model(args[0]))
+    verb = distribute if training else launch
+    try:
+        bound = inspect.signature(verb).bind(*args, **kwargs)
+    except TypeError as error:
+        remedy = f"Pass what you would pass to {verb.__name__}()"
+        raise ConfigError("render", f"the arguments are incomplete ({error})", remedy) from None
+    bound.apply_defaults()
+    call, run = (_training_call if training else _function_call)(bound.arguments)
+    name = run.name or names.make(call.label, "x" * _SUFFIX_LENGTH)
+    _, spec = _capture(call, run, name, MemoryStore())
+    return run.backend.plan(spec)
+
+
+def attach(ref: str) -> Job[Any]:
+    """Find a job again: after a restart of the kernel, or from any other process of the same user.
+
+    Args:
+        ref: A job's reference, such as `local://train-net-x3k9f`, or the name of a local job.
+
+    Returns:
+        The handle that this process already has, if it has one, with the notebook's own model; else a new one, whose
+        model is built from the snapshot.
+
+    Raises:
+        ConfigError: This is no reference.
+        JobNotFoundError: There is no such job.
+    """
+    if not isinstance(ref, str):
+        raise ConfigError("ref", f"{ref!r} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
+    parsed = JobRef.parse(ref)
+    if parsed.backend not in backends.NAMES:
+        near = checks.closest(parsed.backend, backends.NAMES)
+        raise ConfigError("ref", f"there is no backend {parsed.backend!r}", f"{near}Write it as 'local://name'")
+    record = records.read(parsed.name)
+    key = records.read_key(parsed.name)
+    with _jobs_lock:
+        known = _jobs.get(str(parsed))
+    if known is not None and known.has_key(key):
+        return known
+    return _handle(backends.get(parsed.backend), parsed, record.spec, key)
+
+
+def jobs() -> list[Job[Any]]:
+    """All jobs of this user on this machine, oldest first."""
+    found = []
+    for ref in backends.get("local").list():
+        # Another process may delete a job between the list and the look.
+        with contextlib.suppress(JobNotFoundError):
+            found.append(attach(str(ref)))
+    return found
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What is to run on every rank."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    label: str
+    kind: str
+    strategy: Strategy
+
+
+_TRAINING_NAMES = (
+    "model", "train_data_loader", "criterion", "optimizer", "train_step", "eval_data_loader", "eval_step", "epochs",
+    "cuda", "train_args", "eval_args", "scheduler", "accumulate", "precision", "clip_norm", "split_batches", "shard",
+    "eval_sharding", "checkpoint_every", "strategy", "seed",
+)  # fmt: skip
+"""Arguments of `distribute` that go to the training loop."""
+
+
+def _training_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
+    """The arguments of `distribute`, checked."""
+    training_checks.check(given)
+    run = checks.check_run(_machine, given)
+    from kale_dist.training import loop
+
+    strategy = given["strategy"] or AllReduce()
+    kwargs = {name: given[name] for name in _TRAINING_NAMES} | {"strategy": strategy}
+    label = f"train {type(given['model']).__name__}"
+    return _Call(fn=loop.train, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
+
+
+def _function_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
+    """The arguments of `launch`, checked."""
+    fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
+    checks.check_function(fn, args, kwargs)
+    run = checks.check_run(_machine, given)
+    return _Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
+
+
+def _machine(cuda: bool) -> Machine:  # noqa: FBT001 - passed on as a callback
+    gpus = 0
+    if cuda:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def _start(call: _Call, run: Run) -> Job[Any]:
+    if run.name is not None and records.exists(run.name):
+        raise records.exists_error(run.name)
+    if isinstance(run.backend, WarmsUp):
+        run.backend.warm_up()
+    key = secrets.token_bytes(32)
+    with records.keeping_blobs():
+        captured, spec = _capture(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
+        # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
+        for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
+            warnings.warn(warning, KaleDistWarning, stacklevel=3)
+        given = call.kwargs
+        targets = None
+        if call.kind == "training":
+            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"])
+        ref = run.backend.submit(run.backend.plan(spec), key)
+    return _handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
+
+
+def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
+    captured = capture(call.fn, call.args, dict(call.kwargs), store=store, label=call.label)
+    return captured, JobSpec(
+        name=name,
+        label=call.label,
+        kind=call.kind,
+        snapshot=captured.snapshot.digest,
+        blobs=captured.snapshot.blobs,
+        snapshot_bytes=captured.snapshot.size_bytes,
+        topology=run.topology,
+        cuda=run.cuda,
+        threads=run.threads,
+        seed=run.seed,
+        volumes=run.volumes,
+        environment=run.environment,
+        strategy=call.strategy,
+        policy=run.policy,
+    )
+
+
+def _handle(
+    backend: Backend,
+    ref: JobRef,
+    spec: JobSpec,
+    key: bytes | None,
+    *,
+    targets: weights.Targets | None = None,
+    originals: Originals | None = None,
+) -> Job[Any]:
+    outcomes = OutcomeReader(
+        ref=str(ref), spec=spec, files=records.files(spec.name), key=key, store=FolderStore(records.blobs_dir()),
+        originals=originals,
+    )  # fmt: skip
+    job: Job[Any] = Job(backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show)
+    with _jobs_lock:
+        _jobs[str(ref)] = job
+    return job
+
+
+def _show(job: Job[Any]) -> None:
+    from kale_dist.notebook import live
+
+    live.show(job)
+
+
+def _free_name(label: str) -> str:
+    while True:
+        suffix = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_SUFFIX_LENGTH))
+        name = names.make(label, suffix)
+        if not records.exists(name):
+            return name
+
+
+def _disk_warnings() -> Iterator[str]:
+    size = records.blobs_size()
+    if size > records.BLOBS_WARNING_BYTES:
+        yield (
+            f"Snapshots of old jobs take {size / _GIB:.0f} GiB in {records.blobs_dir()}. `kale-dist delete --finished` "
+            "removes the jobs that have ended, and with them what no other job needs"
+        )

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import pathlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
 from kale_dist.spec import Policy, Topology, Volume
 
+_SHOWN_CHARACTERS = 40
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )  # fmt: skip
@@ -50,43 +52,20 @@ class Run:
     """Sentences for the user."""
 
 
-def check_run(
-    machine: Callable[[bool], Machine],
-    *,
-    number_of_processes: int | None,
-    cuda: bool,
-    name: str | None,
-    on: str | Backend,
-    volumes: Mapping[str, str] | Sequence[Volume] | None,
-    environment: Mapping[str, str] | None,
-    threads: int | None,
-    seed: int | None,
-    timeout_s: float | None,
-    stall_warn_s: float | None,
-    stall_timeout_s: float | None,
-    detach: bool,
-) -> Run:
+def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> Run:
     """Check and normalise what a call of any kind takes.
 
     Args:
-        machine: Tells what the machine has; asked whether GPUs matter.
-        number_of_processes: As for `launch`, and so are all the others.
-        cuda: As for `launch`.
-        name: As for `launch`.
-        on: As for `launch`.
-        volumes: As for `launch`.
-        environment: As for `launch`.
-        threads: As for `launch`.
-        seed: As for `launch`.
-        timeout_s: As for `launch`.
-        stall_warn_s: As for `launch`.
-        stall_timeout_s: As for `launch`.
-        detach: As for `launch`.
+        machine: Tells what the machine has; it is asked with whether GPUs matter.
+        given: The call's arguments by name; those that are not shared are passed over.
 
     Raises:
         ConfigError: The first argument that is wrong.
     """
-    backend = _backend(on)
+    number_of_processes, cuda, name = given["number_of_processes"], given["cuda"], given["name"]
+    threads, seed, detach = given["threads"], given["seed"], given["detach"]
+    limits = {field: given[field] for field in ("timeout_s", "stall_warn_s", "stall_timeout_s")}
+    backend = _backend(given["on"])
     if name is not None:
         names.check(name)
     check_flag("cuda", cuda)
@@ -97,9 +76,9 @@ def check_run(
         check_count("threads", threads)
     if seed is not None:
         check_seed(seed)
-    policy = Policy(timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s, detach=detach)
-    mounted = _volumes(volumes, check_folders=backend.name == "local")
-    variables = _environment(environment)
+    policy = Policy(**limits, detach=detach)
+    mounted = _volumes(given["volumes"], check_folders=backend.name == "local")
+    variables = _environment(given["environment"])
     there = machine(cuda)
     if cuda and there.gpus < 1:
         raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
@@ -132,7 +111,7 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         ConfigError: It cannot be called, cannot be called so, or would return something that is no result.
     """
     if not callable(fn):
-        problem = f"{_show(fn)} cannot be called"
+        problem = f"{show(fn)} cannot be called"
         raise ConfigError("fn", problem, "Pass the function and its arguments: launch(train, 3), not launch(train(3))")
     check_returns("fn", fn)
     try:
@@ -148,9 +127,9 @@ def check_returns(argument: str, fn: Any) -> None:
     """Refuse functions that only return something to run later."""
     inner = functools.reduce(lambda found, _: getattr(found, "func", found), range(8), fn)
     if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
-        raise ConfigError(argument, f"{_title(fn)} is asynchronous", "Call it with asyncio.run in a plain function")
+        raise ConfigError(argument, f"{title(fn)} is asynchronous", "Call it with asyncio.run in a plain function")
     if inspect.isgeneratorfunction(inner):
-        raise ConfigError(argument, f"{_title(fn)} has a `yield`: it returns a generator", "Return a value instead")
+        raise ConfigError(argument, f"{title(fn)} has a `yield`: it returns a generator", "Return a value instead")
 
 
 def check_flag(argument: str, value: Any) -> None:
@@ -176,9 +155,28 @@ def check_seed(value: Any) -> None:
 def describe(fn: Any) -> str:
     """A function with its arguments, as its author wrote them."""
     try:
-        return f"{_title(fn)}{inspect.signature(fn)}"
+        return f"{title(fn)}{inspect.signature(fn)}"
     except (TypeError, ValueError):
-        return _title(fn)
+        return title(fn)
+
+
+def title(fn: Any) -> str:
+    """A function's name for people."""
+    inner = functools.reduce(lambda found, _: getattr(found, "func", found), range(8), fn)
+    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
+
+
+def show(value: Any) -> str:
+    """A value for a message: its text if that is short, else its type."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"an object of type {type(value).__name__}"
+
+
+def is_model(value: Any) -> bool:
+    """Whether this is a module, or a class of modules, without importing torch for it."""
+    torch = sys.modules.get("torch")
+    kind = value if isinstance(value, type) else type(value)
+    return torch is not None and issubclass(kind, torch.nn.Module)
 
 
 def closest(word: Any, words: Sequence[str]) -> str:
@@ -207,7 +205,7 @@ def _volumes(volumes: Any, *, check_folders: bool) -> tuple[Volume, ...]:
     elif isinstance(volumes, Sequence) and all(isinstance(volume, Volume) for volume in volumes):
         made = tuple(volumes)
     else:
-        raise ConfigError("volumes", f"{_show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
+        raise ConfigError("volumes", f"{show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
     for volume in made if check_folders else ():
         _check_folder(volume)
     return made
@@ -231,7 +229,7 @@ def _environment(environment: Any) -> tuple[tuple[str, str], ...]:
     if environment is None:
         return ()
     if not isinstance(environment, Mapping):
-        raise ConfigError("environment", f"{_show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
+        raise ConfigError("environment", f"{show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
     for name, value in environment.items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
             raise ConfigError("environment", f"{name!r} cannot be a variable's name", "Use letters, digits and _")
@@ -244,13 +242,3 @@ def _environment(environment: Any) -> tuple[tuple[str, str], ...]:
             problem = f"{name} is read when libraries are loaded, which has been done before a rank gets its job"
             raise ConfigError("environment", problem, f"Set os.environ[{name!r}] before the call: a new agent starts")
     return tuple(sorted(environment.items()))
-
-
-def _title(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
-
-
-def _show(value: Any) -> str:
-    """A value for a message: its type, and its text if that is short."""
-    text = repr(value)
-    return f"{text} ({type(value).__name__})" if len(text) <= 40 else f"an object of type {type(value).__name__}"

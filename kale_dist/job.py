@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kale_dist import interrupts, view, watch, weights
+from kale_dist import interrupts, watch, weights
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import JobFiles, LogLine, StateName
-from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError, WaitTimeoutError
+from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -300,6 +299,8 @@ class Job(Generic[R]):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """A picture of the job as it is now, as text and as HTML."""
+        from kale_dist import view
+
         try:
             status = self.status
         except JobNotFoundError:
@@ -307,6 +308,10 @@ class Job(Generic[R]):
         tail = list(self._logs(None, follow=False, tail=_TAIL_LINES))
         now = time.time()
         return {"text/plain": view.text(status, tail, now), "text/html": view.html(status, tail, now)}
+
+    def has_key(self, key: bytes | None) -> bool:
+        """Whether this is the job that has this key: a name may be used again after a deletion."""
+        return self._outcomes.has_key(key)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

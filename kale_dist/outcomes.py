@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
 if TYPE_CHECKING:
-    from kale_dist.snapshot import Originals
+    from kale_dist.snapshot.capture import Originals
 
 _TIME_CAUSES = (FailureCause.TIMEOUT, FailureCause.STALLED)
 
@@ -59,6 +58,10 @@ class OutcomeReader:
         self._lock = threading.RLock()
         self._read: dict[tuple[int, int], outcome.Outcome] = {}
         self._loaded: loading.Loaded | None = None
+
+    def has_key(self, key: bytes | None) -> bool:
+        """Whether the job's key is this one."""
+        return self._key == key
 
     def value(self, rank: int, attempt: int) -> Any:
         """What a rank returned.
@@ -146,9 +149,7 @@ class OutcomeReader:
     def _load(self) -> loading.Loaded:
         with self._lock:
             if self._loaded is None:
-                modules = self.files.modules
-                # At the end: modules that this process can import itself are the ones its user works on.
-                if modules.is_dir() and str(modules) not in sys.path:
-                    sys.path.append(str(modules))
-                self._loaded = loading.load(self._store, self._spec.snapshot, modules=modules)
+                # Without `fill_main`: this is somebody's session, whose names are not ours to overwrite.
+                modules = self.files.modules if self.files.modules.is_dir() else None
+                self._loaded = loading.load(self._store, self._spec.snapshot, modules=modules, fill_main=False)
             return self._loaded

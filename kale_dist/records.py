@@ -112,7 +112,7 @@ def create(name: str, key: bytes) -> JobFiles:
     made = files(name)
     try:
         made.folder.mkdir(mode=0o700)
-        with open(made.key, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:  # noqa: PTH123 - Path.open has no opener
+        with open(made.key, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(key)
     except FileExistsError:
         raise exists_error(name) from None

@@ -86,6 +86,8 @@ class JobSpec:
     """Digest of the snapshot's manifest."""
     blobs: tuple[str, ...] = ()
     """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
+    snapshot_bytes: int = 0
+    """Size of all blobs together."""
     topology: Topology
     cuda: bool = False
     threads: int | None = None
@@ -102,7 +104,9 @@ class JobSpec:
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError("seed", f"{self.seed!r} is not an int", "Give an int, or None for a random seed")
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
-            raise ConfigError("threads", f"{self.threads!r} is not an int of 1 or more", "Leave it out for a fair share")
+            raise ConfigError(
+                "threads", f"{self.threads!r} is not an int of 1 or more", "Leave it out for a fair share"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.checks import check_count, check_flag, check_returns, closest, describe
+from kale_dist.checks import check_count, check_flag, check_returns, closest, describe, show
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import AllReduce
 
@@ -20,34 +21,19 @@ _PRECISIONS = ("bf16", "fp16")
 _EVAL_SHARDINGS = ("samples", "none")
 
 
-def check_objects(
-    *,
-    model: Any,
-    train_data_loader: Any,
-    criterion: Any,
-    optimizer: Any,
-    train_step: Any,
-    eval_data_loader: Any,
-    eval_step: Any,
-    scheduler: Any,
-) -> None:
-    """Check the objects of a training and that they belong together.
+def check(given: Mapping[str, Any]) -> None:
+    """Check the objects of a training, that they belong together, and its numbers and words.
 
     Args:
-        model: As for `distribute`, and so are all the others.
-        train_data_loader: As for `distribute`.
-        criterion: As for `distribute`.
-        optimizer: As for `distribute`.
-        train_step: As for `distribute`.
-        eval_data_loader: As for `distribute`.
-        eval_step: As for `distribute`.
-        scheduler: As for `distribute`.
+        given: The arguments of `distribute` by name; those it shares with `launch` are passed over.
 
     Raises:
         ConfigError: The first argument that is wrong.
     """
+    model, criterion, optimizer = given["model"], given["criterion"], given["optimizer"]
+    train_step, eval_step, eval_data_loader = given["train_step"], given["eval_step"], given["eval_data_loader"]
     _check_model(model)
-    _check_loader("train_data_loader", train_data_loader)
+    _check_loader("train_data_loader", given["train_data_loader"])
     if eval_data_loader is not None:
         _check_loader("eval_data_loader", eval_data_loader)
     _check_criterion(criterion, needed_by=_ready_made(train_step, eval_data_loader, eval_step))
@@ -56,53 +42,27 @@ def check_objects(
     _check_step("eval_step", eval_step)
     if eval_step is not None and eval_data_loader is None:
         raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
-    _check_scheduler(scheduler, optimizer)
+    _check_scheduler(given["scheduler"], optimizer)
+    _check_settings(given)
 
 
-def check_settings(
-    *,
-    epochs: Any,
-    accumulate: Any,
-    precision: Any,
-    clip_norm: Any,
-    split_batches: Any,
-    shard: Any,
-    eval_sharding: Any,
-    checkpoint_every: Any,
-    strategy: Any,
-    train_step: Any,
-) -> None:
-    """Check the numbers and words of a training.
-
-    Args:
-        epochs: As for `distribute`, and so are all the others.
-        accumulate: As for `distribute`.
-        precision: As for `distribute`.
-        clip_norm: As for `distribute`.
-        split_batches: As for `distribute`.
-        shard: As for `distribute`.
-        eval_sharding: As for `distribute`.
-        checkpoint_every: As for `distribute`.
-        strategy: As for `distribute`.
-        train_step: As for `distribute`.
-
-    Raises:
-        ConfigError: The first argument that is wrong.
-    """
-    for argument, value in (("epochs", epochs), ("accumulate", accumulate), ("checkpoint_every", checkpoint_every)):
-        check_count(argument, value)
-    for argument, value in (("split_batches", split_batches), ("shard", shard)):
-        check_flag(argument, value)
+def _check_settings(given: Mapping[str, Any]) -> None:
+    for argument in ("epochs", "accumulate", "checkpoint_every"):
+        check_count(argument, given[argument])
+    for argument in ("split_batches", "shard"):
+        check_flag(argument, given[argument])
+    precision, clip_norm = given["precision"], given["clip_norm"]
     if precision is not None and precision not in _PRECISIONS:
         near = closest(precision, _PRECISIONS)
         raise ConfigError("precision", f"there is no precision {precision!r}", f"{near}Use 'bf16', 'fp16' or None")
-    if precision == "fp16" and train_step is not None:
+    if precision == "fp16" and given["train_step"] is not None:
         problem = "'fp16' needs its loss scaled, which only the ready-made step can be sure of"
         raise ConfigError("precision", problem, "Use 'bf16', or a GradScaler of your own in train_step")
     if clip_norm is not None:
         number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
         if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
             raise ConfigError("clip_norm", f"{clip_norm!r} is not a positive number", "Give such as 1.0, or None")
+    eval_sharding, strategy = given["eval_sharding"], given["strategy"]
     if eval_sharding not in _EVAL_SHARDINGS:
         near = closest(eval_sharding, _EVAL_SHARDINGS)
         remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
@@ -118,9 +78,11 @@ def _check_model(model: Any) -> None:
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise ConfigError("model", f"{model.__name__} is a class", f"Make one: {model.__name__}()")
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError("model", f"{_kind(model)} is not a torch.nn.Module", "Pass the model object")
+        raise ConfigError("model", f"{show(model)} is not a torch.nn.Module", "Pass the model object")
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise ConfigError("model", f"it is wrapped in {type(model).__name__}", "Pass model.module: kale_dist needs no wrapper")
+        raise ConfigError(
+            "model", f"it is wrapped in {type(model).__name__}", "Pass model.module: kale_dist needs no wrapper"
+        )
 
 
 def _check_loader(argument: str, loader: Any) -> None:
@@ -133,15 +95,15 @@ def _check_loader(argument: str, loader: Any) -> None:
     if isinstance(loader, type):
         raise ConfigError(argument, f"{loader.__name__} is a class", "Make one: DataLoader(dataset, batch_size=32)")
     if hasattr(loader, "__next__"):
-        problem = f"{_kind(loader)} is an iterator, which can be read only once and on one process"
+        problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
         raise ConfigError(argument, problem, "Pass the DataLoader itself, without iter() or enumerate()")
     if isinstance(loader, list | tuple):
         remedy = "Make one of it: DataLoader(the_list, batch_size=32) for samples, batch_size=None for ready batches"
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
     if isinstance(loader, Dataset):
-        raise ConfigError(argument, f"{_kind(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
+        raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
     remedy = "Make one: DataLoader(dataset, batch_size=32)"
-    raise ConfigError(argument, f"{_kind(loader)} is not a torch.utils.data.DataLoader", remedy)
+    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", remedy)
 
 
 def _ready_made(train_step: Any, eval_data_loader: Any, eval_step: Any) -> str:
@@ -157,7 +119,9 @@ def _check_criterion(criterion: Any, *, needed_by: str) -> None:
     if criterion is None and needed_by:
         raise ConfigError("criterion", f"it is None, and the ready-made {needed_by} calls it", "Pass a loss function")
     if criterion is not None and not callable(criterion):
-        raise ConfigError("criterion", f"{_kind(criterion)} cannot be called", "Pass a loss such as nn.CrossEntropyLoss()")
+        raise ConfigError(
+            "criterion", f"{show(criterion)} cannot be called", "Pass a loss such as nn.CrossEntropyLoss()"
+        )
 
 
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
@@ -171,7 +135,7 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
         raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", remedy)
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "Pass such as torch.optim.SGD(model.parameters(), lr=0.1)"
-        raise ConfigError("optimizer", f"{_kind(optimizer)} is not a torch.optim.Optimizer", remedy)
+        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
     mine = {id(parameter) for parameter in model.parameters()}
     if isinstance(criterion, torch.nn.Module):
         mine |= {id(parameter) for parameter in criterion.parameters()}
@@ -191,7 +155,7 @@ def _check_step(argument: str, step: Any) -> None:
     expected = STEP_ARGUMENTS[argument]
     wanted = f"Write it as def {argument}({', '.join(expected)})"
     if not callable(step):
-        raise ConfigError(argument, f"{_kind(step)} cannot be called", wanted)
+        raise ConfigError(argument, f"{show(step)} cannot be called", wanted)
     check_returns(argument, step)
     try:
         inspect.signature(step).bind(*expected)
@@ -207,12 +171,7 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         return
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         remedy = "Pass such as torch.optim.lr_scheduler.StepLR(optimizer, 10)"
-        raise ConfigError("scheduler", f"{_kind(scheduler)} is not a learning-rate scheduler", remedy)
+        raise ConfigError("scheduler", f"{show(scheduler)} is not a learning-rate scheduler", remedy)
     theirs = getattr(scheduler, "optimizer", optimizer)
     if theirs is not optimizer:
         raise ConfigError("scheduler", "it schedules another optimizer", "Make it from the optimizer you pass")
-
-
-def _kind(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"an object of type {type(value).__name__}"

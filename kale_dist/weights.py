@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_NAMED = 3
+"""Names that a message lists before it counts the rest."""
+
 _lock = threading.Lock()
 _last_loaded: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
 """Id of a model to the reference of the job that was loaded into it last. A model need not be hashable."""
@@ -103,11 +106,11 @@ def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
         other = state[name]
         if not isinstance(value, torch.Tensor):
             continue
-        if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(value):
             wrong.append(f"{name} has no shape yet in the notebook")
         elif (tuple(value.shape), value.dtype) != (tuple(other.shape), other.dtype):
             wrong.append(f"{name} is {_describe(value)} in the notebook and {_describe(other)} in the job")
-    return "; ".join(wrong[:3])
+    return "; ".join(wrong[:_NAMED])
 
 
 def load_model(module: torch.nn.Module, state: Mapping[str, Any], ref: str) -> None:
@@ -167,4 +170,5 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _few(found: Any) -> str:
     ordered = sorted(found)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+    more = len(ordered) - _NAMED
+    return ", ".join(ordered[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -125,20 +125,21 @@ class AgentClient:
         try:
             self._folder = agent_folder.create()
             self.socket_path = str(self._folder / "socket")
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "kale_dist.runtime", "agent"),
-                    *("--connection", str(theirs.fileno()), "--socket", self.socket_path),
-                    *("--kernel-pid", str(os.getpid()), "--kernel-start", str(processes.start_time(os.getpid()))),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=(self._folder / "errors").open("wb"),
-                cwd="/",
-                env=agent_environment(),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            with (self._folder / "errors").open("wb") as errors:
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", "kale_dist.runtime", "agent"),
+                        *("--connection", str(theirs.fileno()), "--socket", self.socket_path),
+                        *("--kernel-pid", str(os.getpid()), "--kernel-start", str(processes.start_time(os.getpid()))),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    cwd="/",
+                    env=agent_environment(),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
         except OSError as error:
             ours.close()
             raise BackendUnavailableError(

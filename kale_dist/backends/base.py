@@ -33,7 +33,9 @@ class JobRef:
         """
         backend, separator, name = text.rpartition("://")
         if not name or (separator and not backend):
-            raise ConfigError("ref", f"{text!r} does not name a job", "Write it as 'local://name'; see kale_dist.jobs()")
+            raise ConfigError(
+                "ref", f"{text!r} does not name a job", "Write it as 'local://name'; see kale_dist.jobs()"
+            )
         return cls(backend or "local", name)
 
 
@@ -120,3 +122,15 @@ class Wakes(Protocol):
 
     def listen(self, callback: Callable[[JobRef], None]) -> None:
         """Call `callback` from a thread of the backend's own whenever a job may have changed. It must be quick."""
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A backend that gains from hearing of a call before its snapshot is taken."""
+
+    def warm_up(self) -> None:
+        """Begin to get ready, in the background.
+
+        Raises:
+            BackendUnavailableError: There is no way to get ready.
+        """

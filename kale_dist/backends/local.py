@@ -45,6 +45,7 @@ class LocalBackend:
         self._changed = threading.Condition()
         self._changes = 0
         self._redelivered: set[str] = set()
+        self._note = ""
 
     @property
     def name(self) -> str:
@@ -55,25 +56,21 @@ class LocalBackend:
         """Call `callback` from a thread of this backend whenever a job of this process may have changed."""
         self._listeners.append(callback)
 
-    def warm_up(self) -> str:
-        """Have an agent that can run jobs of this process, as its environment is now. Returns at once.
-
-        Returns:
-            Why the agent that was there could not be kept, for the user; empty if it was, or if it had ended idle.
+    def warm_up(self) -> None:
+        """Have an agent that can run jobs of this process as its environment is now. Returns at once.
 
         Raises:
             BackendUnavailableError: None can be started.
         """
         with self._lock:
-            now = Fingerprint.now()
-            changes: tuple[str, ...] = ()
-            if self._client is not None and self._client.alive:
-                changes = self._client.fingerprint.changes(now)
-                if not changes:
-                    return ""
+            if self._client is None or not self._client.alive:
+                self._client = self._start()
+                return
+            changes = self._client.fingerprint.changes(Fingerprint.now())
+            if changes:
                 self._client.stop()
-            self._client = self._start()
-            return f"A new agent was started: {'; '.join(changes)}" if changes else ""
+                self._client = self._start()
+                self._note = f"A new agent was started for this job: {'; '.join(changes)}"
 
     def plan(self, spec: JobSpec) -> Plan:
         """What would run: one line for each thing that the ranks get."""
@@ -155,7 +152,9 @@ class LocalBackend:
     def _hand_over(self, order: JobOrder, spec: JobSpec) -> None:
         """Give the order to the agent; if that one has died, to a new one, once."""
         with self._lock:
-            note = self.warm_up()
+            self.warm_up()
+            # Why the agent is new belongs to the first job that it gets.
+            note, self._note = self._note, ""
             for last_try in (False, True):
                 client = self._client
                 if client is None:
@@ -266,7 +265,7 @@ def _plan_text(spec: JobSpec) -> str:
         f"device: {'cuda, one GPU a rank' if spec.cuda else 'cpu'}",
         f"threads a rank: {spec.threads or 'cores // ranks'}",
         f"seed: {'random' if spec.seed is None else spec.seed}",
-        f"snapshot: {spec.snapshot} # {len(spec.blobs)} blobs",
+        f"snapshot: {spec.snapshot} # {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs",
         f"strategy: {json.dumps(dataclasses.asdict(spec.strategy))} # {type(spec.strategy).__name__}",
         f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s')})}",
         f"outlives the notebook: {'yes' if policy.detach else 'no'}",

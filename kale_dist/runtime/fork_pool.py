@@ -90,6 +90,11 @@ class ForkPool:
             on_forked()
         return rank
 
+    def discard(self, rank: RankProcess) -> None:
+        """Take back a wish for a rank that has not been forked yet: it is ended as soon as it is there."""
+        rank.on_forked = lambda: rank.signal_group(signal.SIGKILL)
+        rank.on_end = None
+
     def refill(self, delay_s: float = 0.0) -> None:
         """Order what is missing of the spares, after a while."""
         if self._refill is not None:

@@ -57,6 +57,7 @@ class JobRun:
         self._writer = JobWriter(self._files, order.attempt, loop, on_change)
         self._seed = secrets.randbits(31) if order.seed is None else order.seed
         self._listener: socket.socket | None = None
+        self._port = order.master_port
         self._watch: HangWatch | None = None
         self._timers: list[Timer] = []
         self._verdict: ending.Verdict | None = None
@@ -73,7 +74,7 @@ class JobRun:
         self._writer.event(EventKind.STATE, state=str(StateName.STARTING), reason="", cause="")
         try:
             loading.stage_modules(FolderStore(pathlib.Path(self.order.store)), self.order.snapshot, self._files.modules)
-            self._listener = self._listen()
+            self._listen()
             for rank in self._ranks:
                 if self._verdict is not None:
                     break
@@ -102,27 +103,33 @@ class JobRun:
         elif not self._is_over:
             self._timers.append(self._loop.call_later(grace_s, self._kill))
 
-    def _listen(self) -> socket.socket | None:
+    def _listen(self) -> None:
         """Open the port of rank 0's store, so that no rank ever finds it closed."""
-        if self.order.master_port or self.order.first_rank:
-            return None
-        listener = socket.create_server((self.order.master_addr, 0), backlog=max(128, self.order.world_size))
-        listener.setblocking(False)
-        return listener
+        if not self._port and not self.order.first_rank:
+            self._listener = socket.create_server((self.order.master_addr, 0), backlog=max(128, self.order.world_size))
+            self._listener.setblocking(False)
+            self._port = self._listener.getsockname()[1]
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _assign(self, rank: RankRun) -> None:
         if self._verdict is not None:
             if rank.process is not None:
                 rank.process.signal_group(signal.SIGKILL)
             return
-        port = self.order.master_port or (self._listener.getsockname()[1] if self._listener is not None else 0)
-        assignment = {"order": self.order.to_json(), "rank": rank.rank, "port": port, "seed": self._seed}
+        assignment = {"order": self.order.to_json(), "rank": rank.rank, "port": self._port, "seed": self._seed}
         listener = self._listener.fileno() if self._listener is not None and rank.rank == 0 else None
         try:
             rank.assign(assignment, listener)
         except OSError as error:
             self._fail(FailureCause.NOT_STARTED, f"Rank {rank.rank} did not take its assignment: {error}")
             return
+        if listener is not None:
+            # From here the port belongs to rank 0 alone: with it, it closes.
+            self._close_listener()
         if all(other.pid for other in self._ranks):
             self._pool.refill(REFILL_AFTER_S)
             if self.order.timeout_s is not None:
@@ -198,7 +205,10 @@ class JobRun:
                 continue
             if rank.done is not None:
                 rank.process.let_go()
-            elif rank.pid:
+            elif not rank.pid:
+                self._pool.discard(rank.process)
+                rank.process = None
+            else:
                 rank.process.signal_group(signal.SIGTERM)
                 # A stopped process gets no other signal before it goes on.
                 rank.process.signal_group(signal.SIGCONT)
@@ -224,8 +234,7 @@ class JobRun:
         self._is_over = True
         for timer in self._timers:
             timer.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        self._close_listener()
         verdict = self._verdict
         self._writer.flush_progress()
         if verdict.reason:

@@ -44,9 +44,10 @@ class DeviceMemory(Sequence[Buffer]):
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
+        self.nbytes: int = storage.nbytes()
 
     def __len__(self) -> int:
-        return -(-self._storage.nbytes() // CHUNK_BYTES)
+        return -(-self.nbytes // CHUNK_BYTES)
 
     def __getitem__(self, index: Any) -> Any:
         import torch

@@ -161,18 +161,24 @@ def copy_out_on_resize() -> None:
     """
     import torch
 
+    set_tensor = torch.Tensor.set_
+
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def resize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            # A resize that fails has changed the tensor's shape already.
+            shape = tensor.storage_offset(), tensor.size(), tensor.stride()
             try:
                 return method(tensor, *args, **kwargs)
             except RuntimeError as error:
-                if "not resizable" not in str(error):
+                copied = [_copy_out(value) for value in (tensor, *args)]
+                if "not resizable" not in str(error) or all(copy is None for copy in copied):
                     raise
-                moved = [_copy_out(value) for value in (tensor, *args)]
-                if all(new is old for new, old in zip(moved, (tensor, *args), strict=True)):
-                    raise
-                return method(*moved, **kwargs)
+            if copied[0] is not None:
+                with torch.no_grad():
+                    set_tensor(tensor, copied[0], *shape)
+            moved = [old if new is None else new for new, old in zip(copied[1:], args, strict=True)]
+            return method(tensor, *moved, **kwargs)
 
         resize.kale_dist = True  # type: ignore[attr-defined]
         return resize
@@ -184,16 +190,12 @@ def copy_out_on_resize() -> None:
 
 
 def _copy_out(value: Any) -> Any:
-    """A tensor or storage that lies in a mapped file, in ordinary memory (tensors in place); anything else as it is."""
+    """A copy in ordinary memory of the storage of a tensor, or of a storage, that lies in a mapped file; else None."""
     import torch
 
-    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in _mapped:
-        storage = value.untyped_storage().clone()
-        with torch.no_grad():
-            value.set_(storage, value.storage_offset(), value.size(), value.stride())  # type: ignore[call-overload]
-    elif isinstance(value, torch.UntypedStorage) and value.data_ptr() in _mapped:
-        return value.clone()
-    return value
+    storage = value.untyped_storage() if isinstance(value, torch.Tensor) else value
+    mapped = isinstance(storage, torch.UntypedStorage) and storage.data_ptr() in _mapped
+    return storage.clone() if mapped else None
 
 
 # -- objects rebuilt without their constructor -----------------------------------------------------------------------

@@ -1,77 +1,75 @@
-"""Torch's global settings that a rank takes over from the notebook: one list, for reading and for setting."""
+"""Torch's global settings: read in the notebook, applied in the rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import operator
+import sys
+from collections.abc import Iterable
 from typing import Any
 
-Flag = str | int | float | bool
+Flag = tuple[str, str | int | float | bool]
 
-_ATTRIBUTES = (
-    "backends.cudnn.enabled",
-    "backends.cudnn.benchmark",
-    "backends.cudnn.deterministic",
-    "backends.cudnn.allow_tf32",
-    "backends.cuda.matmul.allow_tf32",
-    "backends.mkldnn.enabled",
-    "backends.opt_einsum.enabled",
-)
-"""Plain attributes below `torch` that are read and set alike, without touching a GPU."""
+_ATTRIBUTES = ("backends.mkldnn.enabled", "backends.opt_einsum.enabled")
+_CUDA_ATTRIBUTES = (
+    "backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic", "backends.cudnn.allow_tf32",
+    "backends.cuda.matmul.allow_tf32", "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+)  # fmt: skip
 
 
-def read() -> tuple[tuple[str, Flag], ...]:
-    """The flags of this process, by name. Never initialises CUDA."""
-    import torch
+def read(*, cuda: bool) -> tuple[Flag, ...]:
+    """The settings of this process, nothing if it has not imported torch. CUDA is not initialised.
 
-    found: list[tuple[str, Flag]] = [
+    Args:
+        cuda: Whether to read those of CUDA too.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    flags: list[Flag] = [
         ("default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")),
-        ("float32_matmul_precision", torch.get_float32_matmul_precision()),
-        ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
-        ("deterministic_warn_only", torch.is_deterministic_algorithms_warn_only_enabled()),
-        ("fill_uninitialized_memory", torch.utils.deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
-        ("grad_enabled", torch.is_grad_enabled()),
-        ("anomaly_enabled", torch.is_anomaly_enabled()),
-        ("anomaly_check_nan", torch.is_anomaly_check_nan_enabled()),
+        ("deterministic_algorithms", bool(torch.are_deterministic_algorithms_enabled())),
+        ("deterministic_warn_only", bool(torch.is_deterministic_algorithms_warn_only_enabled())),
+        ("float32_matmul_precision", str(torch.get_float32_matmul_precision())),
+        ("anomaly_detection", bool(torch.is_anomaly_enabled())),
+        ("flush_denormal", _flushes_denormal(torch)),
     ]
-    found += [(name, bool(_get(name))) for name in _ATTRIBUTES]
-    return tuple(found)
+    for name in (*_ATTRIBUTES, *(_CUDA_ATTRIBUTES if cuda else ())):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            value = operator.attrgetter(name)(torch)
+            if isinstance(value, bool | int | float | str):
+                flags.append((name, value))
+    return tuple(flags)
 
 
-def apply(flags: tuple[tuple[str, Flag], ...]) -> None:
-    """Set flags as `read` gave them. Names that this version does not know are passed over."""
+def apply(flags: Iterable[Flag]) -> None:
+    """Make this process's settings like those that were read. Flags that this torch does not know are passed over.
+
+    Args:
+        flags: What `read` gave.
+    """
     import torch
 
-    given: dict[str, Any] = dict(flags)
-    setters: dict[str, Callable[[Any], Any]] = {
-        "default_dtype": lambda value: torch.set_default_dtype(getattr(torch, value)),
-        "float32_matmul_precision": torch.set_float32_matmul_precision,
-        "grad_enabled": torch.set_grad_enabled,
-        "fill_uninitialized_memory": lambda value: setattr(
-            torch.utils.deterministic, "fill_uninitialized_memory", value
-        ),
-    }
-    for name, value in given.items():
-        if name in setters:
-            setters[name](value)
-        elif name in _ATTRIBUTES and _get(name) != value:
-            _set(name, value)
+    given = dict(flags)
+    if "default_dtype" in given:
+        torch.set_default_dtype(getattr(torch, str(given.pop("default_dtype"))))
+    if "float32_matmul_precision" in given:
+        torch.set_float32_matmul_precision(str(given.pop("float32_matmul_precision")))
     if "deterministic_algorithms" in given:
-        torch.use_deterministic_algorithms(
-            given["deterministic_algorithms"], warn_only=bool(given.get("deterministic_warn_only", False))
-        )
-    if given.get("anomaly_enabled"):
-        torch.autograd.set_detect_anomaly(True, check_nan=bool(given.get("anomaly_check_nan", True)))
+        warn_only = bool(given.pop("deterministic_warn_only", False))
+        torch.use_deterministic_algorithms(bool(given.pop("deterministic_algorithms")), warn_only=warn_only)
+    if given.pop("anomaly_detection", False):
+        torch.autograd.set_detect_anomaly(True)  # type: ignore[no-untyped-call]
+    if given.pop("flush_denormal", False):
+        torch.set_flush_denormal(True)
+    for name, value in given.items():
+        owner, _, attribute = name.rpartition(".")
+        with contextlib.suppress(AttributeError, RuntimeError):
+            if operator.attrgetter(name)(torch) != value:
+                setattr(operator.attrgetter(owner)(torch), attribute, value)
 
 
-def _get(name: str) -> Any:
-    import torch
-
-    target: Any = torch
-    for part in name.split("."):
-        target = getattr(target, part)
-    return target
-
-
-def _set(name: str, value: Any) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(_get(owner), attribute, value)
+def _flushes_denormal(torch: Any) -> bool:
+    """Torch has no question for it, but an operation shows it."""
+    return not bool((torch.tensor(1e-310, dtype=torch.float64) * 1.0).item())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import io
 import json
@@ -134,7 +133,7 @@ class _Writer:
 
     def _put(self, buffers: Sequence[blobs.Buffer]) -> str:
         digest = self._store.put(buffers)
-        self.sizes[digest] = sum(len(buffer) for buffer in buffers)
+        self.sizes[digest] = _size(buffers)
         return digest
 
     def place(self, sources: Iterable[Sequence[blobs.Buffer]]) -> list[Place]:
@@ -142,7 +141,7 @@ class _Writer:
         places: list[Place] = []
         pack = _Pack()
         for source in sources:
-            if len(source) == 1 and len(source[0]) >= PACKED_BYTES or len(source) > 1:
+            if _size(source) >= PACKED_BYTES:
                 places.append(self._alone(source))
                 continue
             places.append(pack.add(b"".join(source)))
@@ -154,8 +153,7 @@ class _Writer:
         return places
 
     def _alone(self, source: Sequence[blobs.Buffer]) -> Place:
-        size = sum(len(buffer) for buffer in source)
-        blob = self.put(source)
+        blob, size = self.put(source), _size(source)
         return lambda: (blob.result(), 0, size)
 
 
@@ -181,6 +179,12 @@ class _Pack:
         if self.blob is None:
             raise SnapshotError("A pack of buffers was never written.")
         return self.blob.result()
+
+
+def _size(source: Sequence[blobs.Buffer]) -> int:
+    """Bytes of a source. One that makes its buffers when asked knows its size without."""
+    known: int | None = getattr(source, "nbytes", None)
+    return sum(len(buffer) for buffer in source) if known is None else known
 
 
 def _flat(buffer: Any) -> memoryview:

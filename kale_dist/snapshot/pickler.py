@@ -76,12 +76,11 @@ class CapturePickler(TensorPickler):
         self.modules.update(imports_of(func.__code__, func.__globals__.get("__package__") or ""))
         constructor, args, state, *rest = super()._dynamic_function_reduce(func)
         name, kind = namespace_of(func)
+        attributes, slots = state
+        slots["__globals__"] = {key: _stand_in(key, value) for key, value in slots["__globals__"].items()}
         if not kind:
             return (constructor, args, state, *rest)
-        attributes, slots = state
-        if kind == "main":
-            slots["__globals__"] = {key: _stand_in(key, value) for key, value in slots["__globals__"].items()}
-        elif kind == "import":
+        if kind == "import":
             self._note_module(name)
             slots["__globals__"] = {}
         return (reducers.make_function, (func.__code__, kind, name, args[-1]), (attributes, slots), *rest)

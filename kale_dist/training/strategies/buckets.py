@@ -26,9 +26,7 @@ class Bucket:
         sizes = [_real(p.detach()).numel() for p in self.parameters]
         self._flat = torch.empty(sum(sizes) + extra, dtype=_real(first.detach()).dtype, device=first.device)
         pieces = self._flat.split([*sizes, extra])
-        self._views = [
-            piece.view(_real(p.detach()).shape) for piece, p in zip(pieces, self.parameters, strict=False)
-        ]
+        self._views = [piece.view(_real(p.detach()).shape) for piece, p in zip(pieces, self.parameters, strict=False)]
         self.extra = pieces[-1]
         # Half floats overflow when summed; the others keep the last bit by dividing after.
         self._divide_first = self._flat.dtype in (torch.float16, torch.bfloat16)
@@ -54,7 +52,7 @@ class Bucket:
                 views.append(view)
                 gradients.append(_real((gradient.to_dense() if gradient.is_sparse else gradient).detach()))
         if views:
-            torch._foreach_copy_(views, gradients)  # noqa: SLF001 - the optimizers' own way
+            torch._foreach_copy_(views, gradients)
         if self._divide_first:
             self._flat.div_(dist.get_world_size())
         self.work = dist.all_reduce(self._flat, async_op=True)
@@ -72,7 +70,7 @@ class Bucket:
         """
         if not self._divide_first:
             scale = 1 / dist.get_world_size()
-            torch._foreach_mul_(self._views, scale)  # noqa: SLF001
+            torch._foreach_mul_(self._views, scale)
         gradients, views = [], []
         for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
             if not is_used:
@@ -85,7 +83,7 @@ class Bucket:
                 gradients.append(_real(gradient.detach()))
                 views.append(view)
         if gradients:
-            torch._foreach_copy_(gradients, views)  # noqa: SLF001
+            torch._foreach_copy_(gradients, views)
 
 
 def fill_buckets(

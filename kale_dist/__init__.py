@@ -1,0 +1,76 @@
+"""One call from a notebook trains a PyTorch model on every core of the machine, and hands the trained model back.
+
+    import kale_dist as kd
+
+    job = kd.distribute(model, train_loader, criterion, optimizer, train_step, epochs=5, number_of_processes=4)
+    job.wait()
+    model = job.model
+
+The names below are imported when they are first used, so that `import kale_dist` costs next to nothing and a rank loads
+only what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kale_dist.backends.base import Plan
+    from kale_dist.calls import attach, distribute, jobs, launch, render
+    from kale_dist.errors import KaleDistError
+    from kale_dist.job import Job
+    from kale_dist.runtime.context import context, report
+    from kale_dist.spec import JobSpec, Volume
+    from kale_dist.status import JobStatus
+    from kale_dist.strategies import AllReduce
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "Job",
+    "JobSpec",
+    "JobStatus",
+    "KaleDistError",
+    "Plan",
+    "Volume",
+    "__version__",
+    "attach",
+    "context",
+    "distribute",
+    "jobs",
+    "launch",
+    "render",
+    "report",
+]
+
+_HOMES = {
+    "AllReduce": "strategies",
+    "Job": "job",
+    "JobSpec": "spec",
+    "JobStatus": "status",
+    "KaleDistError": "errors",
+    "Plan": "backends.base",
+    "Volume": "spec",
+    "attach": "calls",
+    "context": "runtime.context",
+    "distribute": "calls",
+    "jobs": "calls",
+    "launch": "calls",
+    "render": "calls",
+    "report": "runtime.context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

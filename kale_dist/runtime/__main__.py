@@ -1,0 +1,47 @@
+"""Entry of the processes that serve jobs: `python -m kale_dist.runtime agent|forkserver ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(arguments: list[str]) -> int:
+    """Read the command line and be that process.
+
+    Args:
+        arguments: Without the program's name.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kale_dist.runtime", description="Processes that serve jobs.")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    agent = kinds.add_parser("agent")
+    agent.add_argument("--connection", type=int, required=True)
+    agent.add_argument("--socket", required=True)
+    agent.add_argument("--kernel-pid", type=int, required=True)
+    agent.add_argument("--kernel-start", type=int, required=True)
+    forkserver = kinds.add_parser("forkserver")
+    forkserver.add_argument("--connection", type=int, required=True)
+    forkserver.add_argument("--agent-pid", type=int, required=True)
+    given = parser.parse_args(arguments)
+    if given.kind == "agent":
+        from kale_dist.runtime.agent import Settings
+        from kale_dist.runtime.agent import main as run_agent
+
+        return run_agent(
+            Settings(
+                connection=given.connection,
+                socket_path=given.socket,
+                kernel_pid=given.kernel_pid,
+                kernel_start=given.kernel_start,
+            )
+        )
+    from kale_dist.runtime.forkserver import main as run_forkserver
+
+    return run_forkserver(given.connection, given.agent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""What a rank leaves behind: its return value or its exception, signed, in a file of its own.
+
+The file is a container (`blobs`): the header says whose outcome it is, the first buffer is a pickle, the others are the
+buffers and tensors of the value, which stay mapped when it is read. The signature, an HMAC-SHA256 with the job's key
+over job, attempt, rank and all bytes, is checked before anything is unpickled. It guards against others who can write
+where outcomes lie, not against the user's own code in a rank, which has the key's process to itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import hmac
+import io
+import json
+import os
+import pathlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from kale_dist import blobs, contract
+from kale_dist.errors import NotSerializableError, RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
+from kale_dist.runtime import failures, reducers, search
+from kale_dist.runtime.pickling import TensorPickler
+from kale_dist.runtime.references import References
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How one rank ended."""
+
+    ok: bool
+    value: Any = None
+    """What the function returned."""
+    error: BaseException | None = None
+    """What it raised, with its causes and notes; a `RemoteError` where that cannot be had here."""
+    traceback: str = ""
+    """Of the error, as the rank would have printed it, with the lines of the cells."""
+
+
+class _OutcomePickler(TensorPickler):
+    """Sends what came with the snapshot back as a reference."""
+
+    def __init__(self, file: IO[bytes], references: References) -> None:
+        super().__init__(file)
+        self._references = references
+
+    def reducer_override(self, obj: Any) -> Any:
+        index = self._references.index_of(obj)
+        if index is not None:
+            return reducers.resolve, (index,)
+        return super().reducer_override(obj)
+
+
+def write_success(
+    path: str | os.PathLike[str],
+    *,
+    key: bytes,
+    job: str,
+    attempt: int,
+    rank: int,
+    value: object,
+    references: References,
+) -> None:
+    """Write what a rank's function returned.
+
+    Args:
+        path: Where to (`contract.JobFiles.outcome`).
+        key: The job's secret.
+        job: The job's name.
+        attempt: The attempt, from 0.
+        rank: The rank.
+        value: Anything that can be pickled. Tensors are written from where they are; those on an accelerator arrive
+            in main memory.
+        references: Of the snapshot that was loaded.
+
+    Raises:
+        NotSerializableError: The value cannot be pickled; names the path within it.
+        StoreError: The disk is full.
+    """
+    try:
+        data, pickler = _pickle(value, references)
+    except Exception as error:
+        raise search.explain(error, getattr(error, "culprit", value), [("the returned value", value)]) from error
+    storages = [piece for source in pickler.storages for piece in (_joined(source),)]
+    buffers = [data, *(buffer.raw() for buffer in pickler.buffers), *storages]
+    header = _header(job, attempt, rank, ok=True) | {"buffers": len(pickler.buffers)}
+    _write(path, key, header, buffers)
+
+
+def write_failure(
+    path: str | os.PathLike[str],
+    *,
+    key: bytes,
+    job: str,
+    attempt: int,
+    rank: int,
+    error: BaseException,
+    references: References,
+) -> None:
+    """Write what a rank's function raised. However odd the exception is, something readable is written.
+
+    Args:
+        path: Where to (`contract.JobFiles.outcome`).
+        key: The job's secret.
+        job: The job's name.
+        attempt: The attempt, from 0.
+        rank: The rank.
+        error: The exception, with its traceback.
+        references: Of the snapshot that was loaded.
+
+    Raises:
+        StoreError: The disk is full.
+    """
+
+    def dump(value: object) -> bytes:
+        data, pickler = _pickle(value, references, inline=True)
+        # What is out of band in a value would have to be in the file once more for each exception.
+        if pickler.storages:
+            raise pickle.PicklingError("an exception with tensors in it")
+        return data
+
+    described = failures.describe(error, dump)
+    _write(path, key, _header(job, attempt, rank, ok=False), [json.dumps(described).encode()])
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    key: bytes,
+    job: str,
+    attempt: int,
+    rank: int,
+    resolve: Callable[[int], Any],
+) -> Outcome:
+    """Read a rank's outcome, after its signature was checked.
+
+    Args:
+        path: Where it is.
+        key: The job's secret.
+        job: The job's name.
+        attempt: The attempt, from 0.
+        rank: The rank.
+        resolve: Gives this process's own function or class for a number of the snapshot (`References.resolve`).
+
+    Raises:
+        ResultUnavailableError: There is no outcome, or its value cannot be loaded here.
+        SnapshotDamagedError: It is cut short or was not signed with this key for this job, attempt and rank.
+    """
+    try:
+        header, buffers = blobs.open_container(path)
+    except StoreError as error:
+        raise ResultUnavailableError(f"Rank {rank} of {job} has left no outcome: {error}", job) from error
+    # The first buffer is what can run code: from here on it is a copy that nobody else can write to.
+    data = bytes(buffers[0]) if buffers else b""
+    signed = {name: value for name, value in header.items() if name != "mac"}
+    wanted = _header(job, attempt, rank, ok=signed.get("ok") is True) | (
+        {"buffers": signed.get("buffers")} if "buffers" in signed else {}
+    )
+    mac = header.get("mac")
+    if not (
+        isinstance(mac, str)
+        and hmac.compare_digest(mac.encode(), _sign(key, wanted, [data, *buffers[1:]]).encode())
+        and signed == wanted
+    ):
+        raise SnapshotDamagedError(
+            f"The outcome of rank {rank} of {job} was not signed by this job (attempt {attempt}): it is damaged, or "
+            "somebody else wrote it. It has not been loaded."
+        )
+    if not signed["ok"]:
+        with reducers.loading(_surroundings(lambda _: memoryview(b""), resolve)):
+            error, text = failures.rebuild(json.loads(data), pickle.loads)
+        return Outcome(ok=False, error=error, traceback=text)
+    count = int(signed["buffers"])
+    plain, storages = buffers[1 : count + 1], buffers[count + 1 :]
+    with reducers.loading(_surroundings(storages.__getitem__, resolve)):
+        try:
+            value = pickle.loads(data, buffers=plain)
+        except Exception as error:
+            raise ResultUnavailableError(
+                f"The value that rank {rank} of {job} returned cannot be loaded here: {type(error).__name__}: {error}. "
+                "Return numbers, tensors, dicts and lists of them, or objects of classes that are importable here.",
+                job,
+            ) from error
+    return Outcome(ok=True, value=value)
+
+
+def _pickle(value: object, references: References, *, inline: bool = False) -> tuple[bytes, TensorPickler]:
+    file = io.BytesIO()
+    pickler = _OutcomePickler(file, references)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        error.culprit = pickler.last  # type: ignore[attr-defined] # for the search, which needs to know where it stopped
+        raise
+    if inline and pickler.buffers:
+        raise pickle.PicklingError("an exception with arrays in it")
+    return file.getvalue(), pickler
+
+
+def _joined(source: Sequence[blobs.Buffer]) -> blobs.Buffer:
+    """One buffer. Only memory of accelerators comes in several."""
+    return source[0] if len(source) == 1 else b"".join(source)
+
+
+def _header(job: str, attempt: int, rank: int, *, ok: bool) -> dict[str, Any]:
+    return {"contract": contract.VERSION, "job": job, "attempt": attempt, "rank": rank, "ok": ok}
+
+
+def _sign(key: bytes, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> str:
+    """HMAC-SHA256 over the header and each buffer with its length."""
+    signature = hmac.new(key, json.dumps(header, sort_keys=True).encode(), hashlib.sha256)
+    for buffer in buffers:
+        signature.update(b"\n%d\n" % memoryview(buffer).nbytes)
+        signature.update(buffer)
+    return signature.hexdigest()
+
+
+def _write(path: str | os.PathLike[str], key: bytes, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> None:
+    blobs.write_container(pathlib.Path(path), header | {"mac": _sign(key, header, buffers)}, buffers)
+
+
+def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int], Any]) -> reducers.Loading:
+    return reducers.Loading(storage=storage, main={}, references=References(), resolve=resolve)

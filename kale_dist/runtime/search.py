@@ -1,0 +1,193 @@
+"""The path to what cannot be pickled, such as `train_step -> closure log -> _io.TextIOWrapper`.
+
+The pickler knows the object it met last, not how it came there. The search walks from the call's arguments over what
+pickling would follow (variables, attributes, items), breadth first, so that it finds the shortest path. It pickles
+nothing itself and looks into no tensor or array, which keeps it quick for any call.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import itertools
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from cloudpickle import cloudpickle as internals
+
+from kale_dist.errors import NotSerializableError
+from kale_dist.runtime import remedies
+
+SEARCH_S = 5.0
+"""The search gives up after this time; the error then names the object without the whole path."""
+
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+_ARRAYS = frozenset({"Tensor", "Parameter", "ndarray", "DataFrame", "Series"})
+
+Step = tuple[str, object]
+"""A label such as "closure log" and the object that it leads to."""
+
+
+def roots_of_call(fn: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> list[Step]:
+    """Where paths begin: the function by its name, its arguments by their parameters' names.
+
+    Args:
+        fn: The function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    names: Iterator[str] = iter(())
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+        positional = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) if (parameter := next(iter(parameters), None)) else ()
+        names = iter([p.name for p in parameters if p.kind in positional])
+    except (ValueError, TypeError):
+        pass
+    numbered = (f"argument {number}" for number in itertools.count(1))
+    positional_roots = [(next(names, None) or number, value) for number, value in zip(numbered, args, strict=False)]
+    return [*kwargs.items(), *positional_roots, (getattr(fn, "__name__", type(fn).__name__), fn)]
+
+
+def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> NotSerializableError:
+    """The error that names the path to what could not be pickled.
+
+    Args:
+        error: What pickle raised.
+        culprit: The object that it met last.
+        roots: Where paths begin.
+    """
+    if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
+        return NotSerializableError(
+            ("the call", remedies.name_of_type(culprit)),
+            "its objects are nested too deeply (a chain of links, such as a linked list or a graph of nodes)",
+            "Keep the links as indices into a list, or raise sys.setrecursionlimit before the call.",
+        )
+    found = _find(culprit, roots)
+    labels, objects = [label for label, _ in found], [value for _, value in found]
+    if not found:
+        labels, objects = ["the call", "(something in it)"], [culprit]
+    known = next((position for position, value in enumerate(objects) if remedies.find(value)), None)
+    if known is not None:
+        labels, objects = labels[: known + 1] if found else labels, objects[: known + 1]
+    last = objects[-1]
+    remedy = remedies.find(last) or remedies.OTHER
+    problem = remedy.problem or f"{type(error).__name__}: {error}".rstrip(".")
+    return NotSerializableError((*labels, remedies.name_of_type(last)), problem, remedy.remedy)
+
+
+def _find(culprit: object, roots: Iterable[Step]) -> list[Step]:
+    """The shortest path from a root to the object, or an empty list."""
+    deadline = time.monotonic() + SEARCH_S
+    waiting: collections.deque[tuple[object, int]] = collections.deque()
+    # Each entry: the step, and the position of the step before it. The objects are held, so that an id stays theirs.
+    steps: list[tuple[Step, int]] = []
+    seen: set[int] = set()
+
+    def enter(step: Step, before: int) -> bool:
+        if id(step[1]) not in seen:
+            seen.add(id(step[1]))
+            steps.append((step, before))
+            waiting.append((step[1], len(steps) - 1))
+        return step[1] is culprit
+
+    def path() -> list[Step]:
+        found: list[Step] = []
+        position = len(steps) - 1
+        while position >= 0:
+            step, position = steps[position]
+            found.insert(0, step)
+        return found
+
+    for root in roots:
+        if enter(root, -1):
+            return path()
+    while waiting and time.monotonic() < deadline:
+        value, position = waiting.popleft()
+        for step in children(value):
+            if enter(step, position):
+                return path()
+    return []
+
+
+def children(value: object) -> Iterator[Step]:
+    """What pickling an object would follow, each with a label. Objects that misbehave have no children."""
+    if isinstance(value, _LEAVES) or type(value).__name__ in _ARRAYS:
+        return
+    try:
+        yield from list(_children(value))
+    except Exception:  # noqa: BLE001 - properties and attributes of the user's objects may raise anything
+        return
+
+
+def _children(value: Any) -> Iterator[Step]:
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield "self", value.__self__
+        yield f"method {value.__name__}", value.__func__
+    elif isinstance(value, functools.partial):
+        yield "partial's function", value.func
+        yield from ((f"partial's argument {number}", item) for number, item in enumerate(value.args, 1))
+        yield from ((f"partial's argument {name}", item) for name, item in value.keywords.items())
+        yield from _attributes(value)
+    elif isinstance(value, type):
+        if not internals._should_pickle_by_reference(value):  # noqa: SLF001 - cloudpickle has no public name for it
+            yield from ((f"attribute {name}", item) for name, item in vars(value).items())
+            yield from ((f"base {base.__name__}", base) for base in value.__bases__)
+    elif isinstance(value, staticmethod | classmethod):
+        yield "function", value.__func__
+    elif isinstance(value, property):
+        yield from (("getter", f) for f in (value.fget, value.fset, value.fdel) if f is not None)
+    elif isinstance(value, dict):
+        yield from ((f"[{_short(key)}]", item) for key, item in list(value.items()))
+        yield from ((f"key {_short(key)}", key) for key in list(value))
+        yield from _attributes(value)
+    elif isinstance(value, list | tuple | collections.deque):
+        yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
+        yield from _attributes(value)
+    elif isinstance(value, set | frozenset):
+        yield from (("item", item) for item in list(value))
+        yield from _attributes(value)
+    else:
+        yield from _attributes(value)
+        yield f"class {type(value).__name__}", type(value)
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Step]:
+    if internals._should_pickle_by_reference(function):  # noqa: SLF001
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f"closure {name}", cell.cell_contents
+        except ValueError:
+            continue
+    names = internals._extract_code_globals(function.__code__)  # noqa: SLF001
+    yield from ((f"global {name}", function.__globals__[name]) for name in names if name in function.__globals__)
+    yield from (("a default", item) for item in function.__defaults__ or ())
+    yield from ((f"default {name}", item) for name, item in (function.__kwdefaults__ or {}).items())
+    yield from ((f"attribute {name}", item) for name, item in vars(function).items())
+    yield from ((f"annotation {name}", item) for name, item in function.__annotations__.items())
+
+
+def _attributes(value: Any) -> Iterator[Step]:
+    """Attributes in the object's dictionary and slots; submodules, hooks and the like of a module by their names."""
+    attributes = dict(getattr(value, "__dict__", None) or {})
+    for name in ("_modules", "_parameters", "_buffers"):
+        inner = attributes.get(name)
+        if isinstance(inner, dict) and hasattr(value, "named_modules"):
+            del attributes[name]
+            yield from ((f"attribute {key}", item) for key, item in inner.items())
+    yield from ((f"attribute {name}", item) for name, item in attributes.items())
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if name not in {"__dict__", "__weakref__"} and hasattr(value, name):
+                yield f"attribute {name}", getattr(value, name)
+
+
+def _short(key: object) -> str:
+    text = repr(key) if isinstance(key, (str, int, float, bytes, tuple)) else type(key).__name__
+    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - what fits into a line of an error

@@ -1,0 +1,253 @@
+"""Local modules of a call: which files of the notebook's own code travel, found without running any of it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.machinery
+import pathlib
+import site
+import stat
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+
+from kale_dist.errors import SnapshotError
+from kale_dist.snapshot import edited
+
+MAX_PACKAGE_BYTES = 64 << 20
+"""A package folder up to this size travels whole; of a larger one its Python files and what their texts name."""
+
+_NEVER = frozenset({"kale_dist", "cloudpickle", "torch", "__main__", "__mp_main__"})
+"""Top-level names that are in every rank."""
+
+_FINDS_ITSELF = ("__file__", "__path__", "resources", "pkgutil", "__spec__", "getsourcefile", "getfile")
+"""A module whose text has one of these may read files that lie beside it."""
+
+_HOME = frozenset({"__pycache__", "node_modules"})
+"""Folders that stay home, like hidden ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleFile:
+    """One file of local code or of data beside it."""
+
+    path: str
+    """Where it goes, relative to the folder on the rank's `sys.path`."""
+    source: pathlib.Path
+    """Where it is."""
+    mode: int
+
+    def read(self) -> bytes:
+        """Its bytes.
+
+        Raises:
+            SnapshotError: It cannot be read.
+        """
+        try:
+            return self.source.read_bytes()
+        except OSError as error:
+            raise SnapshotError(
+                f"{self.source} belongs to a local module that the call uses, and cannot be read: {error.strerror}."
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LocalModules:
+    """What travels, and what the user should know about it."""
+
+    files: tuple[ModuleFile, ...]
+    notes: tuple[str, ...]
+
+
+def collect(names: Iterable[str]) -> LocalModules:
+    """The local modules among `names`, and those that they import, whole packages at a time.
+
+    Args:
+        names: Modules that a call refers to. Names that are no modules are passed over.
+    """
+    collector = _Collector()
+    waiting = sorted(set(names))
+    while waiting:
+        waiting += collector.add(waiting.pop())
+    return LocalModules(
+        files=tuple(sorted(collector.files.values(), key=lambda file: file.path)), notes=tuple(collector.notes)
+    )
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.files: dict[str, ModuleFile] = {}
+        self.notes: list[str] = []
+        self._compared: set[str] = set()
+        self._taken: set[str] = set()
+        self._foreign = _foreign_folders()
+
+    def add(self, name: str) -> list[str]:
+        """Take in a module, with the whole of its top-level package, and return the names that its files import."""
+        top = name.partition(".")[0]
+        if name in self._compared or not self._is_local(top):
+            return []
+        # The live module is compared by its own name, its package is taken once.
+        self._compared.add(name)
+        self.notes += edited.notes(name)
+        spec = _find(top)
+        if top in self._taken or spec is None:
+            return []
+        self._taken.add(top)
+        if spec.submodule_search_locations is None:
+            added = self._single(top, pathlib.Path(str(spec.origin)))
+        else:
+            folders = [pathlib.Path(place) for place in spec.submodule_search_locations]
+            added = [file for folder in folders for file in self._package(top, folder)]
+        return [found for file in added for found in _imports(file)]
+
+    def _is_local(self, top: str) -> bool:
+        if top in _NEVER or top in sys.stdlib_module_names or top in sys.builtin_module_names:
+            return False
+        spec = _find(top)
+        if spec is None:
+            return False
+        places = list(spec.submodule_search_locations or ()) or [spec.origin]
+        return all(place and pathlib.Path(place).exists() and not self._is_foreign(place) for place in places)
+
+    def _is_foreign(self, place: str) -> bool:
+        resolved = pathlib.Path(place).resolve()
+        return any(folder in resolved.parents or folder == resolved for folder in self._foreign)
+
+    def _package(self, top: str, folder: pathlib.Path) -> list[ModuleFile]:
+        found = [self._file(top, folder, path) for path in _walk(folder)]
+        size = sum(file.source.stat().st_size for file in found)
+        if size > MAX_PACKAGE_BYTES:
+            named = {literal for file in found for literal in _literals(file.source)}
+            kept = [
+                file for file in found if file.source.suffix in {".py", ".so"} or _named(file.source, folder, named)
+            ]
+            self.notes.append(
+                f"The package {top} ({folder}, {size / 2**20:,.0f} MiB) is over {MAX_PACKAGE_BYTES >> 20} MiB: only its "
+                f"code and the files that the code names travel to the ranks ({len(kept):,} of {len(found):,} files)."
+            )
+            found = kept
+        return self._keep(found)
+
+    def _single(self, top: str, path: pathlib.Path) -> list[ModuleFile]:
+        found = [self._file("", path.parent, path)]
+        text = _text(path)
+        if any(word in text for word in _FINDS_ITSELF):
+            beside = [path.parent / literal for literal in sorted(_literals(path)) if _plain(literal)]
+            neighbours = [file for place in beside if place.exists() for file in _below(place)]
+            size = sum(file.stat().st_size for file in neighbours)
+            if size > MAX_PACKAGE_BYTES:
+                self.notes.append(
+                    f"{path.name} names files beside it of {size / 2**20:,.0f} MiB, over {MAX_PACKAGE_BYTES >> 20} MiB: "
+                    f"they do not travel. Make them a volume, or read them by an absolute path."
+                )
+                neighbours = []
+            found += [self._file("", path.parent, file) for file in neighbours]
+        if path.suffix == ".so":
+            self.notes.append(f"{top} is a compiled module of yours ({path}): it runs only on machines like this one.")
+        return self._keep(found)
+
+    def _file(self, top: str, folder: pathlib.Path, path: pathlib.Path) -> ModuleFile:
+        relative = pathlib.PurePosixPath(top, path.relative_to(folder).as_posix())
+        return ModuleFile(path=str(relative), source=path, mode=0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644)
+
+    def _keep(self, files: list[ModuleFile]) -> list[ModuleFile]:
+        new = [file for file in files if file.path not in self.files]
+        self.files.update((file.path, file) for file in new)
+        return new
+
+
+def _find(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Where a top-level module is or would come from; nothing is run."""
+    module = sys.modules.get(name)
+    if isinstance(module, types.ModuleType):
+        spec = getattr(module, "__spec__", None)
+        if spec is not None:
+            return spec
+        file = getattr(module, "__file__", None)
+        return importlib.machinery.ModuleSpec(name, None, origin=file) if file else None
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, None)
+        except (ImportError, AttributeError, ValueError):
+            continue
+        if spec is not None:
+            return spec
+    return None
+
+
+def _foreign_folders() -> frozenset[pathlib.Path]:
+    """Folders of the standard library and of installed packages."""
+    schemes = sysconfig.get_paths()
+    folders = [schemes[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    folders += [entry for entry in sys.path if pathlib.PurePath(entry).name in {"site-packages", "dist-packages"}]
+    return frozenset(pathlib.Path(folder).resolve() for folder in folders)
+
+
+def _walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Files below a folder, without hidden ones and caches."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in _HOME:
+            continue
+        # A link to a folder may lead around in a circle.
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+        elif path.is_file():
+            yield path
+
+
+def _below(place: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file itself, or the files below a folder."""
+    if place.is_dir():
+        yield from _walk(place)
+    elif place.is_file():
+        yield place
+
+
+def _text(path: pathlib.Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".py" else ""
+
+
+def _tree(path: pathlib.Path) -> ast.AST | None:
+    try:
+        return ast.parse(_text(path))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _literals(path: pathlib.Path) -> set[str]:
+    """String literals of a Python file."""
+    tree = _tree(path)
+    nodes = ast.walk(tree) if tree is not None else ()
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def _plain(literal: str) -> bool:
+    """Whether a literal may be the name of something below the folder of its file."""
+    parts = pathlib.PurePath(literal).parts if literal and "\0" not in literal and len(literal) < 256 else ()  # noqa: PLR2004 - longer than a file name may be
+    return bool(parts) and not pathlib.PurePath(literal).is_absolute() and not any(part.startswith(".") for part in parts)
+
+
+def _named(path: pathlib.Path, folder: pathlib.Path, literals: set[str]) -> bool:
+    """Whether a literal names a file of a package, or a folder that it lies in, by its last part or its path."""
+    relative = path.relative_to(folder)
+    steps = [relative, *relative.parents][:-1]
+    return any(step.name in literals or str(step) in literals for step in steps)
+
+
+def _imports(file: ModuleFile) -> Iterator[str]:
+    """Absolute names of the modules that a file's import statements name, those within functions included."""
+    tree = _tree(file.source)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.args[0].value

@@ -1,0 +1,313 @@
+"""The iterator that a rank's loader gives: batches on the device, counted, weighed, and in step with the other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from kale_dist.contract import EventKind
+from kale_dist.errors import KaleDistError
+from kale_dist.runtime import context
+from kale_dist.training import devices
+from kale_dist.training.group import Group
+from kale_dist.training.pace import Pace, Portion
+from kale_dist.training.strategies.all_reduce import GradientExchange
+
+
+@dataclasses.dataclass(kw_only=True)
+class Feed:
+    """What one loader and its passes have in common."""
+
+    name: str
+    """`train` or `eval`."""
+    group: Group
+    pace: Pace | None = None
+    """None for a loader that is not trained on."""
+    exchange: GradientExchange | None = None
+    loss: Callable[[], float | None] = lambda: None
+    """Gives the latest loss, for the progress."""
+    epoch: int = 1
+    epochs: int = 1
+    sentence: str = ""
+    """How the data is divided, for the log."""
+    queue_of: Any = None
+    """The sampler that notes what each batch holds; None for a stream."""
+    is_stream: bool = False
+    is_agreed: bool = False
+    """Whether ranks ask each other before each batch, because nobody knows how many there will be."""
+    counts_items: bool = False
+    """Whether a stream's batches are collated from items, which are then counted."""
+    shares_seeds: bool = False
+    """Whether the workers of all ranks must start from the same seeds."""
+    samples: int = 0
+    """Samples given to this rank since `begin`."""
+    passes: int = 0
+    current: Batches | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients follow from the batches."""
+        return self.pace is not None
+
+    def begin(self, epoch: int) -> None:
+        """A call of the user's step begins."""
+        self.epoch = epoch
+        self.samples = 0
+        self.passes = 0
+
+    def end(self) -> None:
+        """The call has ended: leave a pass that was not finished."""
+        if self.current is not None:
+            self.current.leave()
+
+
+class Batches:
+    """One pass after another over a loader, for this rank.
+
+    Args:
+        loader: The loader, already altered.
+        feed: Its counts and its group.
+        make_iterator: The loader's own way of making an iterator.
+    """
+
+    def __init__(self, loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> None:
+        self._loader = loader
+        self._feed = feed
+        self._inner = _make(loader, feed, make_iterator)
+        self._begin()
+
+    def _begin(self) -> None:
+        feed = self._feed
+        if feed.current is not None and feed.current is not self:
+            feed.current.leave()
+        feed.current = self
+        feed.passes += 1
+        self._queue = None if feed.queue_of is None else feed.queue_of.kale_portions
+        self._started = self._told = time.monotonic()
+        self._told_index = 0
+        self._samples = 0
+        self._index = 0
+        self._is_over = False
+        self._ahead: tuple[int, Any] | None = None
+        self._counts: list[int] | None = None
+        self._previous: Any = None
+        try:
+            self._steps: int | None = len(self._loader) if not feed.is_stream else None
+        except (TypeError, NotImplementedError):
+            self._steps = None
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
+        """Begin the next pass of persistent workers; torch calls this."""
+        self.leave()
+        self._inner._reset(loader, first_iter)  # noqa: SLF001
+        self._begin()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        feed = self._feed
+        if feed.exchange is not None:
+            feed.exchange.settle()
+        try:
+            portion, batch = self._next_agreed() if feed.is_agreed else self._next_planned()
+        except StopIteration:
+            self._finish()
+            raise
+        batch = devices.move(batch, feed.group.device)
+        self._index += 1
+        self._samples += portion.local
+        feed.samples += portion.local
+        if feed.pace is not None:
+            feed.pace.take(portion)
+        if feed.exchange is not None:
+            feed.exchange.begin_batch()
+        context.mark_progress()
+        now = time.monotonic()
+        if now - self._told >= context.MIN_INTERVAL_S or self._index in (1, self._steps):
+            self._tell(now)
+        return batch
+
+    def _finish(self) -> None:
+        self._is_over = True
+        if self._index and self._told_index != self._index:
+            self._tell(time.monotonic())
+        if self._feed.pace is not None:
+            self._feed.pace.leave()
+        if self._feed.current is self:
+            self._feed.current = None
+
+    def leave(self) -> None:
+        """The loop was left before the loader was exhausted: make sure that all ranks did so at the same batch.
+
+        Raises:
+            KaleDistError: Only some did.
+        """
+        if self._is_over:
+            return
+        feed = self._feed
+        portion = feed.pace.portion if feed.pace is not None else None
+        if feed.exchange is not None and portion is not None:
+            is_early = not portion.last
+            feed.exchange.settle(left=is_early and not feed.is_agreed)
+            if is_early and feed.is_agreed:
+                self._agree(None, left=True)
+        self._finish()
+
+    # -- where every rank knows what comes -------------------------------------------------------------------------
+
+    def _next_planned(self) -> tuple[Portion, Any]:
+        batch = next(self._inner)
+        if self._queue is None:
+            raise KaleDistError("the loader's batches come from another sampler than the one it had")
+        note = self._queue.popleft()
+        if isinstance(note, Portion):
+            return note, batch
+        return Portion(index=self._index, local=note, total=note, last=False), batch
+
+    # -- where ranks ask one batch ahead ---------------------------------------------------------------------------
+
+    def _next_agreed(self) -> tuple[Portion, Any]:
+        if self._counts is None:
+            self._ahead = self._fetch()
+            self._counts = self._agree(self._ahead)
+            self._borrow()
+        if not self._feed.is_training:
+            return self._next_unaligned()
+        counts, current = self._counts, self._ahead
+        if not sum(counts):
+            raise StopIteration
+        self._ahead = None if current is None else self._fetch()
+        self._counts = self._agree(self._ahead)
+        local = 0
+        if current is not None:
+            local, self._previous = current
+        last = not sum(self._counts)
+        return Portion(index=self._index, local=local, total=sum(counts), last=last), self._previous
+
+    def _next_unaligned(self) -> tuple[Portion, Any]:
+        """Evaluating, each rank ends when its own data does; one without any gets one batch of weight 0."""
+        if self._ahead is not None:
+            (local, batch), self._ahead = self._ahead, None
+        elif self._index == 0 and self._previous is not None:
+            local, batch = 0, self._previous
+        else:
+            fetched = self._fetch() if self._previous is None else None
+            if fetched is None:
+                raise StopIteration
+            local, batch = fetched
+        return Portion(index=self._index, local=local, total=local, last=False), batch
+
+    def _fetch(self) -> tuple[int, Any] | None:
+        """The next batch of this rank's own loader with its number of samples; None at the end."""
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            return None
+        if self._queue is not None:
+            return self._queue.popleft(), batch
+        if self._feed.counts_items:
+            local, batch = batch
+            return int(local), batch
+        return devices.count(batch), batch
+
+    def _agree(self, ahead: tuple[int, Any] | None, *, left: bool = False) -> list[int]:
+        """The numbers of samples that all ranks have next."""
+        group = self._feed.group
+        numbers = [0] * (2 * group.world_size)
+        if ahead is not None:
+            # A batch without samples is still a batch that must be taken.
+            numbers[group.rank] = max(1, ahead[0])
+        numbers[group.world_size + group.rank] = int(left)
+        numbers = group.sum_int64(numbers)
+        leaving = sum(numbers[group.world_size :])
+        if leaving not in (0, group.world_size):
+            raise KaleDistError(
+                f"The step left the loop over its loader on {leaving} of {group.world_size} ranks only, after batch"
+                f" {self._index}. All ranks must take the same steps: decide on a value that is equal on all"
+            )
+        return numbers[: group.world_size]
+
+    def _borrow(self) -> None:
+        """Give ranks that will never have a batch of their own one to repeat."""
+        counts, group = self._counts, self._feed.group
+        if counts and any(counts) and not all(counts):
+            giver = next(rank for rank, number in enumerate(counts) if number)
+            lent = group.send(None if self._ahead is None else self._ahead[1], source=giver)
+            if self._ahead is None:
+                self._previous = lent
+
+    # -- progress --------------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> None:
+        # Reading a loss from a GPU waits for it, so this is not done for every batch.
+        self._told, self._told_index = now, self._index
+        feed = self._feed
+        steps = self._steps if self._steps is not None and self._index <= self._steps else None
+        seconds = now - self._started
+        context.emit(
+            EventKind.PROGRESS,
+            phase=feed.name,
+            epoch=feed.epoch,
+            epochs=feed.epochs,
+            step=self._index,
+            steps=steps,
+            samples=self._samples,
+            samples_per_s=round(self._samples / seconds, 1) if seconds > 0 else None,
+            loss=feed.loss(),
+        )
+
+
+def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> Any:
+    """The loader's own iterator, with what it needs to count items and to shuffle as the other ranks do."""
+    state = loader.__dict__
+    kept = {name: state[name] for name in ("collate_fn", "generator")}
+    try:
+        if feed.counts_items:
+            state["collate_fn"] = CountedCollate(loader.collate_fn)
+        if feed.shares_seeds:
+            state["generator"] = _shared_generator(loader, feed.group)
+        return make_iterator()
+    finally:
+        state.update(kept)
+
+
+def _shared_generator(loader: DataLoader[Any], group: Group) -> torch.Generator:
+    """A generator that gives all ranks' workers rank 0's seed."""
+    own = loader.generator if loader.generator is not None else torch.default_generator
+    states = group.send(own.get_state() if group.rank == 0 else None)
+    if group.rank == 0:
+        return own
+    shared = torch.Generator()
+    shared.set_state(states)
+    return shared
+
+
+class CountedCollate:
+    """A collate function that tells along with the batch how many items went in. Travels to worker processes.
+
+    Args:
+        collate: The loader's own.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: Any) -> tuple[int, Any]:
+        """Collate items."""
+        return len(items), self.collate(items)

@@ -1,0 +1,297 @@
+"""The optimizer and its schedulers, altered in place: accumulation, clipping, and a last look at the gradients.
+
+`step` and `zero_grad` become bound methods of the same names on the optimizer itself. Between the batches of an
+accumulation window both do nothing and return None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from kale_dist.errors import ConfigError
+from kale_dist.runtime import context
+from kale_dist.training.group import Group
+from kale_dist.training.pace import Pace
+from kale_dist.training.strategies.all_reduce import GradientExchange
+
+
+class OptimizerControl:
+    """Decides what a call of `optimizer.step()` does.
+
+    Args:
+        optimizer: The user's optimizer.
+        model: The model, whose `zero_grad` is held back as well.
+        group: The ranks.
+        pace: Written by the training loader.
+        exchange: The gradients' exchange.
+        clip_norm: Largest norm of all gradients together; None for no clipping.
+        precision: None, `bf16` or `fp16`.
+        scaler: The loss scaler of the ready-made step; None with a step of the user's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        group: Group,
+        pace: Pace,
+        exchange: GradientExchange,
+        *,
+        clip_norm: float | None = None,
+        precision: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.real_steps = 0
+        self.scheduler_calls: set[int] = set()
+        """Identities of the schedulers that the user's step has stepped."""
+        self._model = model
+        self._group = group
+        self._pace = pace
+        self._exchange = exchange
+        self._clip_norm = clip_norm
+        self._needs_scaler = precision == "fp16" and scaler is None
+        self._in_step = False
+        self._in_user_scaler = False
+        self._is_held = False
+
+    @property
+    def _accumulates(self) -> bool:
+        return self._pace.accumulate > 1
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Alter the optimizer, schedulers and loss scalers of this process; all is as before afterwards."""
+        with contextlib.ExitStack() as stack:
+            self._take_optimizer(stack)
+            for owner, wrap in ((torch.nn.Module, self._wrap_module_zero_grad),):
+                if self._accumulates:
+                    _patch(stack, owner, "zero_grad", wrap)
+            for scheduler_class in (ReduceLROnPlateau, LRScheduler, *_subclasses(LRScheduler)):
+                if "step" in vars(scheduler_class):
+                    _patch(stack, scheduler_class, "step", self._wrap_scheduler_step)
+            _patch(stack, torch.amp.GradScaler, "step", self._wrap_scaler_step)
+            hook = register_optimizer_step_pre_hook(self._before_any_step)
+            stack.callback(hook.remove)
+            yield
+
+    def _take_optimizer(self, stack: contextlib.ExitStack) -> None:
+        optimizer, state = self.optimizer, self.optimizer.__dict__
+        # Objects that were not made by their constructor lack the wrapper that calls hooks.
+        optimizer._patch_step_function()  # noqa: SLF001
+        before = {name: state[name] for name in ("step", "zero_grad") if name in state}
+        self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
+
+        def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        def zero_grad(_: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+            if not self._exchange.has_pending:
+                self._zero_grad(set_to_none=set_to_none)
+
+        # Schedulers look for this mark, and wrap or warn where it is missing.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+        state["step"] = types.MethodType(step, optimizer)
+        state["zero_grad"] = types.MethodType(zero_grad, optimizer)
+
+        def restore() -> None:
+            for name in ("step", "zero_grad"):
+                state.pop(name, None)
+            state.update(before)
+
+        stack.callback(restore)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """What `optimizer.step` does in a rank.
+
+        Raises:
+            ConfigError: The step does what accumulation cannot be combined with.
+        """
+        if self._in_step:
+            # The loss scaler of the ready-made step comes back here for the real thing.
+            return self._real_step()
+        if self._needs_scaler and not self._in_user_scaler:
+            raise ConfigError(
+                "precision",
+                "'fp16' needs a scaled loss, and train_step calls optimizer.step() without a GradScaler",
+                "Use 'bf16', leave train_step out, or use a torch.amp.GradScaler in it",
+            )
+        if self._accumulates:
+            self._check_accumulation(closure)
+            if not self._pace.is_due:
+                self._exchange.check_untouched()
+                self._is_held = True
+                return None
+        self._is_held = False
+        if closure is not None:
+            return self._step(self._averaged(closure))
+        self.commit()
+        if self.scaler is not None:
+            result = self._scaled_step()
+        else:
+            self._clip()
+            result = self._real_step()
+        self._done()
+        return result
+
+    def commit(self) -> None:
+        """Make the gradients those of the whole window on all ranks."""
+        self._exchange.ensure()
+        self._exchange.scale(self._pace.correction)
+
+    def flush(self) -> None:
+        """At the end of the user's step: apply a window that the loop left unfinished."""
+        if self._exchange.has_pending and self._accumulates:
+            portion, self._pace.portion = self._pace.portion, None
+            self._pace.optimizer_steps_of_batch = 0
+            try:
+                self.step()
+                self._zero_grad()
+            finally:
+                self._pace.portion = portion
+
+    def _done(self) -> None:
+        self.real_steps += 1
+        self._pace.stepped()
+        self._exchange.stepped()
+        context.mark_progress()
+
+    def _real_step(self) -> Any:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look for
+        return self._step()
+
+    def _scaled_step(self) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            return None
+        self._in_step = True
+        try:
+            scaler.unscale_(self.optimizer)
+            self._clip()
+            result = scaler.step(self.optimizer)
+            scaler.update()
+        finally:
+            self._in_step = False
+        return result
+
+    def _clip(self) -> None:
+        if self._clip_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose loss is that of all ranks: a line search must take the same turns everywhere."""
+
+        def averaged() -> Any:
+            loss = closure()
+            self._exchange.ensure()
+            self._clip()
+            if loss is None:
+                return None
+            weighted = torch.as_tensor(loss, device=self._group.device).detach().clone() * self._pace.factor
+            mean = self._group.mean(weighted)
+            return mean if isinstance(loss, torch.Tensor) else mean.item()
+
+        return averaged
+
+    def _check_accumulation(self, closure: Any) -> None:
+        if closure is not None:
+            raise ConfigError(
+                "accumulate",
+                "optimizer.step(closure) computes its own gradients, which cannot be accumulated",
+                "Use accumulate=1 with this optimizer",
+            )
+        self._pace.optimizer_steps_of_batch += 1
+        if self._pace.optimizer_steps_of_batch > 1:
+            raise ConfigError(
+                "accumulate",
+                "train_step calls optimizer.step() more than once for a batch",
+                "Use accumulate=1, or one step a batch",
+            )
+
+    # -- everything else that steps --------------------------------------------------------------------------------
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Runs before the real step of any optimizer of the process."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer is not self.optimizer:
+            if self._accumulates:
+                raise ConfigError(
+                    "accumulate",
+                    f"train_step uses another optimizer ({type(optimizer).__name__}) beside the one it was given",
+                    "Use accumulate=1 with more than one optimizer",
+                )
+            self._exchange.adopt_late(parameters)
+            self._exchange.ensure()
+        elif any(torch.nn.parameter.is_lazy(p) for p in parameters):
+            raise ConfigError(
+                "model",
+                "has parameters without a shape after its first batch",
+                "Use all lazy modules in the first forward pass, or give them shapes before the call",
+            )
+        else:
+            self._exchange.adopt_late(parameters)
+
+    def _wrap_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaler is self.scaler or optimizer is not self.optimizer:
+                return original(scaler, optimizer, *args, **kwargs)
+            problem = "train_step uses its own GradScaler, which unscales gradients before they are complete"
+            if self._accumulates:
+                raise ConfigError("accumulate", problem, "Use precision='bf16' instead of the scaler")
+            if self._clip_norm is not None:
+                raise ConfigError("clip_norm", problem, "Clip in the step, after scaler.unscale_(optimizer)")
+            self._exchange.ensure()
+            self._in_user_scaler = True
+            try:
+                return original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._in_user_scaler = False
+
+        return step
+
+    def _wrap_scheduler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.scheduler_calls.add(id(scheduler))
+            if self._is_held and scheduler.optimizer is self.optimizer and not getattr(scheduler, "_is_initial", False):
+                return None
+            return original(scheduler, *args, **kwargs)
+
+        return step
+
+    def _wrap_module_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+            if not (self._exchange.has_pending and self._shares_parameters(module)):
+                original(module, set_to_none)
+
+        return zero_grad
+
+    def _shares_parameters(self, module: torch.nn.Module) -> bool:
+        own = {id(p) for p in self._model.parameters()}
+        return any(id(p) in own for p in module.parameters())
+
+
+def _patch(stack: contextlib.ExitStack, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, wrap(original))
+    stack.callback(setattr, owner, name, original)
+
+
+def _subclasses(of: type) -> Iterator[type]:
+    for subclass in of.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

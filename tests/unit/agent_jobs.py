@@ -1,0 +1,114 @@
+"""What tests of the agent share: a client with its agent, and jobs made of plain functions."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kale_dist import contract
+from kale_dist.backends.agent_client import AgentClient
+from kale_dist.blobs import FolderStore
+from kale_dist.contract import EventKind, JobFiles, JobOrder, LogLine, StateName
+from kale_dist.runtime import outcome
+from kale_dist.snapshot.capture import capture
+from kale_dist.snapshot.process import capture_process
+
+FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+
+
+class RunningJob:
+    """A job in a folder, read as everybody else would read it."""
+
+    def __init__(self, order: JobOrder) -> None:
+        self.order = order
+        self.files = JobFiles(order.folder)
+
+    def events(self, kind: EventKind | None = None) -> list[dict[str, Any]]:
+        if not self.files.events.exists():
+            return []
+        found = contract.decode_records(self.files.events.read_bytes())
+        return [event for event in found if kind is None or event["event"] == kind]
+
+    def state(self) -> dict[str, Any]:
+        states = self.events(EventKind.STATE)
+        return states[-1] if states else {"state": "pending"}
+
+    def wait(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.until(lambda: self.state()["state"] in FINAL and self.state(), timeout_s)
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            time.sleep(0.01)
+        raise AssertionError(f"not in {timeout_s} s; events: {self.events()}; log: {self.log_text()}")
+
+    def log(self) -> list[LogLine]:
+        if not self.files.log.exists():
+            return []
+        *whole, _ = self.files.log.read_bytes().split(b"\n")
+        return [contract.parse_line(line) for line in whole]
+
+    def log_text(self, rank: int | None = None) -> str:
+        return "\n".join(line.text for line in self.log() if rank is None or line.rank == rank)
+
+    def outcome(self, rank: int = 0) -> outcome.Outcome:
+        return outcome.read(
+            self.files.outcome(0, rank),
+            key=bytes.fromhex(self.order.key),
+            job=self.order.job,
+            attempt=0,
+            rank=rank,
+            resolve=lambda index: None,
+        )
+
+    def pids(self) -> dict[int, int]:
+        return {event["rank"]: event["pid"] for event in self.events(EventKind.RANK) if event["pid"]}
+
+
+class Jobs:
+    """Makes jobs below a folder and hands them to an agent."""
+
+    def __init__(self, root: pathlib.Path, client: AgentClient) -> None:
+        self.root = root
+        self.client = client
+        self.store = FolderStore(root / "blobs")
+
+    def order(self, function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> JobOrder:
+        name = options.pop("job", f"t-{secrets.token_hex(4)}")
+        folder = self.root / "jobs" / name
+        folder.mkdir(parents=True, mode=0o700)
+        snapshot = capture(function, args, {}, store=self.store, label=function.__name__).snapshot.digest
+        return JobOrder(
+            job=name,
+            world_size=ranks,
+            local_world_size=ranks,
+            folder=str(folder),
+            store=str(self.store.root),
+            snapshot=snapshot,
+            key=secrets.token_hex(32),
+            process=options.pop("process", None) or capture_process(cuda=False),
+            **options,
+        )
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> RunningJob:
+        order = self.order(function, *args, **options)
+        self.client.take(order)
+        return RunningJob(order)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

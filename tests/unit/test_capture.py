@@ -1,0 +1,180 @@
+"""A call of the notebook, made in another process: what it sees there, and what comes back."""
+
+import json
+import os
+
+import pytest
+from played import play
+
+from kale_dist import blobs
+from kale_dist.snapshot.capture import capture
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def test_functions_see_globals_helpers_closures_and_classes_of_other_cells(tmp_path):
+    play(
+        tmp_path,
+        "import math\nSCALE = 3\ndef helper(x):\n    return math.sqrt(x) * SCALE",
+        "class Base:\n    def twice(self):\n        return 2 * helper(self.x)",
+        "class Point(Base):\n    def __init__(self, x):\n        super().__init__()\n        self.x = x",
+        "def make(n):\n    def inner(k):\n        return k if k == 0 else n + inner(k - 1)\n    return inner",
+        "inner = make(5)\ndef call(point, *, add):\n    return point.twice() + inner(3) + (lambda y: (lambda z: z + add)(y))(1)",
+        args="(Point(4),)",
+        kwargs="{'add': 10}",
+        after="assert outcome.value == 12 + 15 + 11, outcome",
+    )
+
+
+def test_main_in_the_rank_is_like_the_notebooks(tmp_path):
+    printed = play(
+        tmp_path,
+        "import json, sys\nfrom dataclasses import dataclass\n@dataclass\nclass Config:\n    lr: float = 0.1",
+        "counter = 0\ndef bump():\n    global counter\n    counter += 1",
+        """
+def call(config):
+    import inspect, pickle, __main__
+    bump(); bump()
+    assert __main__.counter == counter == 2
+    assert __name__ == "__main__" and "__file__" not in globals()
+    assert pickle.loads(pickle.dumps(config)) == config and __main__.Config is Config is type(config)
+    assert "counter += 1" in inspect.getsource(bump)
+    assert inspect.getsource(Config).startswith("@dataclass"), inspect.getsource(Config)
+    assert "loading" not in dir(__main__) and "rank" not in dir(__main__)
+    print("checked")
+""",
+        args="(Config(),)",
+        after="assert counter == 0",
+    )
+    assert "checked" in printed
+
+
+def test_results_have_the_notebooks_own_classes_and_functions(tmp_path):
+    play(
+        tmp_path,
+        "OFFSET = 1\nclass Net:\n    def forward(self, x):\n        return x + OFFSET\n    def same(self):\n        return type(self)",
+        "from enum import Enum\nclass Color(Enum):\n    RED = 1",
+        "net = Net()\noriginal_forward = Net.forward\ndef helper():\n    return OFFSET",
+        "def call():\n    net.seen = Color.RED\n    return {'net': net, 'cls': Net, 'f': helper, 'm': net.forward, 'l': Color.RED}",
+        after="""
+value = outcome.value
+assert type(value["net"]) is Net and value["cls"] is Net and value["f"] is helper and value["l"] is Color.RED
+assert value["net"].seen is Color.RED and value["net"] is not net and not hasattr(net, "seen")
+assert Net.forward is original_forward and value["m"].__func__ is original_forward
+OFFSET = 100
+assert value["net"].forward(1) == 101 and value["f"]() == 100
+""",
+    )
+
+
+def test_later_cells_do_not_change_the_job(tmp_path):
+    store = blobs.FolderStore(tmp_path)
+    data = [1, 2]
+
+    def call():
+        return data
+
+    first = capture(call, (), {}, store=store, label="call").snapshot
+    data.append(3)
+    assert capture(call, (), {}, store=store, label="call").snapshot.digest != first.digest
+    assert all(store.exists(blob) for blob in first.blobs)
+
+
+def test_functions_that_share_a_variable_go_on_sharing_it(tmp_path):
+    play(
+        tmp_path,
+        "def make():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n    def get():\n        return n\n    return up, get",
+        "up, get = make()\ndef call():\n    up(); up()\n    return get()",
+        after="assert outcome.value == 2 and get() == 0",
+    )
+
+
+def test_modules_made_by_hand_travel_by_value(tmp_path):
+    play(
+        tmp_path,
+        """
+import sys, types
+made = types.ModuleType("made_by_hand"); sys.modules["made_by_hand"] = made
+exec('''
+LIMIT = 4
+def below(x):
+    return x < LIMIT
+class Kept:
+    pass
+''', made.__dict__)
+from made_by_hand import below, Kept
+""",
+        "def call():\n    import made_by_hand\n    return below(3), made.LIMIT, made_by_hand.below is below, Kept",
+        after="assert outcome.value == (True, 4, True, Kept), outcome.value",
+    )
+
+
+def test_environment_names_of_ipython_do_not_drag_the_shell_along(tmp_path):
+    pytest.importorskip("IPython")
+    play(
+        tmp_path,
+        "from IPython.core.interactiveshell import InteractiveShell\nimport sys\nshell = InteractiveShell.instance(user_module=sys.modules['__main__'])\n"
+        "get_ipython = shell.get_ipython\ndel shell",
+        "def call():\n    return get_ipython() is None",
+        after="assert outcome.value is True",
+    )
+
+
+def test_an_exception_comes_back_as_itself_with_cell_lines(tmp_path):
+    play(
+        tmp_path,
+        "class Broken(ValueError):\n    def __init__(self, code):\n        super().__init__(code)\n        self.code = code",
+        "def helper(x):\n    try:\n        {}[x]\n    except KeyError as error:\n        raise Broken(7) from error  # here",
+        "def call():\n    helper('k')",
+        after="""
+error = outcome.error
+assert type(error) is Broken and error.code == 7 and isinstance(error.__cause__, KeyError), repr(error)
+assert 'raise Broken(7) from error  # here' in outcome.traceback and "{}[x]" in outcome.traceback
+assert "kale_dist" not in outcome.traceback and outcome.traceback.rstrip().endswith("Broken: 7"), outcome.traceback
+""",
+    )
+
+
+def test_a_second_snapshot_of_an_edited_cell_costs_kilobytes(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    data = numpy.arange(300_000.0)
+    store = blobs.FolderStore(tmp_path)
+    first = capture(lambda: data.sum(), (), {}, store=store, label="call").snapshot
+    again = capture(lambda: data.mean(), (), {}, store=store, label="call").snapshot
+    assert first.new_bytes == first.size_bytes > data.nbytes
+    assert 0 < again.new_bytes < 10_000
+    assert again.size_bytes > data.nbytes
+    assert set(again.blobs) & set(first.blobs)
+
+
+def test_small_buffers_share_a_blob_and_equal_ones_their_bytes(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    store = blobs.FolderStore(tmp_path)
+    arrays = [numpy.full(1000, number % 10, "u1") for number in range(500)]
+    snapshot = capture(len, (arrays,), {}, store=store, label="len").snapshot
+    assert len(snapshot.blobs) == 4  # manifest, pickle, sources, one pack
+    assert max(store.path(blob).stat().st_size for blob in snapshot.blobs) < 500 * 200
+
+
+def test_a_snapshot_that_fails_leaves_the_exception_readable_and_no_manifest(tmp_path):
+    store = blobs.FolderStore(tmp_path)
+    with pytest.raises(blobs.StoreError):
+        capture(len, ([1],), {}, store=blobs.FolderStore("/proc/nothing"), label="len")
+    assert list(store.list()) == []
+
+
+def test_the_manifest_has_versions_and_label(tmp_path):
+    store = blobs.FolderStore(tmp_path)
+    snapshot = capture(len, ([1],), {}, store=store, label="a label").snapshot
+    manifest = json.loads(bytes(store.open(snapshot.digest)))
+    assert manifest["label"] == snapshot.label == "a label"
+    assert manifest["contract"] == 1
+    assert manifest["python"].startswith("3.")
+    assert manifest["cloudpickle"]
+    assert sum(os.stat(store.path(blob)).st_size for blob in snapshot.blobs) == snapshot.size_bytes
+
+
+def test_a_memory_store_counts_without_writing(tmp_path):
+    snapshot = capture(len, ([1],), {}, store=blobs.MemoryStore(), label="len").snapshot
+    assert snapshot.size_bytes == snapshot.new_bytes > 0
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,373 @@
+import asyncio
+import functools
+import inspect
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist
+from kale_dist import calls, checks, training_checks
+from kale_dist.checks import Machine
+from kale_dist.errors import ConfigError
+from kale_dist.spec import Volume
+from kale_dist.strategies import AllReduce
+from kale_dist.testing import FakeBackend
+
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+
+def a_loader():
+    return DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
+
+
+def arguments(**changes):
+    model = changes.get("model", Net())
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else Net().parameters()
+    given = {
+        "model": model, "train_data_loader": a_loader(), "criterion": torch.nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(parameters, lr=0.1),
+    }  # fmt: skip
+    bound = inspect.signature(calls.distribute).bind(**{**given, **changes})
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def refused(check, *args):
+    with pytest.raises(ConfigError) as caught:
+        check(*args)
+    return caught.value
+
+
+def refused_training(**changes):
+    return refused(training_checks.check, arguments(**changes))
+
+
+def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
+    return checks.check_run(lambda cuda: machine, arguments(**changes))
+
+
+def refused_run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
+    return refused(checks.check_run, lambda cuda: machine, arguments(**changes))
+
+
+def test_good_arguments_pass():
+    training_checks.check(arguments())
+    made = run(number_of_processes=2, name="x", environment={"B": "2", "A": "1"}, timeout_s=3)
+    assert (made.topology.number_of_processes, made.environment) == (2, (("A", "1"), ("B", "2")))
+    assert (made.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
+
+
+# -- the objects of a training ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(None, "None"), (Net, "Make one: Net()"), (lambda x: x, "not a torch.nn.Module"), ("net", "'net'")],
+)
+def test_a_model_is_a_module(model, said):
+    error = refused_training(model=model)
+    assert error.argument == "model"
+    assert said in str(error)
+
+
+def test_a_wrapped_model_is_to_be_unwrapped():
+    assert "model.module" in refused_training(model=torch.nn.DataParallel(Net())).remedy
+
+
+@pytest.mark.parametrize("argument", ["train_data_loader", "eval_data_loader"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: iter(a_loader()), "without iter()"),
+        (lambda: enumerate(a_loader()), "without iter()"),
+        (lambda: (batch for batch in a_loader()), "without iter()"),
+        (lambda: [1, 2], "it is a list"),
+        (lambda: tuple(a_loader()), "it is a tuple"),
+        (lambda: a_loader().dataset, "Wrap it: DataLoader(dataset"),
+        (lambda: DataLoader, "is a class"),
+        (lambda: torch.zeros(3), "not a torch.utils.data.DataLoader"),
+        (lambda: "loader", "'loader'"),
+    ],
+)
+def test_a_loader_is_a_data_loader(argument, make, said):
+    error = refused_training(**{argument: make()})
+    assert error.argument == argument
+    assert said in str(error)
+
+
+def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
+    assert "it is None" in str(refused_training(train_data_loader=None))
+    training_checks.check(arguments(eval_data_loader=None))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda net: torch.optim.SGD(Net().parameters(), lr=0.1), "2 of its 2 parameters are not the model's"),
+        (lambda net: torch.optim.SGD([*net.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1), "1 of its 3"),
+        (lambda net: torch.optim.SGD, "Make one: SGD(model.parameters(), lr=0.1)"),
+        (lambda net: [torch.optim.SGD(net.parameters())], "launch()"),
+        (lambda net: None, "None is not a torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_is_over_the_models_parameters(make, said):
+    net = Net()
+    error = refused_training(model=net, optimizer=make(net))
+    assert error.argument == "optimizer"
+    assert said in str(error)
+
+
+def test_the_criterions_parameters_may_be_trained_too():
+    net, criterion = Net(), torch.nn.BCEWithLogitsLoss()
+    criterion.scale = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()])
+    training_checks.check(arguments(model=net, criterion=criterion, optimizer=optimizer))
+
+
+def test_a_part_of_the_parameters_may_be_trained():
+    net = Net()
+    training_checks.check(arguments(model=net, optimizer=torch.optim.SGD([net.bias])))
+
+
+def step6(model, data_loader, criterion, optimizer, device, args):
+    pass
+
+
+def step5(model, data_loader, criterion, device, args):
+    pass
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step6, functools.partial(step6), lambda *everything: None, lambda m, d, c, o, dev, a, extra=1: None, Net],
+    ids=["six", "partial", "star", "default", "callable class"],
+)
+def test_steps_of_the_right_arity_pass(step):
+    if step is Net:
+
+        class Step:
+            def __call__(self, model, data_loader, criterion, optimizer, device, args):
+                pass
+
+        step = Step()
+    training_checks.check(arguments(train_step=step))
+
+
+async def async_step(model, data_loader, criterion, optimizer, device, args):
+    await asyncio.sleep(0)
+
+
+def yielding_step(model, data_loader, criterion, optimizer, device, args):
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "step", "said"),
+    [
+        ("train_step", step5, "def train_step(model, data_loader, criterion, optimizer, device, args)"),
+        ("train_step", lambda model, loader: None, "(model, loader)"),
+        ("train_step", lambda a, b, c, d, e, f, g: None, "6 arguments"),
+        ("train_step", lambda *, a, b, c, d, e, f: None, "6 arguments"),
+        ("train_step", 3, "3 cannot be called"),
+        ("train_step", async_step, "asynchronous"),
+        ("train_step", yielding_step, "yield"),
+        ("train_step", functools.partial(yielding_step), "yield"),
+        ("eval_step", step6, "def eval_step(model, data_loader, criterion, device, args)"),
+        ("eval_step", "x", "cannot be called"),
+    ],
+)
+def test_steps_of_the_wrong_kind_name_the_expected_signature(argument, step, said):
+    error = refused_training(**{argument: step, "eval_data_loader": a_loader()})
+    assert error.argument == argument
+    assert said in str(error)
+
+
+def test_an_evaluation_step_needs_a_loader():
+    assert "eval_data_loader" in str(refused_training(eval_step=step5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"criterion": torch.nn.CrossEntropyLoss}, "Make one: CrossEntropyLoss()"),
+        ({"criterion": None}, "ready-made train_step"),
+        ({"criterion": None, "train_step": step6, "eval_data_loader": "loader"}, "ready-made eval_step"),
+        ({"criterion": "mse"}, "cannot be called"),
+    ],
+)
+def test_a_criterion_is_there_where_it_is_called(changes, said):
+    if "eval_data_loader" in changes:
+        changes["eval_data_loader"] = a_loader()
+    error = refused_training(**changes)
+    assert error.argument == "criterion"
+    assert said in str(error)
+    training_checks.check(arguments(criterion=None, train_step=step6))
+
+
+def test_a_scheduler_belongs_to_the_optimizer():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters())
+    other = torch.optim.SGD(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    training_checks.check(arguments(model=net, optimizer=optimizer, scheduler=scheduler))
+    assert "another optimizer" in str(refused_training(model=net, optimizer=other, scheduler=scheduler))
+    assert refused_training(scheduler=torch.optim.lr_scheduler.StepLR).argument == "scheduler"
+    assert refused_training(scheduler=0.1).argument == "scheduler"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("epochs", 0, "0 is less than 1"), ("epochs", True, "True"), ("epochs", 1.5, "1.5"), ("epochs", "3", "'3'"),
+        ("accumulate", 0, "0"), ("accumulate", None, "None"), ("checkpoint_every", -1, "-1"),
+        ("precision", "bf61", "Did you mean 'bf16'?"), ("precision", 16, "16"), ("precision", "fp32", "fp32"),
+        ("clip_norm", 0, "0"), ("clip_norm", -1.0, "-1.0"), ("clip_norm", float("nan"), "nan"), ("clip_norm", True, "True"),
+        ("clip_norm", "1", "'1'"), ("split_batches", "no", "'no'"), ("shard", 0, "0"), ("shard", None, "None"),
+        ("eval_sharding", "sample", "Did you mean 'samples'?"), ("eval_sharding", None, "None"),
+        ("strategy", "ddp", "AllReduce()"), ("strategy", AllReduce, "AllReduce()"),
+    ],
+)  # fmt: skip
+def test_settings_say_argument_value_and_remedy(argument, value, said):
+    error = refused_training(**{argument: value})
+    assert error.argument == argument
+    assert said in str(error)
+    assert error.remedy
+
+
+def test_fp16_is_for_the_ready_made_step():
+    training_checks.check(arguments(precision="fp16"))
+    assert "GradScaler" in str(refused_training(precision="fp16", train_step=step6))
+
+
+# -- what all calls share --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -3, True, False, "2", 2.0])
+def test_the_number_of_processes_is_a_whole_positive_number(value):
+    error = refused_run(number_of_processes=value)
+    assert error.argument == "number_of_processes"
+    assert repr(value) in str(error)
+
+
+def test_more_processes_than_cores_are_warned_of():
+    assert "5 processes share 4 cores" in run(number_of_processes=5).warnings[0]
+    assert not run(number_of_processes=4).warnings
+
+
+def test_no_number_means_all_there_is():
+    assert run().topology.number_of_processes == 4
+    assert run(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
+
+
+def test_cuda_needs_gpus_and_one_for_each_process():
+    assert "no GPU" in str(refused_run(cuda=True))
+    error = refused_run(Machine(cores=8, gpus=2), cuda=True, number_of_processes=3)
+    assert (error.argument, "there are 2" in str(error)) == ("number_of_processes", True)
+    assert refused_run(cuda="yes").argument == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("on", "said"),
+    [
+        ("locl", "Did you mean 'local'?"), ("LOCAL", "Did you mean 'local'?"), ("kubernetes", "not in this version"),
+        ("docker", "not in this version"), ("k8s", "Use one of: 'local'"), ("", "no backend ''"), (None, "None"),
+        (FakeBackend, "no backend"), (3, "3"), (["local"], "no backend"),
+    ],
+)  # fmt: skip
+def test_an_unknown_backend_names_those_there_are(on, said):
+    error = refused_run(on=on)
+    assert error.argument == "on"
+    assert said in str(error)
+
+
+def test_a_backend_object_is_taken():
+    backend = FakeBackend()
+    assert run(on=backend).backend is backend
+
+
+def test_volumes_on_this_machine_are_its_own_folders(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    here = str(tmp_path)
+    made = run(volumes={here: here, f"{here}/link": here}).volumes
+    assert made[0] == Volume(mount_path=here, source=here)
+    assert run(volumes=[Volume(mount_path=here, source=here)]).volumes == made[:1]
+    for volumes, said in (
+        ({here: f"{here}/missing"}, "does not exist"), ({here: f"{here}/file"}, "is not a folder"),
+        ({"/elsewhere": here}, "see this machine's own folders"), ({"relative": here}, "absolute"), ({here: ""}, "empty"),
+        (here, "is not a dict"), ([here], "is not a dict"), (3, "is not a dict"),
+    ):  # fmt: skip
+        error = refused_run(volumes=volumes)
+        assert error.argument == "volumes"
+        assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"A": 1}, "Write '1'"), ({"A=B": "1"}, "'A=B'"), ({"": "1"}, "name"), ({3: "1"}, "3"), ({"A": "\0"}, "NUL"),
+        ({"RANK": "0"}, "set in each rank"), ({"NCCL_DEBUG": "INFO"}, "os.environ['NCCL_DEBUG']"), ([("A", "1")], "dict"),
+    ],
+)  # fmt: skip
+def test_variables_are_text_and_can_still_be_set(environment, said):
+    error = refused_run(environment=environment)
+    assert error.argument == "environment"
+    assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("threads", 0), ("threads", "1"), ("seed", -1), ("seed", 1.0), ("seed", 2**31), ("seed", True), ("detach", 1),
+        ("timeout_s", 0), ("timeout_s", "1h"), ("stall_warn_s", -1), ("stall_timeout_s", False), ("name", "Upper"),
+    ],
+)  # fmt: skip
+def test_other_arguments_name_themselves(argument, value):
+    error = refused_run(**{argument: value})
+    assert error.argument == argument
+    assert repr(value) in str(error) or str(value) in str(error)
+
+
+# -- what launch calls -----------------------------------------------------------------------------------------------
+
+
+def takes_two(a, b=1):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs"),
+    [(takes_two, (1,), {}), (print, (1, 2), {}), (functools.partial(takes_two, 1), (), {"b": 2}), (dict, (), {"a": 1})],
+)
+def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
+    checks.check_function(fn, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "said"),
+    [
+        (3, (), {}, "launch(train, 3), not launch(train(3))"), (None, (), {}, "None cannot be called"),
+        (takes_two, (), {}, "missing a required argument: 'a'"), (takes_two, (1, 2, 3), {}, "takes_two(a, b=1)"),
+        (takes_two, (1,), {"c": 3}, "unexpected keyword argument 'c'"), (async_step, (), {}, "asynchronous"),
+        (yielding_step, (), {}, "yield"),
+    ],
+)  # fmt: skip
+def test_functions_that_cannot_be_called_so_are_refused(fn, args, kwargs, said):
+    error = refused(checks.check_function, fn, args, kwargs)
+    assert error.argument == "fn"
+    assert said in str(error)
+
+
+def test_a_mistake_costs_no_input_or_output(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.raises(ConfigError):
+        kale_dist.distribute(Net, a_loader(), torch.nn.CrossEntropyLoss(), None)
+    with pytest.raises(ConfigError):
+        kale_dist.launch(takes_two, number_of_processes=0)
+    with pytest.raises(ConfigError, match="incomplete"):
+        kale_dist.render(Net())
+    assert not (tmp_path / "state").exists()

@@ -1,0 +1,49 @@
+import inspect
+import pickle
+
+import pytest
+
+from kale_dist import errors
+
+SAMPLES = {
+    "ConfigError": ("epochs", "0 is less than 1", "Give an int of 1 or more"),
+    "NotSerializableError": (("train_step", "closure log", "_io.TextIOWrapper"), "an open file", "Open it inside"),
+    "RemoteError": ("mod.Odd", "text", "Traceback ..."),
+    "BackendError": ("refused", True),
+    "BackendUnavailableError": ("gone", True),
+    "JobError": ("bad", "local://x"),
+}
+
+
+def all_errors():
+    return [
+        kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KaleDistError)
+    ]
+
+
+@pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
+def test_every_error_survives_pickling(kind):
+    error = kind(*SAMPLES.get(kind.__name__, ("message",)))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+
+
+@pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
+def test_every_error_is_in_the_tree_and_drawn_in_it(kind):
+    assert kind.__name__.endswith("Error")
+    assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_builtin_parents_are_what_callers_expect():
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.WaitTimeoutError, TimeoutError)
+    assert errors.BackendError("x", retryable=True).retryable
+    assert errors.JobError("x", "local://j").ref == "local://j"
+
+
+def test_messages_name_argument_value_and_remedy():
+    text = str(errors.ConfigError("epochs", "0 is less than 1", "Give an int of 1 or more"))
+    assert text == "epochs: 0 is less than 1. Give an int of 1 or more"
+    path = errors.NotSerializableError(("train_step", "closure log", "_io.TextIOWrapper"), "it is open", "Open it there")
+    assert str(path).startswith("train_step -> closure log -> _io.TextIOWrapper cannot be sent")

@@ -1,0 +1,52 @@
+import re
+
+import pytest
+
+from kale_dist import names
+from kale_dist.errors import ConfigError
+
+DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@pytest.mark.parametrize("name", ["a", "train-net", "a1", "x" * 50, "a-1-b"])
+def test_labels_are_accepted(name):
+    names.check(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "A", "Train", "1a", "-a", "a-", "a_b", "a.b", "a/b", "../a", "a b", "ä", "a\n", "x" * 51, "٣", "a\0", "ａ"],
+)
+def test_what_is_no_label_is_refused_with_a_label_that_is(name):
+    with pytest.raises(ConfigError) as caught:
+        names.check(name)
+    assert caught.value.argument == "name"
+    proposed = re.search(r"'([^']+)'", caught.value.remedy)
+    names.check(proposed.group(1))
+
+
+@pytest.mark.parametrize("name", [None, 3, b"a", ["a"]])
+def test_what_is_no_text_is_refused(name):
+    with pytest.raises(ConfigError, match="not a string"):
+        names.check(name)
+
+
+@pytest.mark.parametrize(
+    ("label", "made"),
+    [
+        ("train Net", "train-net-x3k9f"),
+        ("<lambda>", "lambda-x3k9f"),
+        ("", "job-x3k9f"),
+        ("日本語", "job-x3k9f"),
+        ("123 go", "go-x3k9f"),
+        ("outer.<locals>.inner", "outer-locals-inner-x3k9f"),
+        ("Net" * 40, None),
+        ("a" + "-" * 80, "a-x3k9f"),
+    ],
+)
+def test_names_made_of_any_label_are_valid_and_keep_their_suffix(label, made):
+    name = names.make(label, "x3k9f")
+    names.check(name)
+    assert name.endswith("-x3k9f")
+    assert DNS_1035.fullmatch(name)
+    assert made is None or name == made

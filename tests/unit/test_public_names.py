@@ -1,0 +1,41 @@
+import pathlib
+import subprocess
+import sys
+
+import kale_dist
+
+VERBS = {"distribute", "launch", "render", "attach", "jobs", "report", "context"}
+
+
+def test_every_public_name_is_there_and_listed():
+    for name in kale_dist.__all__:
+        assert getattr(kale_dist, name) is not None
+    assert sorted(kale_dist.__all__) == kale_dist.__all__
+    assert set(kale_dist.__all__) <= set(dir(kale_dist))
+    assert set(kale_dist._HOMES) == set(kale_dist.__all__) - {"__version__"}
+    assert len(kale_dist.__all__) <= 20
+    assert set(kale_dist.__all__) >= VERBS
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(kale_dist, "distrbute")
+
+
+def test_no_module_at_the_root_has_the_name_of_a_verb():
+    root = pathlib.Path(kale_dist.__file__).parent
+    assert not VERBS & {path.stem for path in root.iterdir()}
+
+
+def test_every_class_and_function_has_a_docstring():
+    assert all(getattr(kale_dist, name).__doc__ for name in kale_dist.__all__)
+
+
+def test_the_import_is_light_and_loads_what_is_used():
+    code = (
+        "import sys, kale_dist; heavy = {'torch', 'numpy', 'IPython', 'cloudpickle'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+        "assert [m for m in sys.modules if m.startswith('kale_dist')] == ['kale_dist']\n"
+        "kale_dist.context(); kale_dist.report(loss=1); kale_dist.attach, kale_dist.Job\n"
+        "assert 'torch' not in sys.modules and 'IPython' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,114 @@
+import json
+import math
+import time
+
+import pytest
+
+from kale_dist.contract import FailureCause, RankStateName, StateName
+from kale_dist.status import JobStatus, ReplicaStatus, reduce_event, reduce_events
+
+
+def status_of(*events, ranks=2):
+    start = JobStatus(ref="local://j", replicas=tuple(ReplicaStatus(rank=rank) for rank in range(ranks)))
+    return reduce_events(start, [{"time": 5.0, "rank": None, "attempt": 0, **event} for event in events])
+
+
+def test_a_job_runs_from_pending_to_success():
+    running = status_of(
+        {"event": "state", "state": "starting", "reason": "", "cause": ""},
+        {"event": "rank", "rank": 1, "state": "running", "pid": 42},
+        {"event": "state", "state": "running", "time": 7.0},
+    )
+    assert (running.state, running.started, running.ended) == (StateName.RUNNING, 7.0, None)
+    assert running.replicas[1].pid == 42
+    assert running.replicas[0].state is RankStateName.PENDING
+    done = reduce_event(running, {"event": "state", "state": "succeeded", "time": 9.0, "attempt": 0})
+    assert done.is_final
+    assert (done.ended, done.fraction) == (9.0, 1.0)
+
+
+def test_a_final_state_stays():
+    status = status_of(
+        {"event": "state", "state": "failed", "reason": "why", "cause": "died"}, {"event": "state", "state": "running"}
+    )
+    assert (status.state, status.cause, status.reason) == (StateName.FAILED, FailureCause.DIED, "why")
+
+
+def test_the_first_failing_rank_is_kept():
+    status = status_of(
+        {"event": "outcome", "rank": 1, "ok": False, "error_type": "ValueError", "error_text": "boom"},
+        {"event": "rank", "rank": 1, "state": "failed", "exit_code": 1},
+        {"event": "rank", "rank": 0, "state": "failed", "signal": "SIGKILL"},
+    )
+    assert status.failed_rank == 1
+    assert status.replicas[1].error == "ValueError: boom"
+    assert (status.replicas[0].signal, status.replicas[0].exit_code) == ("SIGKILL", None)
+
+
+def test_progress_and_what_is_known_of_it():
+    status = status_of(
+        {"event": "progress", "rank": 0, "phase": "train", "epoch": 2, "epochs": 4, "step": 5, "steps": 10, "loss": None}
+    )
+    assert status.fraction == pytest.approx((1 + 0.5) / 4)
+    unknown = status_of({"event": "progress", "rank": 0, "phase": "train", "epoch": 1, "epochs": 2, "steps": None})
+    assert unknown.fraction == 0
+    evaluating = status_of({"event": "progress", "rank": 0, "phase": "eval", "epoch": 1, "epochs": 2, "step": 1})
+    assert evaluating.fraction == 0.5
+    assert status_of().fraction is None
+
+
+def test_metrics_become_rows_in_order():
+    status = status_of(
+        {"event": "metrics", "rank": 1, "values": {"loss": 1}, "source": "report"},
+        {"event": "metrics", "values": {"loss": math.nan, "acc": math.inf}, "epoch": 1, "source": "train"},
+    )
+    assert [(row.rank, row.epoch, row.source) for row in status.metrics] == [(1, None, "report"), (None, 1, "train")]
+    assert status.metrics[0].values == (("loss", 1.0),)
+
+
+def test_notes_are_kept_once_and_checkpoints_by_epoch():
+    status = status_of(
+        {"event": "note", "rank": 0, "text": "x"}, {"event": "note", "rank": 1, "text": "x"},
+        {"event": "checkpoint", "rank": 0, "epoch": 3},
+    )  # fmt: skip
+    assert (status.notes, status.checkpoint_epoch) == (("x",), 3)
+
+
+def test_who_waits_in_a_collective():
+    status = status_of({"event": "waiting", "waiting": [0, 1], "busy": [2], "seconds": 300}, ranks=3)
+    assert [replica.in_collective for replica in status.replicas] == [True, True, False]
+
+
+def test_a_new_attempt_sets_the_ranks_back_and_old_events_are_passed_over():
+    status = status_of(
+        {"event": "rank", "rank": 0, "state": "failed"},
+        {"event": "metrics", "rank": 0, "values": {"loss": 1.0}},
+        {"event": "rank", "rank": 1, "state": "running", "attempt": 1},
+        {"event": "rank", "rank": 1, "state": "failed", "attempt": 0},
+    )
+    assert (status.attempt, status.failed_rank) == (1, None)
+    assert [replica.state for replica in status.replicas] == [RankStateName.PENDING, RankStateName.RUNNING]
+    assert len(status.metrics) == 1
+
+
+@pytest.mark.parametrize(
+    "event", [{}, {"event": "later-version"}, {"event": "note"}, {"event": "rank", "rank": None, "state": "running"}]
+)
+def test_events_of_unknown_kind_change_nothing(event):
+    assert reduce_event(status_of(), event) == status_of()
+
+
+def test_a_rank_beyond_those_known_is_added():
+    status = status_of({"event": "rank", "rank": 3, "state": "running"})
+    assert [replica.rank for replica in status.replicas] == [0, 1, 2, 3]
+
+
+def test_many_reports_are_reduced_in_little_time():
+    event = json.loads('{"event":"metrics","rank":0,"attempt":0,"time":1.0,"values":{"loss":0.5}}')
+    start = time.process_time()
+    assert len(reduce_events(status_of(), [event] * 100_000).metrics) == 100_000
+    assert time.process_time() - start < 20
+
+
+def test_a_status_is_one_line():
+    assert repr(status_of({"event": "state", "state": "failed", "reason": "why"})) == "<JobStatus local://j failed: why>"

@@ -1,0 +1,97 @@
+"""Real ranks for the tests of training: processes with a gloo group between them, kept for all tests of a run."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+
+import cloudpickle
+import pytest
+
+
+def _serve(rank, world, store, connection):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        try:
+            function, args = pickle.loads(call)
+            answer = (True, function(*args))
+        except Exception as error:  # noqa: BLE001
+            answer = (False, (error, traceback.format_exc()))
+        connection.send_bytes(cloudpickle.dumps(answer))
+
+
+class Ranks:
+    """Some ranks that run functions."""
+
+    def __init__(self, world):
+        self.world = world
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "kale_dist.training.loop"])
+        folder = tempfile.mkdtemp()
+        self.connections, self.processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, f"{folder}/store", there), daemon=True)
+            process.start()
+            there.close()
+            self.connections.append(here)
+            self.processes.append(process)
+
+    def run(self, function, *args):
+        """Every rank's value; the first error otherwise, after which these ranks are of no use."""
+        call = cloudpickle.dumps((function, args))
+        for connection in self.connections:
+            connection.send_bytes(call)
+        answers = []
+        for connection in self.connections:
+            if not connection.poll(40):
+                pytest.fail("the ranks hang")
+            answers.append(pickle.loads(connection.recv_bytes()))
+        for is_good, value in answers:
+            if not is_good:
+                value[0].add_note(value[1])
+                raise value[0]
+        return [value for _, value in answers]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+_pools = {}
+
+
+@pytest.fixture
+def ranks(request):
+    """`ranks(n, function, *args)` runs a function in n ranks and gives the list of what they return."""
+    cloudpickle.register_pickle_by_value(request.module)
+
+    def run(world, function, *args):
+        if world not in _pools:
+            _pools[world] = Ranks(world)
+        try:
+            return _pools[world].run(function, *args)
+        except BaseException:
+            _pools.pop(world).close()
+            raise
+
+    yield run
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_ranks():
+    yield
+    while _pools:
+        _pools.popitem()[1].close()

@@ -1,0 +1,437 @@
+"""Gradients are averaged whatever the step does, or there is an error: never silently not."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kale_dist.errors import KaleDistError
+from kale_dist.strategies import AllReduce
+from kale_dist.training.loop import train
+
+
+class Net(nn.Module):
+    """A model whose loss is not made by forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.encoder = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 1)
+        self.spare = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.encoder(x))).squeeze(1)
+
+    def loss(self, x, y):
+        return ((self(x) - y) ** 2).mean()
+
+
+def data(samples=22):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 4, generator=generator)
+    return TensorDataset(x, x.sum(1))
+
+
+def run(body, world=None, samples=22, batch=4, model=None, epochs=2, make_optimizer=None, **options):
+    """Train a Net with `body(model, x, y, optimizer)` as the inside of the loop; return its weights."""
+    model = Net() if model is None else model()
+    optimizer = make_optimizer(model) if make_optimizer else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            body(model, x, y, optimizer)
+
+    loader = DataLoader(data(samples), batch, shuffle=True, generator=torch.Generator().manual_seed(2))
+    train(
+        model=model,
+        train_data_loader=loader,
+        criterion=None,
+        optimizer=optimizer,
+        train_step=step,
+        epochs=epochs,
+        **options,
+    )
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def plain(body, world, samples=22, batch=4, model=None, epochs=2, make_optimizer=None):
+    """The same without kale_dist, in one process."""
+    model = Net() if model is None else model()
+    optimizer = make_optimizer(model) if make_optimizer else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    loader = DataLoader(data(samples), batch * world, shuffle=True, generator=torch.Generator().manual_seed(2))
+    for _ in range(epochs):
+        for x, y in loader:
+            body(model, x, y, optimizer)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def by_method(model, x, y, optimizer):
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    optimizer.step()
+
+
+def by_parts(model, x, y, optimizer):
+    optimizer.zero_grad()
+    out = model.head(torch.tanh(model.encoder(x))).squeeze(1)
+    nn.functional.mse_loss(out, y).backward()
+    optimizer.step()
+
+
+def clipping(model, x, y, optimizer):
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def two_backwards(model, x, y, optimizer):
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    (0.5 * model.encoder(x).pow(2).mean()).backward()
+    optimizer.step()
+
+
+def by_hand(model, x, y, optimizer):
+    parameters = [*model.encoder.parameters(), *model.head.parameters()]
+    for p, g in zip(parameters, torch.autograd.grad(model.loss(x, y), parameters), strict=True):
+        p.grad = g
+    optimizer.step()
+
+
+def with_closure(model, x, y, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model.loss(x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def unfreezing(model, x, y, optimizer):
+    if len(x) < 4 and not model.encoder.weight.requires_grad:
+        model.encoder.requires_grad_(True)
+    by_method(model, x, y, optimizer)
+
+
+def checkpointed(model, x, y, optimizer):
+    optimizer.zero_grad()
+    x = x.clone().requires_grad_(True)
+    from torch.utils.checkpoint import checkpoint
+
+    out = model.head(torch.tanh(checkpoint(model.encoder, x, use_reentrant=True))).squeeze(1)
+    (nn.functional.mse_loss(out, y) + checkpoint(model.encoder, x, use_reentrant=True).pow(2).mean()).backward()
+    optimizer.step()
+
+
+def saved_within(model, x, y, optimizer):
+    by_method(model, x, y, optimizer)
+    torch.save(model, io.BytesIO())
+    torch.save(optimizer.state_dict(), io.BytesIO())
+    assert copy.deepcopy(model).encoder.weight.equal(model.encoder.weight)
+    assert type(model) is Net
+    assert "encoder.weight" in model.state_dict()
+
+
+BODIES = [by_method, by_parts, clipping, two_backwards, by_hand, checkpointed, saved_within]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("bucket_mib", [25.0, 1e-5])
+def test_any_step_equals_one_process(ranks, body, bucket_mib):
+    def job():
+        return run(body, strategy=AllReduce(bucket_mib=bucket_mib))
+
+    own = ranks(2, job)
+    expected = plain(body, 2)
+    for weights in own:
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+    assert own[0]["spare.weight"].equal(Net().spare.weight)
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def test_lbfgs_takes_the_same_turns_everywhere(ranks):
+    own = ranks(2, lambda: run(with_closure, make_optimizer=lbfgs, samples=16))
+    expected = plain(with_closure, 2, make_optimizer=lbfgs, samples=16)
+    torch.testing.assert_close(own[0], expected, rtol=1e-3, atol=1e-5)
+    assert all(own[0][name].equal(own[1][name]) for name in expected)
+
+
+def frozen():
+    model = Net()
+    model.encoder.requires_grad_(False)
+    return model
+
+
+def test_parameters_unfrozen_in_the_middle(ranks):
+    def body(model, x, y, optimizer):
+        if body.calls == 2:
+            model.encoder.requires_grad_(True)
+        body.calls += 1
+        by_method(model, x, y, optimizer)
+
+    def job(world):
+        body.calls = 0
+        return run(body, model=frozen)
+
+    body.calls = 0
+    expected = plain(body, 2, model=frozen)
+    for weights in ranks(2, job, 2):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_that_one_rank_does_not_use(ranks):
+    def job():
+        import torch.distributed as dist
+
+        def body(model, x, y, optimizer):
+            optimizer.zero_grad()
+            out = model.spare if dist.get_rank() else model.head
+            ((out(torch.tanh(model.encoder(x))).squeeze(1) - y) ** 2).mean().backward()
+            assert model.spare.weight.grad is not None
+            assert model.head.weight.grad is not None
+            optimizer.step()
+
+        return run(body)
+
+    first, second = ranks(2, job)
+    assert all(first[name].equal(second[name]) for name in first)
+    assert not first["spare.weight"].equal(Net().spare.weight)
+
+
+def test_tied_weights(ranks):
+    def tied():
+        model = Net()
+        model.spare.weight = model.head.weight
+        return model
+
+    def body(model, x, y, optimizer):
+        optimizer.zero_grad()
+        hidden = torch.tanh(model.encoder(x))
+        ((model.head(hidden) + model.spare(hidden)).squeeze(1) - y).pow(2).mean().backward()
+        optimizer.step()
+
+    expected = plain(body, 2, model=tied)
+    for weights in ranks(2, lambda: run(body, model=tied)):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(50, 4, sparse=True)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.table((x.abs() * 10).long().clamp(max=49)).mean(1)).squeeze(1)
+
+
+def test_sparse_gradients(ranks):
+    def body(model, x, y, optimizer):
+        optimizer.zero_grad()
+        (model(x) - y).pow(2).mean().backward()
+        assert model.table.weight.grad.is_sparse
+        optimizer.step()
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    expected = plain(body, 2, model=Words, make_optimizer=sgd)
+    for weights in ranks(2, lambda: run(body, model=Words, make_optimizer=sgd)):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_other_dtypes_stay_equal(ranks, dtype):
+    def job():
+        def body(model, x, y, optimizer):
+            optimizer.zero_grad()
+            out = model.head(model.encoder(x.to(dtype))).squeeze(1)
+            ((out - y) * (out - y).conj()).real.mean().backward()
+            optimizer.step()
+
+        return run(body, model=lambda: Net().to(dtype))
+
+    first, second = ranks(2, job)
+    assert all(first[name].equal(second[name]) for name in first)
+    assert not first["head.weight"].equal(Net().to(dtype).head.weight)
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LazyLinear(8)
+        self.norm = nn.LazyBatchNorm1d()
+        self.second = nn.LazyLinear(1)
+
+    def loss(self, x, y):
+        return (self.second(torch.relu(self.norm(self.first(x)))).squeeze(1) - y).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_start_from_one_value(ranks):
+    def job():
+        import torch.distributed as dist
+
+        torch.manual_seed(100 + dist.get_rank())
+        return run(by_method, model=Lazy)
+
+    first, second = ranks(2, job)
+    assert first["first.weight"].shape == (8, 4)
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_weights_that_differ_at_the_start_become_rank_0s(ranks):
+    def job():
+        import torch.distributed as dist
+
+        def different():
+            model = Net()
+            with torch.no_grad():
+                model.head.weight += dist.get_rank()
+            return model
+
+        return run(by_method, model=different)
+
+    expected = plain(by_method, 2)
+    for weights in ranks(2, job):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_optimizer_over_a_network_of_the_notebook(ranks):
+    def job():
+        torch.manual_seed(3)
+        critic = nn.Linear(1, 1)
+        critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+        def body(model, x, y, optimizer):
+            critic_optimizer.zero_grad()
+            (critic(model(x).detach()[:, None]).squeeze(1) - y).pow(2).mean().backward()
+            critic_optimizer.step()
+            by_method(model, x, y, optimizer)
+
+        return run(body, samples=21), critic.weight.detach().clone(), critic.bias.detach().clone()
+
+    torch.manual_seed(3)
+    critic = nn.Linear(1, 1)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def body(model, x, y, optimizer):
+        critic_optimizer.zero_grad()
+        (critic(model(x).detach()[:, None]).squeeze(1) - y).pow(2).mean().backward()
+        critic_optimizer.step()
+        by_method(model, x, y, optimizer)
+
+    plain(body, 2, samples=21)
+    for _, weight, bias in ranks(2, job):
+        torch.testing.assert_close(weight, critic.weight.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(bias, critic.bias.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_noise_of_each_ranks_own_is_found_at_the_end_of_the_epoch(ranks, capfd):
+    def job():
+        import torch.distributed as dist
+
+        torch.manual_seed(dist.get_rank())
+
+        def body(model, x, y, optimizer):
+            optimizer.zero_grad()
+            model.loss(x, y).backward()
+            for p in model.head.parameters():
+                p.grad += torch.randn_like(p)
+            optimizer.step()
+
+        return run(body)
+
+    first, second = ranks(2, job)
+    assert all(first[name].equal(second[name]) for name in first)
+    assert "Weights were not equal on all ranks after epoch 1 (head.weight, head.bias)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["skip", "leave"])
+def test_ranks_that_do_different_things_are_told(ranks, way):
+    def job():
+        import torch.distributed as dist
+
+        model = Net()
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for number, (x, y) in enumerate(loader):
+                if number == 1 and dist.get_rank() == 1:
+                    if way == "leave":
+                        break
+                    continue
+                by_method(model, x, y, optimizer)
+
+        train(
+            model=model,
+            train_data_loader=DataLoader(data(), 2),
+            criterion=None,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+        )
+
+    problem = "left the loop over its loader" if way == "leave" else "made no backward pass in batch 2"
+    with pytest.raises(KaleDistError, match=problem):
+        ranks(2, job)
+
+
+def test_all_ranks_may_skip_or_leave_together(ranks):
+    def job():
+        model = Net()
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for number, (x, y) in enumerate(loader):
+                if number == 1:
+                    continue
+                if number == 3:
+                    break
+                by_method(model, x, y, optimizer)
+            return {"loss": 1.0}
+
+        result = train(
+            model=model,
+            train_data_loader=DataLoader(data(), 2),
+            criterion=None,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            epochs=2,
+        )
+        return result.metrics, model.head.weight.detach().clone()
+
+    (metrics, first), (_, second) = ranks(2, job)
+    assert metrics == {"loss": 1.0}
+    assert first.equal(second)
+
+
+def test_everything_is_as_before_afterwards(ranks):
+    def job():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(data(), 2, shuffle=True)
+        before = (dict(loader.__dict__), set(optimizer.__dict__), type(loader.dataset))
+        step = nn.Module.zero_grad, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step
+        train(
+            model=model,
+            train_data_loader=loader,
+            criterion=nn.MSELoss(),
+            optimizer=optimizer,
+            train_step=lambda m, d, c, o, *_: [by_method(m, x, y, o) for x, y in d] and None,
+            accumulate=2,
+        )
+        assert dict(loader.__dict__) == before[0]
+        assert {"step", "zero_grad"}.isdisjoint(optimizer.__dict__)
+        assert step == (nn.Module.zero_grad, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step)
+        assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters())
+        return len(loader), len(loader.dataset)
+
+    assert ranks(2, job) == [(11, 22)] * 2
