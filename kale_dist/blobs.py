@@ -128,7 +128,7 @@ class FolderStore:
     def list(self) -> Sequence[str]:
         """Digests of all blobs."""
         with contextlib.suppress(FileNotFoundError):
-            return sorted(name for name in os.listdir(self.root) if _DIGEST_CHARACTERS.issuperset(name))
+            return sorted(path.name for path in self.root.iterdir() if _DIGEST_CHARACTERS.issuperset(path.name))
         return ()
 
     def delete(self, digest: str) -> None:
@@ -204,24 +204,29 @@ def open_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[m
     """
     data = map_file(path)
     try:
-        if data[: len(_MAGIC)] != _MAGIC:
-            raise ValueError("its first bytes are not a container's")
-        start = len(_MAGIC) + 8
-        length = int.from_bytes(data[len(_MAGIC) : start], "little")
-        described = json.loads(bytes(data[start : start + length]))
-        header, sizes = described["header"], described["sizes"]
-        if not isinstance(header, dict) or any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError("its header is not a container's")
-        offset = start + length
-        buffers = []
-        for size in sizes:
-            offset += -offset % ALIGNMENT
-            if offset + size > len(data):
-                raise ValueError(f"{offset + size:,} bytes are announced, {len(data):,} are there")
-            buffers.append(data[offset : offset + size])
-            offset += size
+        return _parse_container(data)
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotDamagedError(f"{os.fspath(path)} is damaged: {error}.") from error
+
+
+def _parse_container(data: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
+    """The header and buffers in a container's bytes; ValueError, KeyError or TypeError if it is none."""
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("its first bytes are not a container's")
+    start = len(_MAGIC) + 8
+    length = int.from_bytes(data[len(_MAGIC) : start], "little")
+    described = json.loads(bytes(data[start : start + length]))
+    header, sizes = described["header"], described["sizes"]
+    if not isinstance(header, dict) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError("its header is not a container's")
+    offset = start + length
+    buffers = []
+    for size in sizes:
+        offset += -offset % ALIGNMENT
+        if offset + size > len(data):
+            raise ValueError(f"{offset + size:,} bytes are announced, {len(data):,} are there")
+        buffers.append(data[offset : offset + size])
+        offset += size
     return header, buffers
 
 

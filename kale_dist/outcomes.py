@@ -101,8 +101,7 @@ class OutcomeReader:
                 f"{self._ref} has written no checkpoint yet. One is written after every `checkpoint_every` epochs",
                 self._ref,
             )
-        state: dict[str, Any] = checkpoint.read(self.files.checkpoint)["model"]
-        return state
+        return checkpoint.read(self.files.checkpoint).model
 
     def rebuilt_targets(self) -> weights.Targets:
         """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's."""

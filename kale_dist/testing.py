@@ -207,26 +207,26 @@ class BackendConformance:
         ref = self._submit(backend, spec_for("succeed"))
         assert ref.backend == backend.name
         status = self._wait(backend, ref)
-        assert status.state is StateName.SUCCEEDED
+        assert status.state is StateName.SUCCEEDED, status
         assert status.ref == str(ref)
         assert [replica.rank for replica in status.replicas] == [0, 1]
 
     def test_logs_hold_every_rank_and_end_with_the_job(self, backend: Any, spec_for: Any) -> None:
         ref = self._submit(backend, spec_for("succeed"))
         texts = {(line.rank, line.text) for line in backend.logs(ref, follow=True)}
-        assert {(0, "rank 0 of 2"), (1, "rank 1 of 2")} <= texts
+        assert {(0, "rank 0 of 2"), (1, "rank 1 of 2")} <= texts, (texts, backend.status(ref))
         assert backend.status(ref).is_final
         assert [line.text for line in backend.logs(ref, ranks=[1]) if "rank" in line.text] == ["rank 1 of 2"]
 
     def test_an_exception_and_an_exit_code_fail_the_job(self, backend: Any, spec_for: Any) -> None:
         for behaviour, cause in (("fail", FailureCause.ERROR), ("exit", FailureCause.DIED)):
             status = self._wait(backend, self._submit(backend, spec_for(behaviour)))
-            assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, cause, 1)
+            assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, cause, 1), status
             assert status.reason
 
     def test_cancelling_twice_is_fine_and_after_the_end_too(self, backend: Any, spec_for: Any) -> None:
         ref = self._submit(backend, spec_for("hang"))
-        assert any(line.text == "ready" for line in backend.logs(ref, follow=True))
+        assert any(line.text == "ready" for line in backend.logs(ref, follow=True)), backend.status(ref)
         backend.cancel(ref, grace_s=0.5)
         with contextlib.suppress(JobNotFoundError):
             backend.cancel(ref, grace_s=0.5)

@@ -16,7 +16,7 @@ _NAMED = 3
 
 _lock = threading.Lock()
 _last_loaded: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
-"""Id of a model to the reference of the job that was loaded into it last. A model need not be hashable."""
+"""Id of a model to the reference of the job that was loaded into it last. By id: models may compare equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

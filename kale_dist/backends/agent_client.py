@@ -95,9 +95,7 @@ class AgentClient:
         on_end: Called once when the connection ends, whatever the reason.
     """
 
-    def __init__(
-        self, on_wake: Callable[[str], None] | None = None, on_end: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, on_wake: Callable[[str], None] | None = None, on_end: Callable[[], None] | None = None) -> None:
         self._on_wake = on_wake
         self._on_end = on_end
         self._lock = threading.Lock()

@@ -142,6 +142,13 @@ class LocalBackend:
         """All jobs of this user on this machine, oldest first."""
         return [JobRef(self.name, name) for name in records.names()]
 
+    def close(self) -> None:
+        """Leave the agent: it ends with its last job. Another job starts a new one."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> AgentClient:
@@ -257,6 +264,7 @@ def _plan_text(spec: JobSpec) -> str:
     """A spec for people, as YAML. Pure, so that equal specs give equal text."""
     world = spec.topology.number_of_processes
     policy = spec.policy
+    training = spec.kind == "training"
     lines = [
         f"name: {spec.name}",
         "backend: local",
@@ -266,7 +274,7 @@ def _plan_text(spec: JobSpec) -> str:
         f"threads a rank: {spec.threads or 'cores // ranks'}",
         f"seed: {'random' if spec.seed is None else spec.seed}",
         f"snapshot: {spec.snapshot} # {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs",
-        f"strategy: {json.dumps(dataclasses.asdict(spec.strategy))} # {type(spec.strategy).__name__}",
+        *([f"strategy: {type(spec.strategy).__name__} {json.dumps(dataclasses.asdict(spec.strategy))}"] * training),
         f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s')})}",
         f"outlives the notebook: {'yes' if policy.detach else 'no'}",
         "environment added:" if spec.environment else "environment added: none",

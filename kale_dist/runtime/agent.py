@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import time
+import traceback
 from typing import Any
 
 from kale_dist.contract import FailureCause, JobOrder, Op
@@ -94,7 +95,7 @@ class Agent:
     def _watch_signals(self) -> None:
         reader, writer = socket.socketpair()
         for end in (reader, writer):
-            end.setblocking(False)
+            end.settimeout(0)
         signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
         # The handler does nothing: the byte that Python writes wakes the loop.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
@@ -110,7 +111,9 @@ class Agent:
                 self._is_killed = True
                 self._stopping = True
                 for job in list(self._jobs.values()):
-                    job.cancel(FailureCause.USER, "The agent that ran the job was told to end (SIGTERM)", FAILURE_GRACE_S)
+                    job.cancel(
+                        FailureCause.USER, "The agent that ran the job was told to end (SIGTERM)", FAILURE_GRACE_S
+                    )
 
         self._loop.when_readable(reader.fileno(), read)
 
@@ -121,7 +124,7 @@ class Agent:
         listener.bind(self._settings.socket_path)
         pathlib.Path(self._settings.socket_path).chmod(0o600)
         listener.listen(64)
-        listener.setblocking(False)
+        listener.settimeout(0)
         (self._folder / "process").write_text(f"{os.getpid()} {processes.start_time(os.getpid())}")
 
         def accept() -> None:
@@ -168,9 +171,13 @@ class Agent:
 
     def _serve(self, connection: Connection) -> None:
         connection.flush()
-        self._loop.also_writable(connection.socket.fileno(), connection.has_unsent)
+        self._loop.also_writable(connection.socket.fileno(), wanted=connection.has_unsent)
         for message in connection.receive():
-            self._handle(connection, message)
+            try:
+                self._handle(connection, message)
+            except (KeyError, TypeError, ValueError):
+                # One message of another version must not end everybody's jobs.
+                traceback.print_exc()
         if not connection.is_open:
             self._drop(connection)
             if connection is self._kernel and not self._stopping:
@@ -255,7 +262,7 @@ class Agent:
     def _send(self, connection: Connection, message: dict[str, Any], *, optional: bool = False) -> None:
         connection.send(message, optional=optional)
         if connection.is_open:
-            self._loop.also_writable(connection.socket.fileno(), connection.has_unsent)
+            self._loop.also_writable(connection.socket.fileno(), wanted=connection.has_unsent)
 
 
 def _reap_orphans() -> None:

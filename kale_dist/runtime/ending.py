@@ -58,7 +58,11 @@ def _lost_peer(rank: RankRun) -> bool:
 
 def _describe(rank: RankRun) -> Verdict:
     if rank.done is not None:
-        text = f"{rank.done['error_type']}: {rank.done['error_text']}" if rank.done["error_text"] else rank.done["error_type"]
+        text = (
+            f"{rank.done['error_type']}: {rank.done['error_text']}"
+            if rank.done["error_text"]
+            else rank.done["error_type"]
+        )
         if rank.done.get("not_started"):
             return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, f"Rank {rank.rank} could not start: {text}")
         return Verdict(StateName.FAILED, FailureCause.ERROR, f"Rank {rank.rank} failed: {text}")

@@ -211,6 +211,11 @@ class ForkPool:
             self._loop.forget(self._socket.fileno())
             self._socket.close()
         self._socket, self.pid = None, 0
+        # The next forkserver has never heard of these.
+        for pid, timer in self._reaping.items():
+            timer.cancel()
+            processes.signal_group(pid, signal.SIGKILL)
+        self._reaping.clear()
         reason = self._broken or "the process that forks ranks was killed"
         ranks = [*self._live.values(), *self._asked.values()]
         self._live.clear()

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from typing import Any
 
 from kale_dist import contract
@@ -70,6 +71,7 @@ class ForkServer:
         for module in PRELOADED:
             importlib.import_module(module)
         _import_optional("numpy")
+        _spare_ranks_the_finalizers()
         gc.collect()
         # Pages that the collector would write to in each rank stay shared.
         gc.freeze()
@@ -98,15 +100,16 @@ class ForkServer:
         try:
             threads = processes.thread_count(server)
             if threads != 1:
-                raise RuntimeError(
+                self._refuse(
+                    number,
+                    descriptors,
                     f"the forkserver has {threads} threads, so a forked rank could hang: a module that is imported "
-                    "at the start of Python (a .pth file, sitecustomize) starts one"
+                    "at the start of Python (a .pth file, sitecustomize) starts one",
                 )
+                return
             pid = os.fork()
-        except (OSError, RuntimeError) as error:
-            self._say({"refused": number, "error": str(error)})
-            for descriptor in descriptors:
-                os.close(descriptor)
+        except OSError as error:
+            self._refuse(number, descriptors, str(error))
             return
         if pid == 0:
             self._become_rank(server, descriptors)
@@ -122,6 +125,11 @@ class ForkServer:
         self._ranks[watch] = pid
         self._poll.register(watch, select.POLLIN)
         self._say({"forked": number, "pid": pid})
+
+    def _refuse(self, number: int, descriptors: list[int], why: str) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._say({"refused": number, "error": why})
 
     def _become_rank(self, server: int, descriptors: list[int]) -> None:
         """The child's side of the fork: never returns."""
@@ -148,6 +156,12 @@ class ForkServer:
 
     def _say(self, message: dict[str, Any]) -> None:
         self._agent.sendall(contract.encode_record(message))
+
+
+def _spare_ranks_the_finalizers() -> None:
+    """Torch would take each of its operators back at the end of each rank, for 50 ms and nothing."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - no public way
+        finalizer.atexit = False
 
 
 def _import_optional(name: str) -> None:

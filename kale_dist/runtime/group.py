@@ -7,7 +7,7 @@ DistributedDataParallel that dies after `destroy_process_group`). So nothing her
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import functools
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import Any
 from kale_dist.contract import JobOrder
 from kale_dist.errors import ConfigError
 
-_TIMEOUT = datetime.timedelta(days=7)
+_TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
 
 
@@ -32,11 +32,12 @@ class KeptGroup:
 
     def __init__(self, order: JobOrder, rank: int, port: int, listener: int | None) -> None:
         import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._order = order
         self._rank = rank
         self.backend = "cpu:gloo,cuda:nccl" if order.cuda else "gloo"
-        self.store = dist.TCPStore(
+        self.store = TCPStore(
             order.master_addr,
             port,
             is_master=listener is not None,
@@ -46,7 +47,7 @@ class KeptGroup:
         )
         dist.init_process_group(
             self.backend,
-            store=dist.PrefixStore(f"kale_dist/{order.attempt}", self.store),
+            store=PrefixStore(f"kale_dist/{order.attempt}", self.store),
             rank=rank,
             world_size=order.world_size,
             timeout=_TIMEOUT,
@@ -73,7 +74,7 @@ class KeptGroup:
         def init_process_group(
             backend: str | None = None,
             init_method: str | None = None,
-            timeout: datetime.timedelta | None = None,
+            timeout: dt.timedelta | None = None,
             world_size: int = -1,
             rank: int = -1,
             *_args: Any,
@@ -111,7 +112,7 @@ class KeptGroup:
             if group is None or group is self.world:
                 if c10d.GroupMember.WORLD is None:
                     raise AssertionError("Process group cannot be None")  # what torch raises
-                c10d._update_default_pg(None)  # type: ignore[arg-type] # noqa: SLF001 - as above
+                c10d._update_default_pg(None)  # noqa: SLF001 - as above
             else:
                 self._subgroups.append(group)
 

@@ -22,7 +22,7 @@ class Connection:
         self.is_open = True
         self._chunks: list[bytes] = []
         self._unsent = bytearray()
-        peer.setblocking(False)
+        peer.settimeout(0)
 
     @property
     def has_unsent(self) -> bool:

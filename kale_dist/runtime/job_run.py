@@ -107,7 +107,7 @@ class JobRun:
         """Open the port of rank 0's store, so that no rank ever finds it closed."""
         if not self._port and not self.order.first_rank:
             self._listener = socket.create_server((self.order.master_addr, 0), backlog=max(128, self.order.world_size))
-            self._listener.setblocking(False)
+            self._listener.settimeout(0)
             self._port = self._listener.getsockname()[1]
 
     def _close_listener(self) -> None:

@@ -34,7 +34,7 @@ import cloudpickle
 
 from kale_dist import blobs, contract
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
-from kale_dist.runtime import reducers, sources
+from kale_dist.runtime import context, reducers, sources
 from kale_dist.runtime.references import References
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
@@ -61,7 +61,7 @@ def load(
     *,
     modules: pathlib.Path | None = None,
     fill_main: bool = True,
-    device: str = "cpu",
+    device: str | None = None,
     verify_tensors: bool = False,
 ) -> Loaded:
     """Load a snapshot.
@@ -75,7 +75,8 @@ def load(
         modules: Folder with the snapshot's local modules (`stage_modules`); goes to the front of `sys.path`.
         fill_main: Make a `__main__` like the notebook's, as a rank does. Without it this process's own `__main__`
             keeps what it has, and gets only classes and functions under names that are free.
-        device: Where tensors and generators go that were on an accelerator.
+        device: Where tensors and generators go that were on an accelerator. None: the rank's own device, which is
+            "cpu" in a job without CUDA and outside of jobs.
         verify_tensors: Check the digests of tensors too.
 
     Raises:
@@ -85,6 +86,7 @@ def load(
         SnapshotError: Something the snapshot refers to is not here, such as an uninstalled package.
     """
     manifest = read_manifest(store, digest)
+    device = context.context().device if device is None else device
     if modules is not None and str(modules) not in sys.path:
         sys.path.insert(0, str(modules))
     sources.install(json.loads(_checked(store, manifest["sources"])))
@@ -126,7 +128,11 @@ def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(_checked(store, digest))
     differences = [
         f"{what} is {manifest[what]} there and {here} here"
-        for what, here, precision in (("contract", str(contract.VERSION), 1), ("python", python_version(), 2), ("torch", torch_version(), 1))
+        for what, here, precision in (
+            ("contract", str(contract.VERSION), 1),
+            ("python", python_version(), 2),
+            ("torch", torch_version(), 1),
+        )
         if manifest[what] and here and str(manifest[what]).split(".")[:precision] != here.split(".")[:precision]
     ]
     if differences:
@@ -199,7 +205,11 @@ def _checked(store: blobs.Store, digest: str) -> bytes:
 
 
 def _load(
-    store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], device: str, verify_tensors: bool  # noqa: FBT001
+    store: blobs.Store,
+    manifest: dict[str, Any],
+    main: dict[str, Any],
+    device: str,
+    verify_tensors: bool,  # noqa: FBT001
 ) -> Loaded:
     data = _checked(store, manifest["pickle"])
     places = _Places(store, verify_tensors)

@@ -33,7 +33,7 @@ class Loop:
         """Call each time a descriptor has something to read."""
         self._selector.register(descriptor, selectors.EVENT_READ, call)
 
-    def also_writable(self, descriptor: int, wanted: bool) -> None:  # noqa: FBT001 - one flag, named
+    def also_writable(self, descriptor: int, *, wanted: bool) -> None:
         """Whether to call for room to write, too."""
         key = self._selector.get_key(descriptor)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)

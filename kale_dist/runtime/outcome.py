@@ -9,7 +9,6 @@ where outcomes lie, not against the user's own code in a rank, which has the key
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import hmac
 import io
@@ -21,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from kale_dist import blobs, contract
-from kale_dist.errors import NotSerializableError, RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
+from kale_dist.errors import ResultUnavailableError, SnapshotDamagedError, StoreError
 from kale_dist.runtime import failures, reducers, search
 from kale_dist.runtime.pickling import TensorPickler
 from kale_dist.runtime.references import References
@@ -84,7 +83,7 @@ def write_success(
         data, pickler = _pickle(value, references)
     except Exception as error:
         raise search.explain(error, getattr(error, "culprit", value), [("the returned value", value)]) from error
-    storages = [piece for source in pickler.storages for piece in (_joined(source),)]
+    storages = [_joined(source) for source in pickler.storages]
     buffers = [data, *(buffer.raw() for buffer in pickler.buffers), *storages]
     header = _header(job, attempt, rank, ok=True) | {"buffers": len(pickler.buffers)}
     _write(path, key, header, buffers)
@@ -171,8 +170,8 @@ def read(
         )
     if not signed["ok"]:
         with reducers.loading(_surroundings(lambda _: memoryview(b""), resolve)):
-            error, text = failures.rebuild(json.loads(data), pickle.loads)
-        return Outcome(ok=False, error=error, traceback=text)
+            failure, text = failures.rebuild(json.loads(data), pickle.loads)
+        return Outcome(ok=False, error=failure, traceback=text)
     count = int(signed["buffers"])
     plain, storages = buffers[1 : count + 1], buffers[count + 1 :]
     with reducers.loading(_surroundings(storages.__getitem__, resolve)):

@@ -51,7 +51,9 @@ class LogWriter:
     def lines(self, rank: int | None, stream: Stream, lines: list[bytes]) -> None:
         """Append whole lines, none longer than `MAX_LINE_BYTES`."""
         if lines:
-            self._append(contract.frame_lines(self._sequence, _now_ms(), self._attempt, rank, stream, lines), len(lines))
+            self._append(
+                contract.frame_lines(self._sequence, _now_ms(), self._attempt, rank, stream, lines), len(lines)
+            )
 
     def continued(self, rank: int, stream: Stream, part: bytes) -> None:
         """Append a part of a line whose rest follows."""

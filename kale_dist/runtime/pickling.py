@@ -47,7 +47,7 @@ class DeviceMemory(Sequence[Buffer]):
         self.nbytes: int = storage.nbytes()
 
     def __len__(self) -> int:
-        return -(-self.nbytes // CHUNK_BYTES)
+        return (self.nbytes + CHUNK_BYTES - 1) // CHUNK_BYTES
 
     def __getitem__(self, index: Any) -> Any:
         import torch
@@ -89,6 +89,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         """Our reducer for a type, or None. A class with pickling of its own keeps that."""
         if issubclass(kind, multiprocessing.context.BaseContext):
             return _reduce_context
+        if issubclass(kind, BaseException) and _is_plain_error(kind):
+            return _reduce_error
         torch = sys.modules.get("torch")
         if torch is None:
             return None
@@ -106,7 +108,11 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         ):
             if issubclass(kind, base) and not _pickles_itself(kind, base):
                 return reduce
-        if issubclass(kind, torch.nn.Module) and kind.__module__ == _PARAMETRIZE and kind.__name__.startswith(_GENERATED):
+        if (
+            issubclass(kind, torch.nn.Module)
+            and kind.__module__ == _PARAMETRIZE
+            and kind.__name__.startswith(_GENERATED)
+        ):
             return _reduce_parametrized
         return None
 
@@ -149,7 +155,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 def _view(storage: Any) -> memoryview:
     """The bytes of a storage in main memory, where they are; they stay while the view does."""
     array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-    array.storage = storage  # type: ignore[attr-defined] # holds the memory
+    array.storage = storage  # holds the memory
     return memoryview(array).cast("B")
 
 
@@ -163,7 +169,22 @@ def _synchronize(device: Any) -> None:
 
 def _pickles_itself(kind: type, base: type) -> bool:
     """Whether a class brings pickling of its own, beyond what torch's base class has."""
-    return any(getattr(kind, name) is not getattr(base, name) for name in ("__getstate__", "__reduce_ex__", "__reduce__"))
+    return any(
+        getattr(kind, name) is not getattr(base, name) for name in ("__getstate__", "__reduce_ex__", "__reduce__")
+    )
+
+
+def _is_plain_error(kind: type[BaseException]) -> bool:
+    """Whether an exception has a constructor of its own, which pickle would call with arguments that it may not take."""
+    return (
+        isinstance(kind.__init__, types.FunctionType)
+        and kind.__reduce__ is BaseException.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+    )
+
+
+def _reduce_error(error: BaseException) -> Reduced:
+    return reducers.make_error, (type(error), error.args), dict(error.__dict__), None, None, reducers.set_attributes
 
 
 def _reduce_context(context: Any) -> Reduced:

@@ -59,24 +59,26 @@ def set_torchrun_environment(order: JobOrder, rank: int, port: int) -> None:
     """
     local_rank = rank - order.first_rank
     groups = -(-order.world_size // order.local_world_size)
-    os.environ.update({
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(order.world_size),
-        "LOCAL_WORLD_SIZE": str(order.local_world_size),
-        "GROUP_RANK": str(order.first_rank // order.local_world_size),
-        "GROUP_WORLD_SIZE": str(groups),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(order.world_size),
-        "MASTER_ADDR": order.master_addr,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": order.job,
-        "TORCHELASTIC_RESTART_COUNT": str(order.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        # Who makes a store from the environment shall join rank 0's, not open another at the same port.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    })
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(order.world_size),
+            "LOCAL_WORLD_SIZE": str(order.local_world_size),
+            "GROUP_RANK": str(order.first_rank // order.local_world_size),
+            "GROUP_WORLD_SIZE": str(groups),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(order.world_size),
+            "MASTER_ADDR": order.master_addr,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": order.job,
+            "TORCHELASTIC_RESTART_COUNT": str(order.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            # Who makes a store from the environment shall join rank 0's, not open another at the same port.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    )
     if order.world_size == order.local_world_size:
         # The machine's name may resolve to an address that nobody listens on.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -109,7 +111,11 @@ def _raise_blas_threads(threads: int) -> None:
     for path in libraries:
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(path)
-            for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads"):
+            for name in (
+                "scipy_openblas_set_num_threads64_",
+                "scipy_openblas_set_num_threads",
+                "openblas_set_num_threads",
+            ):
                 setter = getattr(library, name, None)
                 if setter is not None:
                     setter(ctypes.c_int(threads))

@@ -108,7 +108,7 @@ class RankProcess:
         data = contract.encode_record(assignment)
         sent = socket.send_fds(self._control, [data], [] if listener is None else [listener])
         self._control.sendall(memoryview(data)[sent:])
-        self._control.setblocking(False)
+        self._control.settimeout(0)
 
     def receive(self) -> list[dict[str, Any]] | None:
         """What the rank has said; None at the end."""

@@ -134,7 +134,8 @@ class RankRun:
 
     def _show_bars(self) -> None:
         self._bar_due = False
-        if self.end is None and any([cutter.show_bar() for cutter in self._cutters.values()]):
+        held = [cutter.show_bar() for cutter in self._cutters.values()] if self.end is None else []
+        if any(held):
             self._bar_due = True
             self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
 
@@ -219,7 +220,12 @@ class RankRun:
         self.state = state
         end = self.end or End()
         self._writer.event(
-            EventKind.RANK, self.rank, state=str(state), pid=self.pid or None, exit_code=end.exit_code, signal=end.signal
+            EventKind.RANK,
+            self.rank,
+            state=str(state),
+            pid=self.pid or None,
+            exit_code=end.exit_code,
+            signal=end.signal,
         )
 
     def _moved(self, event: dict[str, Any] | None) -> None:

@@ -105,14 +105,18 @@ def resolve(index: int) -> Any:
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
+def _torch() -> Any:
+    """Torch, imported when it is needed; much of what is used here has no types."""
+    return importlib.import_module("torch")
+
+
 def make_storage(index: int, accelerated: bool) -> Any:  # noqa: FBT001 - pickles call by position
     """The memory of tensors: mapped copy-on-write if it is large, on the load's device if it was on one.
 
     Returns:
         A `torch.UntypedStorage`.
     """
-    import torch
-
+    torch = _torch()
     now = _current.get()
     view = now.storage(index)
     device = now.device if accelerated else "cpu"
@@ -124,15 +128,13 @@ def make_storage(index: int, accelerated: bool) -> Any:  # noqa: FBT001 - pickle
         _mapped.add(storage.data_ptr())
         return storage
     storage = torch.UntypedStorage(view.nbytes, device=device)
-    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(source)  # type: ignore[call-overload]
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(source)
     return storage
 
 
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
     """The typed view of a storage that torch's own reducers expect."""
-    import torch
-
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return _torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def same(value: Any) -> Any:
@@ -171,7 +173,8 @@ def copy_out_on_resize() -> None:
             try:
                 return method(tensor, *args, **kwargs)
             except RuntimeError as error:
-                copied = [_copy_out(value) for value in (tensor, *args)]
+                given = [value if isinstance(value, torch.UntypedStorage) else None for value in args]
+                copied = [_copy_out(storage) for storage in (tensor.untyped_storage(), *given)]
                 if "not resizable" not in str(error) or all(copy is None for copy in copied):
                     raise
             if copied[0] is not None:
@@ -189,13 +192,9 @@ def copy_out_on_resize() -> None:
             setattr(torch.Tensor, name, wrap(method))
 
 
-def _copy_out(value: Any) -> Any:
-    """A copy in ordinary memory of the storage of a tensor, or of a storage, that lies in a mapped file; else None."""
-    import torch
-
-    storage = value.untyped_storage() if isinstance(value, torch.Tensor) else value
-    mapped = isinstance(storage, torch.UntypedStorage) and storage.data_ptr() in _mapped
-    return storage.clone() if mapped else None
+def _copy_out(storage: Any) -> Any:
+    """A copy in ordinary memory of a storage that lies in a mapped file, else None."""
+    return None if storage is None or storage.data_ptr() not in _mapped else storage.clone()
 
 
 # -- objects rebuilt without their constructor -----------------------------------------------------------------------
@@ -203,7 +202,14 @@ def _copy_out(value: Any) -> Any:
 
 def make_bare(cls: type) -> Any:
     """An instance without attributes."""
-    return cls.__new__(cls)
+    return object.__new__(cls)
+
+
+def make_error(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception with these `args`, whatever arguments its constructor takes."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
 
 
 def set_attributes(instance: Any, attributes: dict[str, Any]) -> None:
@@ -232,7 +238,7 @@ def set_scheduler_state(scheduler: Any, attributes: dict[str, Any]) -> None:
         stepped._opt_called = True  # noqa: SLF001 - the flag that torch's schedulers look at
         return function.__get__(stepped, type(stepped))(*args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # noqa: SLF001 - torch's mark
+    setattr(step, "_wrapped_by_lr_sched", True)  # noqa: B010 - torch's mark, which functions have no type for
     optimizer.step = step
 
 
@@ -249,7 +255,7 @@ def set_parametrized_state(module: Any, attributes: dict[str, Any]) -> None:
 def make_context(method: str | None) -> Any:
     """The `multiprocessing` context of a start method; None is the default one."""
     if method is None:
-        return multiprocessing.context._default_context  # type: ignore[attr-defined] # noqa: SLF001 - has no public name
+        return multiprocessing.context._default_context  # noqa: SLF001 - has no public name
     return multiprocessing.get_context(method)
 
 

@@ -8,9 +8,9 @@ nothing itself and looks into no tensor or array, which keeps it quick for any c
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
-import itertools
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -39,16 +39,13 @@ def roots_of_call(fn: Callable[..., Any], args: Iterable[Any], kwargs: dict[str,
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
-    names: Iterator[str] = iter(())
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-        positional = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) if (parameter := next(iter(parameters), None)) else ()
-        names = iter([p.name for p in parameters if p.kind in positional])
-    except (ValueError, TypeError):
-        pass
-    numbered = (f"argument {number}" for number in itertools.count(1))
-    positional_roots = [(next(names, None) or number, value) for number, value in zip(numbered, args, strict=False)]
-    return [*kwargs.items(), *positional_roots, (getattr(fn, "__name__", type(fn).__name__), fn)]
+    names: list[str] = []
+    with contextlib.suppress(ValueError, TypeError):
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [name for name, parameter in inspect.signature(fn).parameters.items() if parameter.kind in kinds]
+    positional = list(args)
+    names += [f"argument {number}" for number in range(len(names) + 1, len(positional) + 1)]
+    return [*kwargs.items(), *zip(names, positional, strict=False), (getattr(fn, "__name__", type(fn).__name__), fn)]
 
 
 def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> NotSerializableError:

@@ -60,7 +60,7 @@ def apply(flags: Iterable[Flag]) -> None:
         warn_only = bool(given.pop("deterministic_warn_only", False))
         torch.use_deterministic_algorithms(bool(given.pop("deterministic_algorithms")), warn_only=warn_only)
     if given.pop("anomaly_detection", False):
-        torch.autograd.set_detect_anomaly(True)  # type: ignore[no-untyped-call]
+        torch.autograd.set_detect_anomaly(True)
     if given.pop("flush_denormal", False):
         torch.set_flush_denormal(True)
     for name, value in given.items():

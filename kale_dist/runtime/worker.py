@@ -26,6 +26,7 @@ from kale_dist.blobs import FolderStore
 from kale_dist.contract import JobFiles, JobOrder
 from kale_dist.errors import ContractError
 from kale_dist.runtime import context, process_state
+from kale_dist.runtime.references import References
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
@@ -80,7 +81,7 @@ def _carry_out(
         "attempt": order.attempt,
         "rank": rank,
     }
-    references = None
+    references = References()
     kept = None
     error: BaseException | None = None
     try:
@@ -199,7 +200,7 @@ def _take_output(descriptors: Descriptors) -> None:
     os.close(descriptors.stdout)
     os.close(descriptors.stderr)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: PTH123, SIM115 - lives as long as the process
+        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     libc = ctypes.CDLL(None)
@@ -226,7 +227,9 @@ def _print_error(error: BaseException) -> None:
 
 def _type_name(error: BaseException) -> str:
     kind = type(error)
-    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def _safe_text(error: BaseException) -> str:

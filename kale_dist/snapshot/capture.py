@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import cloudpickle
 
@@ -122,7 +122,7 @@ class _Writer:
         self.before = frozenset(store.list())
         self.sizes: dict[str, int] = {}
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -15,7 +15,10 @@ def notes(name: str) -> list[str]:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     # Other loaders (pytest's) compile something else than what the file says.
-    if not isinstance(module, types.ModuleType) or type(getattr(spec, "loader", None)) is not importlib.machinery.SourceFileLoader:
+    if (
+        not isinstance(module, types.ModuleType)
+        or type(getattr(spec, "loader", None)) is not importlib.machinery.SourceFileLoader
+    ):
         return []
     try:
         text = pathlib.Path(str(module.__file__)).read_bytes()
@@ -24,10 +27,11 @@ def notes(name: str) -> list[str]:
         return [f"{module.__file__} cannot be compiled any more ({error}): the ranks' import of {name} will fail."]
     for code in _live(module):
         if written.get(code.co_qualname) != code:
-            return [
+            note = (
                 f"{module.__file__} was edited since {name} was imported: the ranks run the file as it is now, the "
                 f"notebook what it was. To have both alike: importlib.reload({name}), or restart the kernel."
-            ]
+            )
+            return [note]
     return []
 
 

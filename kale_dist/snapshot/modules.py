@@ -109,7 +109,7 @@ class _Collector:
         spec = _find(top)
         if spec is None:
             return False
-        places = list(spec.submodule_search_locations or ()) or [spec.origin]
+        places = list(spec.submodule_search_locations or (spec.origin or "",))
         return all(place and pathlib.Path(place).exists() and not self._is_foreign(place) for place in places)
 
     def _is_foreign(self, place: str) -> bool:
@@ -163,9 +163,8 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
     """Where a top-level module is or would come from; nothing is run."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
-        spec = getattr(module, "__spec__", None)
-        if spec is not None:
-            return spec
+        if isinstance(module.__spec__, importlib.machinery.ModuleSpec):
+            return module.__spec__
         file = getattr(module, "__file__", None)
         return importlib.machinery.ModuleSpec(name, None, origin=file) if file else None
     for finder in sys.meta_path:
@@ -228,7 +227,9 @@ def _literals(path: pathlib.Path) -> set[str]:
 def _plain(literal: str) -> bool:
     """Whether a literal may be the name of something below the folder of its file."""
     parts = pathlib.PurePath(literal).parts if literal and "\0" not in literal and len(literal) < 256 else ()  # noqa: PLR2004 - longer than a file name may be
-    return bool(parts) and not pathlib.PurePath(literal).is_absolute() and not any(part.startswith(".") for part in parts)
+    return (
+        bool(parts) and not pathlib.PurePath(literal).is_absolute() and not any(part.startswith(".") for part in parts)
+    )
 
 
 def _named(path: pathlib.Path, folder: pathlib.Path, literals: set[str]) -> bool:

@@ -104,7 +104,11 @@ def without_file(name: object) -> bool:
     if module is None or getattr(module, "__file__", None) or hasattr(module, "__path__"):
         return False
     loader = getattr(getattr(module, "__spec__", None), "loader", None) or getattr(module, "__loader__", None)
-    return loader is None and name not in sys.builtin_module_names and importlib.machinery.FrozenImporter.find_spec(str(name)) is None
+    return (
+        loader is None
+        and name not in sys.builtin_module_names
+        and importlib.machinery.FrozenImporter.find_spec(str(name)) is None
+    )
 
 
 def namespace_of(func: types.FunctionType) -> tuple[str, str]:

@@ -17,13 +17,20 @@ _TOLERANCE = 1e-3
 Processors of different makes round differently; a step that treats ranks differently does far more than that."""
 
 
+_LARGE = 1 << 18
+"""Buffers of more elements are compared before they are sent."""
+
+
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
     """The sum of absolute values of each tensor; 0 for those without a shape yet."""
-    sums = [
-        torch.zeros(()) if torch.nn.parameter.is_lazy(t) else torch.linalg.vector_norm(t.detach(), 1).cpu().double()
-        for t in tensors
-    ]
+    sums = [torch.zeros(()) if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
     return torch.stack(sums).tolist() if sums else []
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.double()
+    return torch.linalg.vector_norm(tensor, 1).cpu().double()
 
 
 def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:
@@ -45,7 +52,11 @@ def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TO
 
 
 def copy_where_differing(
-    group: Group, named: Sequence[tuple[str, Tensor]], fingerprints: Sequence[Sequence[float]], when: str
+    group: Group,
+    named: Sequence[tuple[str, Tensor]],
+    fingerprints: Sequence[Sequence[float]],
+    when: str,
+    hint: str = "",
 ) -> None:
     """Copy rank 0's weights to all where they differ, and say so.
 
@@ -54,6 +65,7 @@ def copy_where_differing(
         named: Names and weights, in the order of the fingerprints.
         fingerprints: One of each rank.
         when: For the sentence: `at the start`, `after epoch 3`.
+        hint: What the likely cause is, with a space in front.
     """
     positions = differing(fingerprints) if not group.is_alone else []
     if not positions:
@@ -63,10 +75,7 @@ def copy_where_differing(
         for _, tensor in named:
             if not torch.nn.parameter.is_lazy(tensor):
                 group.send_tensor(tensor)
-    group.say(
-        f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all. A step that changes"
-        " weights or gradients by random numbers, or differently on each rank, does this."
-    )
+    group.say(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}")
 
 
 class Buffers:
@@ -82,32 +91,32 @@ class Buffers:
         self._model = model
         self._group = group
         self._average = average
-        self._versions = self._read()
-
-    def _read(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(b), b._version) for name, b in self._model.named_buffers()}  # noqa: SLF001
 
     def synchronise(self) -> None:
         """Make buffers equal in all ranks: floating-point ones by their mean, others by rank 0's value.
 
-        Buffers that no rank has changed are not sent.
+        Large ones (tables of positions, masks) are sent only where they differ.
         """
         if self._group.is_alone or not self._average:
             return
-        buffers: list[tuple[str, Tensor]] = sorted(self._model.named_buffers())
-        now = self._read()
-        changed = self._group.sum_int64([int(now[name] != self._versions.get(name)) for name, _ in buffers])
+        buffers = [b for _, b in sorted(self._model.named_buffers()) if not torch.nn.parameter.is_lazy(b)]
+        large = [b for b in buffers if b.numel() > _LARGE]
+        if large:
+            prints = self._group.gather(fingerprint(large))
+            changed = {id(large[position]) for position in differing(prints, tolerance=0.0)}
+            buffers = [b for b in buffers if b.numel() <= _LARGE or id(b) in changed]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            else:
+                self._group.send_tensor(buffer)
         with torch.no_grad():
-            for (_, buffer), count in zip(buffers, changed, strict=True):
-                if not count or torch.nn.parameter.is_lazy(buffer):
-                    continue
-                if buffer.is_floating_point():
-                    whole = buffer.detach().contiguous().clone()
-                    dist.all_reduce(whole.div_(self._group.world_size))
-                    buffer.copy_(whole)
-                else:
-                    self._group.send_tensor(buffer)
-        self._versions = self._read()
+            for same in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in same])
+                dist.all_reduce(flat.div_(self._group.world_size))
+                for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
+                    buffer.copy_(piece.view(buffer.shape))
 
 
 def trained_tensors(model: torch.nn.Module, criterion: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

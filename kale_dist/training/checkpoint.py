@@ -95,7 +95,10 @@ def read(path: pathlib.Path) -> Checkpoint:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _encode(value: Any, place: str, tensors: list[Tensor], positions: dict[Any, int], left_out: list[str]) -> Any:

@@ -81,13 +81,14 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
     """
     batch_sampler, sampler = loader.batch_sampler, loader.sampler
     inner = getattr(batch_sampler, "sampler", None)
-    for candidate in (sampler, batch_sampler, inner):
+    candidates: tuple[Any, ...] = (sampler, batch_sampler, inner)
+    for candidate in candidates:
         replicas = getattr(candidate, "num_replicas", None)
         if replicas is None or not hasattr(candidate, "rank"):
             continue
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
-            candidate.num_samples = candidate.total_size = len(candidate.dataset)  # type: ignore[arg-type]
+            candidate.num_samples = candidate.total_size = _length(candidate.dataset)
         elif replicas == group.world_size and replicas > 1:
             candidate.rank = group.rank
             return None
@@ -113,7 +114,7 @@ def _prepare_map(
     group, state = feed.group, loader.__dict__
     world = group.world_size
     total = _length(sampler)
-    common = {"aligned": aligned, "accumulate": accumulate}
+    common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
         dealer = Dealer(sampler, sampler, group, per_chunk=1 if split else world, items=items, **common)
@@ -213,7 +214,7 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
             )
         size = sharding.portion(loader.batch_size, group.rank, group.world_size)
         state["batch_size"] = size
-        state["batch_sampler"] = type(loader.batch_sampler)(loader.sampler, size, loader.drop_last)  # type: ignore[call-arg, arg-type, misc]
+        state["batch_sampler"] = type(loader.batch_sampler)(loader.sampler, size, loader.drop_last)  # type: ignore[call-arg, misc]
     feed.is_stream = True
     feed.is_agreed = True
     feed.counts_items = loader.batch_size is not None

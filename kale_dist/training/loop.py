@@ -25,6 +25,9 @@ from kale_dist.training.pace import Pace
 from kale_dist.training.result import Structure, TrainingResult, on_cpu
 from kale_dist.training.strategies.all_reduce import GradientExchange, follow_lazy_modules, sparse_parameters
 
+_DRIFT_HINT = (
+    " A step that changes weights or gradients by random numbers, or otherwise differently on each rank, does this."
+)
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -131,7 +134,8 @@ def train(
             step = eval_step or supervised.eval_epoch
             call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
         every = checkpoint_every or 0
-        values, done, stopped = {}, 0, False
+        values: dict[str, float] = {}
+        done, stopped = 0, False
         for epoch in range(1, epochs + 1):
             values, stopped = session.epoch(epoch, call_train, call_eval)
             done = epoch
@@ -304,7 +308,9 @@ class _Session:
         prints = agreement.fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
         outcome = metrics.average(self.group, metrics.normalise(name, returned), feed.samples, prints)
         if is_training:
-            agreement.copy_where_differing(self.group, list(self.named.items()), outcome.extras, f"after epoch {epoch}")
+            agreement.copy_where_differing(
+                self.group, list(self.named.items()), outcome.extras, f"after epoch {epoch}", _DRIFT_HINT
+            )
             if not feed.passes:
                 self.group.say(
                     "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"

@@ -88,7 +88,7 @@ class OptimizerControl:
         optimizer, state = self.optimizer, self.optimizer.__dict__
         # Objects that were not made by their constructor lack the wrapper that calls hooks.
         optimizer._patch_step_function()  # noqa: SLF001
-        before = {name: state[name] for name in ("step", "zero_grad") if name in state}
+        before: dict[str, Any] = {name: state[name] for name in ("step", "zero_grad") if name in state}
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
 
         def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -292,6 +292,7 @@ def _patch(stack: contextlib.ExitStack, owner: type, name: str, wrap: Callable[[
 
 
 def _subclasses(of: type) -> Iterator[type]:
-    for subclass in of.__subclasses__():
+    subclasses: list[type] = of.__subclasses__()
+    for subclass in subclasses:
         yield subclass
         yield from _subclasses(subclass)

@@ -52,7 +52,7 @@ class Structure:
 
     def difference(self, later: Structure) -> str:
         """What a later structure has changed, as a short sentence; empty if nothing."""
-        for name in later.tensors.keys() | self.tensors.keys():
+        for name in (*later.tensors, *self.tensors):
             before, after = self.tensors.get(name), later.tensors.get(name)
             if before == after:
                 continue
@@ -61,7 +61,7 @@ class Structure:
             if before[0] is None and after[0] is not None:
                 return f"{name} got its shape {after[0]} in the rank"
             return f"{name} changed in the rank from {before[0]} {before[1]} to {after[0]} {after[1]}"
-        for name in later.classes.keys() | self.classes.keys():
+        for name in (*later.classes, *self.classes):
             old, new = self.classes.get(name), later.classes.get(name)
             if old is not new:
                 names = [kind.__name__ if kind is not None else "nothing" for kind in (old, new)]

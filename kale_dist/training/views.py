@@ -39,7 +39,7 @@ class View:
         delattr(self._kale_inner, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         """The class behind, so that `isinstance` holds."""
         return type(self._kale_inner)
 
@@ -104,7 +104,7 @@ class StreamShare(View):
 
     def _length_of_share(self) -> int:
         rank, world_size, _ = self._kale_share
-        return max(0, -(-(len(self._kale_inner) - rank) // world_size))
+        return max(0, int(-(-(len(self._kale_inner) - rank) // world_size)))
 
     def __iter__(self) -> Iterator[Any]:
         rank, world_size, share_randomness = self._kale_share

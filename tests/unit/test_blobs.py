@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import pathlib
 import resource
 import signal
 import stat
@@ -15,14 +16,16 @@ from kale_dist import blobs
 from kale_dist.errors import SnapshotDamagedError, StoreError
 
 
+def names_in(folder):
+    return [path.name for path in folder.iterdir()]
+
+
 @pytest.fixture
 def store(tmp_path):
     return blobs.FolderStore(tmp_path / "blobs")
 
 
-@pytest.mark.parametrize(
-    "pieces", [[], [b""], [b"a"], [b"ab", bytearray(b"c"), memoryview(b"de")], [b"x" * 3_000_000]]
-)
+@pytest.mark.parametrize("pieces", [[], [b""], [b"a"], [b"ab", bytearray(b"c"), memoryview(b"de")], [b"x" * 3_000_000]])
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_a_blob_comes_back_under_the_digest_of_its_bytes(store, pieces, kind):
     store = store if kind == "folder" else blobs.MemoryStore()
@@ -41,7 +44,7 @@ def test_equal_blobs_are_one_file_which_is_read_only_and_not_written_again(store
     after = store.path(digest).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert stat.S_IMODE(after.st_mode) == 0o444
-    assert os.listdir(store.root) == [digest]
+    assert names_in(store.root) == [digest]
     assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
 
 
@@ -55,9 +58,9 @@ def test_writing_into_a_map_changes_neither_the_file_nor_another_map(store):
 
 def test_a_map_outlives_its_file_and_holds_no_descriptor(store):
     digests = [store.put([bytes([number]) * 100_000]) for number in range(20)]
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(pathlib.Path("/proc/self/fd").iterdir()))
     views = [store.open(digest) for digest in digests]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(pathlib.Path("/proc/self/fd").iterdir())) == before
     for digest in digests:
         store.delete(digest)
         store.delete(digest)
@@ -103,7 +106,7 @@ def test_what_does_not_fit_is_said_with_sizes_and_a_remedy_and_leaves_nothing(st
     with pytest.raises(StoreError, match=r"needs 3,000,000 bytes, 1,048,576 were written, [\d,]+ are free") as caught:
         store.put([b"x" * 3_000_000])
     assert "kale-dist delete" in str(caught.value)
-    assert os.listdir(store.root) == []
+    assert names_in(store.root) == []
     with pytest.raises(StoreError, match="needs"):
         blobs.write_container(tmp_path / "c", {}, [b"x" * 3_000_000])
     assert not (tmp_path / "c").exists()
@@ -119,21 +122,18 @@ def test_a_full_disk_says_so(tmp_path, code, said):
 
     with pytest.raises(StoreError, match=said):
         blobs.FolderStore(tmp_path).put(FullDisk())
-    assert os.listdir(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 def test_many_processes_put_the_same_blob_at_once(store):
-    script = (
-        "import sys; from kale_dist import blobs\n"
-        "print(blobs.FolderStore(sys.argv[1]).put([b'z' * 5_000_000]))"
-    )
+    script = "import sys; from kale_dist import blobs\nprint(blobs.FolderStore(sys.argv[1]).put([b'z' * 5_000_000]))"
     started = [
         subprocess.Popen([sys.executable, "-c", script, str(store.root)], stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
     printed = {process.communicate()[0].strip() for process in started}
     assert printed == {blobs.digest_of([b"z" * 5_000_000])}
-    assert set(os.listdir(store.root)) == printed
+    assert set(names_in(store.root)) == printed
 
 
 @pytest.mark.parametrize("buffers", [[], [b""], [b"abc", b"", bytearray(b"d" * 200), memoryview(b"e" * 64)]])
@@ -144,7 +144,7 @@ def test_a_container_keeps_header_and_buffers(tmp_path, buffers):
     assert header == {"a": [1, None], "ü": "ü"}
     assert [bytes(view) for view in views] == [bytes(buffer) for buffer in buffers]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["container"]
+    assert names_in(tmp_path) == ["container"]
 
 
 def test_a_containers_buffers_are_aligned_writable_and_private(tmp_path):

@@ -1,7 +1,6 @@
 """A call of the notebook, made in another process: what it sees there, and what comes back."""
 
 import json
-import os
 
 import pytest
 from played import play
@@ -10,6 +9,10 @@ from kale_dist import blobs
 from kale_dist.snapshot.capture import capture
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def names_in(folder):
+    return [path.name for path in folder.iterdir()]
 
 
 def test_functions_see_globals_helpers_closures_and_classes_of_other_cells(tmp_path):
@@ -139,8 +142,8 @@ def test_a_second_snapshot_of_an_edited_cell_costs_kilobytes(tmp_path):
     numpy = pytest.importorskip("numpy")
     data = numpy.arange(300_000.0)
     store = blobs.FolderStore(tmp_path)
-    first = capture(lambda: data.sum(), (), {}, store=store, label="call").snapshot
-    again = capture(lambda: data.mean(), (), {}, store=store, label="call").snapshot
+    first = capture(data.sum, (), {}, store=store, label="call").snapshot
+    again = capture(data.mean, (), {}, store=store, label="call").snapshot
     assert first.new_bytes == first.size_bytes > data.nbytes
     assert 0 < again.new_bytes < 10_000
     assert again.size_bytes > data.nbytes
@@ -171,10 +174,18 @@ def test_the_manifest_has_versions_and_label(tmp_path):
     assert manifest["contract"] == 1
     assert manifest["python"].startswith("3.")
     assert manifest["cloudpickle"]
-    assert sum(os.stat(store.path(blob)).st_size for blob in snapshot.blobs) == snapshot.size_bytes
+    assert sum(store.path(blob).stat().st_size for blob in snapshot.blobs) == snapshot.size_bytes
 
 
 def test_a_memory_store_counts_without_writing(tmp_path):
     snapshot = capture(len, ([1],), {}, store=blobs.MemoryStore(), label="len").snapshot
     assert snapshot.size_bytes == snapshot.new_bytes > 0
-    assert os.listdir(tmp_path) == []
+    assert names_in(tmp_path) == []
+
+
+def test_a_snapshot_of_a_large_model_takes_almost_no_memory():
+    benchmark = pathlib.Path(__file__).parents[2] / "benchmarks" / "snapshot.py"
+    command = [sys.executable, str(benchmark), "measure", "kale_dist", "400"]
+    environment = {**os.environ, "PYTHONPATH": str(benchmark.parents[1])}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["extra"] <= 0.05

@@ -1,7 +1,6 @@
 """Loading refuses what is damaged or of other versions, and makes a `__main__` that children find again."""
 
 import json
-import os
 import stat
 import sys
 
@@ -12,6 +11,10 @@ from kale_dist import blobs
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
 from kale_dist.runtime import loading
 from kale_dist.snapshot.capture import capture
+
+
+def names_in(folder):
+    return [path.name for path in folder.iterdir()]
 
 
 @pytest.fixture
@@ -136,7 +139,7 @@ def test_modules_are_staged_once_whole_and_inside_of_their_folder(store, tmp_pat
     assert stat.S_IMODE((folder / "a" / "run").stat().st_mode) == 0o755
     store.delete(blob)
     loading.stage_modules(store, staged, folder)
-    assert os.listdir(folder.parent) == ["modules"]
+    assert names_in(folder.parent) == ["modules"]
     for bad in ("../outside.py", "/tmp/outside.py", "a/../../outside.py"):
         blob = store.put([b"x"])
         wrong = changed_manifest(store, digest, modules=[[bad, blob, 0o644]])

@@ -1,10 +1,11 @@
 """Torch's objects through a snapshot: memory shared as it was, optimizers, schedulers, loaders and generators whole."""
 
 import multiprocessing
+import pathlib
 import random
 import weakref
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from played import play
@@ -92,7 +93,7 @@ def test_tied_weights_stay_tied_and_large_tensors_are_mapped_and_private(store):
     first, second = (loading.load(store, snapshot.digest, fill_main=False).args[0] for _ in range(2))
     assert first[0].weight is first[1].weight
     assert torch.equal(first[0].weight, model[0].weight)
-    maps = open("/proc/self/maps").read()
+    maps = pathlib.Path("/proc/self/maps").read_text()
     assert any(blob in maps for blob in snapshot.blobs)
     with torch.no_grad():
         first[0].weight.zero_()
@@ -102,14 +103,14 @@ def test_tied_weights_stay_tied_and_large_tensors_are_mapped_and_private(store):
 
 
 def test_arrays_are_out_of_band_and_writable(travel, store):
-    array = numpy.arange(200_000.0)
-    small = numpy.arange(3)
+    array = np.arange(200_000.0)
+    small = np.arange(3)
     got, got_small = travel(array, small)
-    assert numpy.array_equal(got, array)
+    assert np.array_equal(got, array)
     got[0], got_small[0] = 5, 5
     assert (array[0], small[0]) == (0, 0)
-    fortran = numpy.asfortranarray(numpy.arange(60_000.0).reshape(200, 300))
-    assert numpy.array_equal(travel(fortran), fortran)
+    fortran = np.asfortranarray(np.arange(60_000.0).reshape(200, 300))
+    assert np.array_equal(travel(fortran), fortran)
 
 
 RESIZE = """
@@ -119,7 +120,8 @@ def call(tensors):
     mapped = big.untyped_storage().data_ptr()
     big.resize_(1_200_000)
     assert big.untyped_storage().data_ptr() != mapped and big[999_999] == 1
-    grown.resize_as_(torch.zeros(2_000_000))
+    grown.resize_as_(source.repeat(2))
+    source.resize_as_(source.clone())
     like.set_(source.untyped_storage(), 0, (1_500_000,), (1,))
     assert like[999_999] == 1 and like.numel() == 1_500_000
     free = torch.from_numpy(__import__("numpy").zeros(3))
@@ -223,9 +225,7 @@ def test_a_scheduler_goes_on_and_watches_its_own_optimizer(travel, name):
     got._opt_called = False
     got.step()
     assert got._opt_called
-    for one, other in zip(
-        steps(got_model, got, 5, got_scheduler), steps(model, optimizer, 5, scheduler), strict=True
-    ):
+    for one, other in zip(steps(got_model, got, 5, got_scheduler), steps(model, optimizer, 5, scheduler), strict=True):
         assert torch.equal(one, other)
     assert got.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
@@ -335,8 +335,8 @@ def test_a_loader_with_persistent_workers_in_use_travels_without_them(travel):
     ("generator", "draw"),
     [
         (torch.Generator().manual_seed(1), lambda g: torch.randn(3, generator=g).tolist()),
-        (numpy.random.default_rng(1), lambda g: g.normal(size=3).tolist()),
-        (numpy.random.RandomState(1), lambda g: g.normal(size=3).tolist()),
+        (np.random.default_rng(1), lambda g: g.normal(size=3).tolist()),
+        (np.random.RandomState(1), lambda g: g.normal(size=3).tolist()),
         (random.Random(1), lambda g: g.random()),
     ],
     ids=["torch", "numpy", "numpy legacy", "python"],
@@ -375,4 +375,4 @@ def test_the_maps_go_with_the_tensors(store):
     alive = weakref.ref(tensor)
     del tensor
     assert alive() is None
-    assert not any(blob in open("/proc/self/maps").read() for blob in snapshot.blobs)
+    assert not any(blob in pathlib.Path("/proc/self/maps").read_text() for blob in snapshot.blobs)

@@ -116,9 +116,9 @@ class GradientExchange:
         frozen = not parameter.requires_grad
         if frozen:
             parameter.requires_grad_(True)  # noqa: FBT003 - torch's own signature
-        self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
         if self._scale_handles or self._pace.accumulate > 1:
-            self._scale_handles[id(parameter)] = parameter.register_hook(self._weigh)
+            self._scale_handles[id(parameter)] = parameter.register_hook(self._weigh)  # type: ignore[no-untyped-call]
         if frozen:
             parameter.requires_grad_(False)  # noqa: FBT003
 
@@ -163,7 +163,7 @@ class GradientExchange:
         elif not self._scale_handles:
             for key, parameter in self._parameters.items():
                 if parameter.requires_grad:
-                    self._scale_handles[key] = parameter.register_hook(self._weigh)
+                    self._scale_handles[key] = parameter.register_hook(self._weigh)  # type: ignore[no-untyped-call]
 
     def _weigh(self, gradient: Tensor) -> Tensor | None:
         factor = self._pace.factor
@@ -211,7 +211,7 @@ class GradientExchange:
             bucket.ready = 0
         if self._is_held_back:
             self.check_untouched(but=first)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]  # noqa: SLF001
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
 
     def _end(self) -> None:
         """Runs when the backward pass is over, still within the caller's `backward()`."""

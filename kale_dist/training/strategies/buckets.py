@@ -25,9 +25,10 @@ class Bucket:
         first = self.parameters[0]
         sizes = [_real(p.detach()).numel() for p in self.parameters]
         self._flat = torch.empty(sum(sizes) + extra, dtype=_real(first.detach()).dtype, device=first.device)
-        pieces = self._flat.split([*sizes, extra])
+        pieces = torch.split(self._flat, [*sizes, extra])
         self._views = [piece.view(_real(p.detach()).shape) for piece, p in zip(pieces, self.parameters, strict=False)]
         self.extra = pieces[-1]
+        self._body = self._flat[: sum(sizes)]
         # Half floats overflow when summed; the others keep the last bit by dividing after.
         self._divide_first = self._flat.dtype in (torch.float16, torch.bfloat16)
 
@@ -70,7 +71,7 @@ class Bucket:
         """
         if not self._divide_first:
             scale = 1 / dist.get_world_size()
-            torch._foreach_mul_(self._views, scale)
+            self._body.mul_(scale)
         gradients, views = [], []
         for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
             if not is_used:

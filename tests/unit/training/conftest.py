@@ -15,6 +15,7 @@ def _serve(rank, world, store, connection):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     while True:
@@ -25,7 +26,7 @@ def _serve(rank, world, store, connection):
         try:
             function, args = pickle.loads(call)
             answer = (True, function(*args))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             answer = (False, (error, traceback.format_exc()))
         connection.send_bytes(cloudpickle.dumps(answer))
 
@@ -41,7 +42,7 @@ class Ranks:
         self.connections, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, f"{folder}/store", there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, f"{folder}/store", there))
             process.start()
             there.close()
             self.connections.append(here)

@@ -25,8 +25,10 @@ def test_the_sentence():
         (division(64, 16, 3, split=True), "train: 64 samples, 3 ranks x 24/20, batch 6 + 5 + 5 = 16"),
         (
             division(13, 2, 3),
-            "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last 1 + 0 + 0, 2 ranks without one repeat a sample"
-            " with weight 0",
+            (
+                "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last 1 + 0 + 0, 2 ranks without one repeat a"
+                " sample with weight 0"
+            ),
         ),
         (division(13, 2, 3, aligned=False), "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last 1 + 0 + 0"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import secrets
 import time
@@ -111,4 +110,26 @@ def is_alive(pid: int) -> bool:
 
 
 def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    return len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def gone_within(pids, limit_s):
+    deadline = time.monotonic() + limit_s
+    while any(is_alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def all_running(job: RunningJob):
+    return job.until(lambda: job.state()["state"] == "running" and job.pids())
+
+
+def add_ranks(start):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(start + dist.get_rank())])
+    dist.all_reduce(total)
+    return total.item()

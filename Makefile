@@ -1,0 +1,62 @@
+# `make help` tells what there is. Every target makes its own virtual environment in .venv first; a second run is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test stress lint format docs bench clean
+
+help: ## What there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  ARGS=...         more arguments for pytest: make test ARGS='-k sharding -x'"
+	@echo "  PYTHON=...       another interpreter than python3"
+	@echo "  TORCH_INDEX=...  where PyTorch comes from, such as https://download.pytorch.org/whl/cu128"
+
+demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from a notebook
+	@mkdir -p build
+	@$(BIN)/kale-dist run notebooks/digits.ipynb -o build/digits.ipynb
+	@echo
+	@echo "The executed notebook, with its loss curve: $(CURDIR)/build/digits.ipynb"
+
+test: $(VENV)/test.stamp ## Run the tests that this machine can run
+	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+
+stress: $(VENV)/test.stamp ## Run the tests that start hundreds of jobs
+	@$(BIN)/python -m pytest -m stress $(ARGS)
+
+lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types and import contracts
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/lint.stamp ## Put the code into its form
+	@$(BIN)/ruff check --fix-only
+	@$(BIN)/ruff format
+
+docs: $(VENV)/docs.stamp ## The documentation, into build/docs
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "The documentation: $(CURDIR)/build/docs/index.html"
+
+bench: $(VENV)/test.stamp ## Time to the first training step, against torchrun
+	@$(BIN)/python benchmarks/launch.py
+
+clean: ## Remove what was made here, the virtual environment too
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/venv.stamp: .ci/make-venv
+	@echo "Making $(VENV); the first time this takes a few minutes."
+	@.ci/make-venv $(PYTHON) $(VENV)
+	@touch $@
+
+# One stamp for each dependency group of pyproject.toml. The name in front of the colon is the group's.
+$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
+	@echo "Installing what \`$*\` needs"
+	@$(BIN)/python -m pip install --quiet --editable '.[notebook]' --group $*
+	@touch $@

@@ -1,0 +1,126 @@
+"""Shows the jobs of a kernel in a terminal, from outside the kernel: their logs as they grow and one progress bar.
+
+Jobs are found by their records, which name the kernel they were called from; a notebook need not display them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from kale_dist import backends, records
+from kale_dist.backends.base import Backend, JobRef
+from kale_dist.errors import JobNotFoundError, KaleDistError
+from kale_dist.notebook.terminal import Terminal
+from kale_dist.status import JobStatus
+from kale_dist.view import facts, plain
+
+_LOOK_S = 0.2
+
+
+class KernelJobs:
+    """Follows every job that one kernel starts.
+
+    Args:
+        kernel_pid: Gives the kernel's process id; None while it has not started.
+        terminal: Where to show the jobs.
+    """
+
+    def __init__(self, kernel_pid: Callable[[], int | None], terminal: Terminal) -> None:
+        self._kernel_pid = kernel_pid
+        self._terminal = terminal
+        self._lock = threading.Lock()
+        # What is there now belongs to other kernels, though one of them may have had the same process id.
+        self._passed_over = {folder.name for folder in records.jobs_dir().iterdir()}
+        self._logs: dict[JobRef, threading.Thread] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kale_dist kernel jobs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for jobs."""
+        self._thread.start()
+
+    def settle(self, timeout_s: float = 1.0) -> None:
+        """Wait until the logs of all jobs that have ended are written out: what a cell prints then comes after them."""
+        self._find()
+        deadline = time.monotonic() + timeout_s
+        for ref, thread in list(self._logs.items()):
+            if thread.is_alive():
+                status = _status(ref)
+                if status is None or status.is_final:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Write out what is left, and end. Jobs that still run then are left to themselves.
+
+        Args:
+            timeout_s: Seconds to wait at most for jobs that are about to end with their kernel.
+        """
+        self._stopping.set()
+        self._thread.join()
+        self._find()
+        deadline = time.monotonic() + timeout_s
+        for ref, thread in self._logs.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._terminal.line(f"{ref} runs on: kale-dist logs -f {ref.name}")
+        self._terminal.clear()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_S):
+            self._find()
+            self._draw_bar()
+
+    def _find(self) -> None:
+        """Start to follow the jobs that are new."""
+        pid = self._kernel_pid()
+        with self._lock:
+            for folder in records.jobs_dir().iterdir():
+                if pid is None or folder.name in self._passed_over:
+                    continue
+                # A folder whose record is not there yet is looked at again.
+                with contextlib.suppress(KaleDistError):
+                    record = records.read(folder.name)
+                    self._passed_over.add(folder.name)
+                    if record.kernel_pid == pid:
+                        self._follow(JobRef.parse(record.ref))
+
+    def _follow(self, ref: JobRef) -> None:
+        thread = threading.Thread(target=self._write_log, args=(ref,), name=f"kale_dist log {ref.name}", daemon=True)
+        self._logs[ref] = thread
+        thread.start()
+
+    def _write_log(self, ref: JobRef) -> None:
+        try:
+            for line in _backend(ref).logs(ref, follow=True):
+                self._terminal.line(f"{plain.prefix(line)} {facts.log_text(line)}")
+            status = _backend(ref).status(ref)
+        except JobNotFoundError:
+            self._terminal.line(f"{ref} was deleted")
+        else:
+            self._terminal.line(f"{ref}: {facts.sentence(status, None)}")
+
+    def _draw_bar(self) -> None:
+        """One bar, of the youngest job that runs."""
+        for ref, thread in reversed(list(self._logs.items())):
+            status = _status(ref) if thread.is_alive() else None
+            if status is not None and not status.is_final:
+                now = time.time()
+                drawn = plain.progress_line(status, now)
+                bar = " · ".join(part for part in (drawn, facts.sentence(status, now), ref.name) if part)
+                self._terminal.progress(str(ref), facts.percent(status), bar)
+                return
+        self._terminal.clear()
+
+
+def _backend(ref: JobRef) -> Backend:
+    return backends.get(ref.backend)
+
+
+def _status(ref: JobRef) -> JobStatus | None:
+    try:
+        return _backend(ref).status(ref)
+    except JobNotFoundError:
+        return None

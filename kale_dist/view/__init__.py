@@ -1,0 +1,13 @@
+"""A job as text and as HTML. Pure: everything shown comes from the arguments, the present moment too.
+
+Both pictures say the same: the state in one sentence, how far the training is, the metrics, a row for each rank, notes,
+and the end of the log. The HTML carries its styles inline and no script, so that it stays what it is in a saved
+notebook, an exported page, and a viewer that strips styles.
+"""
+
+from __future__ import annotations
+
+from kale_dist.view.markup import html
+from kale_dist.view.plain import text
+
+__all__ = ["html", "text"]

@@ -1,0 +1,233 @@
+"""What both pictures of a job say, in words and numbers: sentences, formats, rows of the table of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from kale_dist.contract import LogLine, RankStateName, StateName
+from kale_dist.status import JobStatus, RankProgress, ReplicaStatus
+
+MAX_LINE_CHARACTERS = 600
+"""A longer line of the log is cut in a picture (never in the log)."""
+
+_ESCAPE_SEQUENCES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|.?)"
+)
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_WORST_FIRST = {
+    RankStateName.FAILED: 0,
+    RankStateName.STOPPED: 1,
+    RankStateName.RUNNING: 2,
+    RankStateName.STARTING: 3,
+    RankStateName.PENDING: 4,
+    RankStateName.SUCCEEDED: 5,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankRow:
+    """One rank as text, ready for a table; empty where nothing is known."""
+
+    rank: int
+    state: str
+    epoch: str
+    step: str
+    rate: str
+    loss: str
+    remark: str
+    """Its error, the signal that ended it, or that it waits for the others."""
+    failed: bool
+
+
+def clean(text: str) -> str:
+    r"""Text of a rank without what could command a terminal or turn the reading direction.
+
+    Escape sequences are dropped; other control characters, and halves of surrogate pairs, appear as `\xNN`.
+    """
+    text = _ESCAPE_SEQUENCES.sub("", text)
+    # A progress bar overwrites its line: what a terminal would show at its end is behind the last return.
+    text = text.rstrip("\r").rpartition("\r")[2]
+    return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def log_text(line: LogLine) -> str:
+    """A log line's text, clean and of bounded length."""
+    cut = line.text[: 4 * MAX_LINE_CHARACTERS]
+    text = clean(cut)
+    if len(cut) < len(line.text) or len(text) > MAX_LINE_CHARACTERS:
+        return f"{text[:MAX_LINE_CHARACTERS]} [{len(line.text):,} characters]"
+    return text
+
+
+def number(value: float | None) -> str:
+    """A measured number in about four digits: `0.0721`, `12.3`, `8,412`, `1.2e-05`, `nan`."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-4:  # noqa: PLR2004 - where plain digits stop being readable
+        return f"{value:.2e}"
+    if size >= 100:  # noqa: PLR2004
+        return f"{value:,.0f}"
+    if size >= 1:
+        return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
+    return f"{value:.4f}".rstrip("0").rstrip(".") if value else "0"
+
+
+def duration(seconds: float) -> str:
+    """A span of time: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds < 10:  # noqa: PLR2004
+        return f"{max(seconds, 0.0):.1f} s"
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def name(status: JobStatus) -> str:
+    """The job's name without its backend."""
+    return clean(status.ref.rpartition("://")[2] or status.ref)
+
+
+def elapsed_s(status: JobStatus, now: float | None) -> float | None:
+    """Seconds the ranks have run, or the job has existed if they have not started; None where that is not known."""
+    start = status.started if status.started is not None else status.created
+    end = status.ended if status.ended is not None else (None if status.is_final else now)
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def percent(status: JobStatus) -> int | None:
+    """The share of the work that is done, in whole per cent; 100 only when the job has succeeded."""
+    fraction = status.fraction
+    if fraction is None or not math.isfinite(fraction):
+        return None
+    limit = 100 if status.state is StateName.SUCCEEDED else 99
+    return max(0, min(limit, int(fraction * 100)))
+
+
+def sentence(status: JobStatus, now: float | None) -> str:
+    """The job's state in one sentence, with what the ranks do now."""
+    elapsed = elapsed_s(status, now)
+    time = f" after {duration(elapsed)}" if elapsed is not None else ""
+    ranks = len(status.replicas)
+    on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
+    reason = clean(status.reason)
+    match status.state:
+        case StateName.PENDING:
+            return reason or "Waiting for its ranks to be started"
+        case StateName.STARTING:
+            return reason or f"Starting{on}"
+        case StateName.RUNNING:
+            return reason or _doing(status) or f"Running{on}"
+        case StateName.SUCCEEDED:
+            return f"Succeeded{time}{on}"
+        case StateName.CANCELLED:
+            return _ended("Cancelled", time, reason)
+        case StateName.FAILED:
+            return _ended("Failed", time, reason)
+
+
+def remaining(status: JobStatus, now: float | None) -> str:
+    """How long a running job still takes at its pace, such as `about 20 s left`; empty while that is a guess."""
+    fraction, elapsed = status.fraction, elapsed_s(status, now)
+    if status.state is not StateName.RUNNING or fraction is None or elapsed is None:
+        return ""
+    if not 0.03 < fraction < 1 or elapsed < 2:  # noqa: PLR2004 - earlier figures jump about
+        return ""
+    left = max(1, round(elapsed * (1 - fraction) / fraction))
+    return f"about {left} s left" if left < 60 else f"about {duration(left)} left"  # noqa: PLR2004
+
+
+def rate(status: JobStatus) -> str:
+    """Samples a second of all ranks together, while the job runs."""
+    if status.state is not StateName.RUNNING:
+        return ""
+    rates = [replica.progress.samples_per_s or 0.0 for replica in status.replicas if replica.progress is not None]
+    return f"{number(sum(rates))} samples/s" if sum(rates) > 0 else ""
+
+
+def rank_rows(status: JobStatus, limit: int) -> tuple[list[RankRow], int]:
+    """The rows of the table of ranks, at most `limit`, those in trouble first to stay; and how many are left out.
+
+    The error that `first_error` gives is not repeated in its rank's row.
+    """
+    replicas = list(status.replicas)
+    if len(replicas) > limit:
+        replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
+        replicas.sort(key=lambda replica: replica.rank)
+    shown_above = first_error(status)
+    rows = [
+        _rank_row(replica, with_error=shown_above is None or shown_above[0] != replica.rank) for replica in replicas
+    ]
+    return rows, len(status.replicas) - len(replicas)
+
+
+def first_error(status: JobStatus) -> tuple[int, str] | None:
+    """The rank that failed first and its error; None while the job has not failed or if no rank has said anything."""
+    if status.state is not StateName.FAILED:
+        return None
+    replicas = sorted(status.replicas, key=lambda replica: (replica.rank != status.failed_rank, replica.rank))
+    for replica in replicas:
+        if replica.error:
+            return replica.rank, clean_lines(replica.error)
+    return None
+
+
+def clean_lines(text: str) -> str:
+    """`clean` for text of several lines."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def _rank_row(replica: ReplicaStatus, *, with_error: bool) -> RankRow:
+    progress = replica.progress
+    remarks = []
+    if replica.error and with_error:
+        remarks.append(clean(replica.error.split("\n", 1)[0])[:200])
+    if replica.signal:
+        remarks.append(f"ended by {clean(replica.signal)}")
+    elif replica.exit_code:
+        remarks.append(f"exit code {replica.exit_code}")
+    if replica.in_collective is not None and replica.state is RankStateName.RUNNING:
+        remarks.append("waits for the others" if replica.in_collective else "the others wait for it")
+    running = replica.state is RankStateName.RUNNING
+    return RankRow(
+        rank=replica.rank,
+        state=replica.state.value,
+        epoch=f"{progress.epoch}/{progress.epochs}" if progress and progress.epochs else "",
+        step=_step(progress),
+        rate=number(progress.samples_per_s) if progress and running else "",
+        loss=number(progress.loss) if progress else "",
+        remark="; ".join(remarks),
+        failed=replica.state is RankStateName.FAILED,
+    )
+
+
+def _step(progress: RankProgress | None) -> str:
+    if progress is None or not (progress.step or progress.steps):
+        return ""
+    count = f"{progress.step:,}/{progress.steps:,}" if progress.steps else f"{progress.step:,}"
+    return count if progress.phase == "train" else f"{clean(progress.phase)} {count}"
+
+
+def _doing(status: JobStatus) -> str:
+    progress = status.replicas[0].progress if status.replicas else None
+    if progress is None or not progress.epochs:
+        return ""
+    step = _step(progress)
+    where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{clean(progress.phase)}, step ")
+    count = step.rpartition(" ")[2].replace("/", " of ")
+    return f"Epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
+
+
+def _ended(word: str, time: str, reason: str) -> str:
+    return (
+        f"{word}{time}: {reason[:1].lower() + reason[1:] if reason[1:2].islower() else reason}"
+        if reason
+        else word + time
+    )

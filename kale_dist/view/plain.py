@@ -1,0 +1,90 @@
+"""A job as plain text, for terminals and for notebooks that show no HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kale_dist.contract import LogLine, StateName
+from kale_dist.status import JobStatus
+from kale_dist.view import curves, facts
+
+_BAR_CELLS = 24
+_PARTS = " ▏▎▍▌▋▊▉"
+_MAX_NOTES = 8
+_MAX_RANKS = 16
+
+
+def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None) -> str:
+    """A job as a few lines of text, without escape sequences.
+
+    Args:
+        status: What is known of it.
+        tail: The last lines of its log.
+        now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
+
+    Returns:
+        Lines without a newline at the end.
+    """
+    lines = [f"{facts.clean(status.ref)}  {status.state.value}", facts.sentence(status, now)]
+    progress = progress_line(status, now)
+    if progress:
+        lines.append(progress)
+    lines += [f"{facts.clean(curve.name)}: {curve.summary}" for curve in curves.collect(status.metrics)]
+    lines += _ranks(status)
+    error = facts.first_error(status)
+    if error is not None:
+        lines.append(f"error of rank {error[0]}: {error[1]}")
+    lines += [f"note: {facts.clean(note)}" for note in status.notes[-_MAX_NOTES:]]
+    if tail:
+        lines += ["", *(f"{prefix(line)} {facts.log_text(line)}".rstrip() for line in tail)]
+    return "\n".join(lines)
+
+
+def progress_line(status: JobStatus, now: float | None) -> str:
+    """Bar, per cent, samples a second and time left in one line; empty where the share of the work is not known."""
+    percent = facts.percent(status)
+    if percent is None or status.state is StateName.SUCCEEDED:
+        return ""
+    parts = [f"{bar(percent / 100)} {percent} %", facts.rate(status), facts.remaining(status, now)]
+    return " · ".join(part for part in parts if part)
+
+
+def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
+    """A bar of block characters, `cells` wide."""
+    eighths = round(max(0.0, min(1.0, fraction)) * cells * 8)
+    full, part = divmod(eighths, 8)
+    drawn = "█" * full + (_PARTS[part] if part else "")
+    return f"▕{drawn:<{cells}}▏"
+
+
+def prefix(line: LogLine) -> str:
+    """Where a line comes from: `[0]`, or `[kale-dist]` for the agent."""
+    return f"[{'kale-dist' if line.rank is None else line.rank}]"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
+    """Lines of a table whose columns are as wide as they need; columns in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def _ranks(status: JobStatus) -> list[str]:
+    rows, left_out = facts.rank_rows(status, _MAX_RANKS)
+    if not rows:
+        return []
+    header = ("rank", "state", "epoch", "step", "samples/s", "loss", "")
+    cells = [(str(row.rank), row.state, row.epoch, row.step, row.rate, row.loss, row.remark) for row in rows]
+    # Columns in which no rank has anything would only push the others apart.
+    shown = [column for column in range(len(header)) if column < 2 or any(row[column] for row in cells)]  # noqa: PLR2004
+    lines = table(
+        [header[column] for column in shown],
+        [[row[column] for column in shown] for row in cells],
+        right=frozenset(index for index, column in enumerate(shown) if column in (0, 2, 3, 4, 5)),
+    )
+    return [*lines, f"and {left_out:,} more"] if left_out else lines

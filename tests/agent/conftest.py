@@ -1,0 +1,18 @@
+"""An agent for the tests of this folder."""
+
+from __future__ import annotations
+
+import pytest
+from agent_jobs import Jobs, is_alive
+
+from kale_dist.backends.agent_client import AgentClient
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    client = AgentClient()
+    client.start()
+    yield Jobs(tmp_path_factory.mktemp("agent"), client)
+    client.close()
+    assert not is_alive(client.pid)
+    assert client.last_words == ""

@@ -1,0 +1,252 @@
+"""How jobs end that do not succeed: errors, deaths, hangs, limits, cancels."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from agent_jobs import RunningJob, add_ranks, all_running, gone_within
+
+from kale_dist.backends.agent_client import cancel_message, send
+from kale_dist.contract import EventKind
+
+
+def fail_on_one():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("the seventh batch is empty")
+    dist.barrier()
+
+
+def test_an_exception_ends_the_others_and_is_the_cause(jobs):
+    job = jobs.run(fail_on_one)
+    state = job.wait()
+    assert (state["state"], state["cause"]) == ("failed", "error")
+    assert "Rank 1" in state["reason"]
+    assert "ValueError: the seventh batch is empty" in state["reason"]
+    assert isinstance(job.outcome(1).error, ValueError)
+    assert "the seventh batch is empty" in job.log_text(rank=1)
+    outcome = next(event for event in job.events(EventKind.OUTCOME) if event["rank"] == 1)
+    assert (outcome["ok"], outcome["error_type"]) == (False, "ValueError")
+    ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
+    assert ends == {0: "stopped", 1: "failed"}
+    assert gone_within(job.pids().values(), 0.1)
+
+
+def die_on_one(how):
+    import torch
+    import torch.distributed as dist
+
+    print("about to train", flush=True)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        print("last words of one")
+        os.kill(os.getpid(), how) if how > 0 else os._exit(-how)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "named"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (-3, "exit code 3")]
+)
+def test_a_death_ends_the_others_and_is_reported(jobs, how, named):
+    job = jobs.run(die_on_one, int(how))
+    pids = all_running(job)
+    start = time.monotonic()
+    state = job.wait()
+    assert time.monotonic() - start < 2.5
+    assert gone_within(pids.values(), 0.1)
+    assert (state["state"], state["cause"]) == ("failed", "died")
+    assert "Rank 1" in state["reason"]
+    assert named in state["reason"]
+    assert "last words of one" in job.log_text(rank=1)
+    if how != signal.SIGSEGV:
+        assert "last words of one" in state["reason"]
+    last = [event for event in job.events(EventKind.RANK) if event["rank"] == 1][-1]
+    assert last["signal"] == named or last["exit_code"] == 3
+
+
+def leave_early():
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        return
+    dist.all_reduce(torch.ones(1))
+
+
+def leave_early_in_backward():
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(3 if dist.get_rank() == 0 else 4):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def leave_early_in_wait():
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        return
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+
+
+@pytest.mark.parametrize("function", [leave_early, leave_early_in_backward, leave_early_in_wait])
+def test_a_rank_that_left_others_in_a_collective_is_reported_soon(jobs, function):
+    job = jobs.run(function)
+    job.until(lambda: job.events(EventKind.OUTCOME))
+    start = time.monotonic()
+    state = job.wait()
+    assert time.monotonic() - start < 2.5
+    assert (state["state"], state["cause"]) == ("failed", "left")
+    assert state["reason"].startswith("Rank 0 ended while rank 1 waits for it in a collective")
+    assert f"in {function.__name__}" in state["reason"]
+    waiting = job.events(EventKind.WAITING)[-1]
+    assert (waiting["waiting"], waiting["busy"]) == ([1], [])
+
+
+def work_on():
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        return 0
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+    time.sleep(1)
+    return 1
+
+
+def test_a_rank_that_works_on_alone_is_left_alone(jobs):
+    job = jobs.run(work_on)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome(1).value == 1
+
+
+def hang_on_one():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def test_a_stall_shows_all_stacks_and_who_waits_then_fails(jobs):
+    job = jobs.run(hang_on_one, stall_warn_s=0.8, stall_timeout_s=3.0)
+    state = job.wait()
+    assert (state["state"], state["cause"]) == ("failed", "stalled")
+    assert "stall_timeout_s" in state["reason"]
+    assert "Rank 0 waits in a collective, rank 1 is not" in state["reason"]
+    waiting = job.events(EventKind.WAITING)[0]
+    assert (waiting["waiting"], waiting["busy"]) == ([0], [1])
+    log = job.log_text()
+    assert "Rank 0:" in log
+    assert "Rank 1:" in log
+    assert "hang_on_one" in log
+
+
+def test_progress_keeps_a_stall_away(jobs):
+    def slow():
+        from kale_dist.runtime import context
+
+        for _ in range(8):
+            time.sleep(0.25)
+            context.mark_progress()
+
+    job = jobs.run(slow, ranks=1, stall_warn_s=1.0, stall_timeout_s=1.5)
+    assert job.wait()["state"] == "succeeded"
+    assert job.events(EventKind.WAITING) == []
+
+
+def test_timeout(jobs):
+    job = jobs.run(hang_on_one, timeout_s=1.0)
+    state = job.wait()
+    assert (state["state"], state["cause"]) == ("failed", "timeout")
+    assert "timeout_s of 1 s" in state["reason"]
+    assert gone_within(job.pids().values(), 0.1)
+
+
+def sleep_with_children():
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "600"])
+    escaped = subprocess.Popen(["sleep", "601"], start_new_session=True)
+    print(child.pid, escaped.pid)
+    time.sleep(600)
+
+
+def test_cancel_ends_ranks_and_what_they_started(jobs):
+    job = jobs.run(sleep_with_children)
+    pids = all_running(job)
+    job.until(lambda: len([line for line in job.log() if line.rank is not None]) == 2)
+    children = [int(word) for line in job.log() if line.rank is not None for word in line.text.split()]
+    jobs.client.cancel(job.order.job)
+    jobs.client.cancel(job.order.job)
+    state = job.wait()
+    assert (state["state"], state["cause"]) == ("cancelled", "user")
+    assert gone_within([*pids.values(), *children], 2)
+    jobs.client.cancel(job.order.job)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(jobs):
+    def stubborn():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready")
+        time.sleep(600)
+
+    job = jobs.run(stubborn, ranks=1)
+    job.until(job.log)
+    start = time.monotonic()
+    jobs.client.cancel(job.order.job, grace_s=0.5)
+    assert job.wait()["state"] == "cancelled"
+    assert 0.4 < time.monotonic() - start < 3
+
+
+def test_cancel_at_once_and_before_the_order(jobs):
+    order = jobs.order(sleep_with_children)
+    assert send(jobs.client.socket_path, cancel_message(order.job))
+    jobs.client.take(order)
+    assert RunningJob(order).wait()["state"] == "cancelled"
+    job = jobs.run(sleep_with_children)
+    jobs.client.cancel(job.order.job, grace_s=0.2)
+    assert job.wait()["state"] == "cancelled"
+    assert gone_within(job.pids().values(), 1)
+
+
+def test_a_damaged_snapshot_is_told_not_raised(jobs):
+    order = jobs.order(add_ranks, 99)
+    path = jobs.store.path(order.snapshot)
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes().replace(b"t", b"T", 1))
+    jobs.client.take(order)
+    state = RunningJob(order).wait()
+    assert (state["state"], state["cause"]) == ("failed", "not-started")
+    assert "damaged" in state["reason"]
+
+
+def children_of(pid):
+    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def test_a_killed_forkserver_fails_the_job_and_is_replaced(jobs):
+    job = jobs.run(sleep_with_children)
+    all_running(job)
+    agent = jobs.client.pid
+    command = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(agent)}
+    (server,) = [pid for pid, text in command.items() if b"forkserver" in text]
+    os.kill(server, signal.SIGKILL)
+    state = job.wait(5)
+    assert (state["state"], state["cause"]) == ("failed", "died")
+    assert "forks ranks" in state["reason"]
+    again = jobs.run(add_ranks, 1)
+    state = again.wait()
+    assert (state["state"], state["reason"]) == ("succeeded", "")

@@ -1,0 +1,102 @@
+"""Who outlives whom: kernel, agent, ranks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+from agent_jobs import RunningJob, gone_within, is_alive
+
+from kale_dist.backends.agent_client import cancel_message, send
+
+SCRIPT = """
+import os, pathlib, sys, time
+sys.path[:0] = {path!r}
+from agent_jobs import Jobs, RunningJob
+from kale_dist.backends.agent_client import AgentClient
+
+def sleep():
+    print("asleep")
+    time.sleep({seconds})
+    return "slept"
+
+client = AgentClient()
+client.start()
+order = Jobs(pathlib.Path({root!r}), client).order(sleep, job="one", detach={detach})
+client.take(order)
+job = RunningJob(order)
+job.until(lambda: job.state()["state"] == "running")
+print(client.pid, client.socket_path, *job.pids().values(), order.key, order.snapshot, flush=True)
+time.sleep(600)
+"""
+
+
+def start_kernel(root, *, detach, seconds):
+    here = pathlib.Path(__file__)
+    text = SCRIPT.format(root=str(root), detach=detach, seconds=seconds, path=[str(here.parent), str(here.parents[2])])
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True)
+    agent, path, *ranks, _, _ = process.stdout.readline().split()
+    return process, int(agent), pathlib.Path(path), [int(pid) for pid in ranks]
+
+
+def read_job(root):
+    from kale_dist.contract import JobOrder
+
+    return RunningJob(
+        JobOrder(
+            job="one", world_size=2, local_world_size=2, folder=str(root / "jobs/one"), store="", snapshot="", key=""
+        )
+    )
+
+
+def test_the_kernels_death_ends_its_jobs(tmp_path):
+    kernel, agent, path, ranks = start_kernel(tmp_path, detach=False, seconds=600)
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()
+    assert gone_within(ranks, 2)
+    state = read_job(tmp_path).wait(2)
+    assert (state["state"], state["cause"], state["reason"]) == (
+        "cancelled",
+        "kernel-ended",
+        "The notebook's kernel ended",
+    )
+    assert gone_within([agent], 3)
+    assert not path.parent.exists()
+
+
+def test_a_detached_job_outlives_the_kernel(tmp_path):
+    kernel, agent, path, ranks = start_kernel(tmp_path, detach=True, seconds=2)
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()
+    time.sleep(0.3)
+    assert all(is_alive(pid) for pid in [agent, *ranks])
+    assert read_job(tmp_path).wait(10)["state"] == "succeeded"
+    assert gone_within([agent, *ranks], 3)
+    assert not path.parent.exists()
+
+
+def test_a_detached_job_can_be_cancelled_from_elsewhere(tmp_path):
+    kernel, agent, path, ranks = start_kernel(tmp_path, detach=True, seconds=600)
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()
+    assert send(path, cancel_message("one"))
+    assert read_job(tmp_path).wait(5)["cause"] == "user"
+    assert gone_within([agent, *ranks], 3)
+    assert not send(path, cancel_message("one"))
+
+
+def test_ranks_do_not_outlive_a_killed_agent(tmp_path):
+    kernel, agent, _, ranks = start_kernel(tmp_path, detach=False, seconds=600)
+    os.kill(agent, signal.SIGKILL)
+    assert gone_within(ranks, 2)
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()

@@ -1,0 +1,252 @@
+"""What a rank finds, and what comes back from it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import pytest
+from agent_jobs import add_ranks, descriptors
+
+from kale_dist import contract
+from kale_dist.contract import EventKind
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_every_rank_returns_its_value(jobs, ranks):
+    job = jobs.run(add_ranks, 1, ranks=ranks)
+    assert job.wait()["state"] == "succeeded"
+    expected = sum(range(1, ranks + 1))
+    assert [job.outcome(rank).value for rank in range(ranks)] == [expected] * ranks
+
+
+def test_sixteen_ranks_on_few_cores(jobs):
+    job = jobs.run(add_ranks, 0, ranks=16)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome(15).value == sum(range(16))
+
+
+def test_several_jobs_at_once(jobs):
+    running = [jobs.run(add_ranks, number) for number in range(4)]
+    assert [job.wait()["state"] for job in running] == ["succeeded"] * 4
+    assert [job.outcome().value for job in running] == [2 * number + 1 for number in range(4)]
+
+
+def environment_of_rank():
+    import random
+    import sys
+
+    import numpy as np
+    import torch
+
+    names = {name: value for name, value in os.environ.items() if name.isupper()}
+    drawn = (random.random(), float(np.random.rand()), torch.rand(1).item())  # noqa: NPY002 - the state that is seeded
+    return names, str(pathlib.Path.cwd()), sys.argv[:], torch.get_num_threads(), drawn, sys.stdin.read(), os.getpid()
+
+
+def test_a_rank_is_what_torchrun_would_have_made(jobs, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_SETTING", "seven")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    job = jobs.run(environment_of_rank, seed=5)
+    assert job.wait()["state"] == "succeeded"
+    names, folder, argv, threads, drawn, stdin, pid = job.outcome(1).value
+    assert (names["RANK"], names["LOCAL_RANK"], names["WORLD_SIZE"], names["LOCAL_WORLD_SIZE"]) == ("1", "1", "2", "2")
+    assert (names["GROUP_RANK"], names["GROUP_WORLD_SIZE"], names["ROLE_RANK"]) == ("0", "1", "1")
+    assert names["MASTER_ADDR"] == "127.0.0.1"
+    assert int(names["MASTER_PORT"]) > 0
+    assert names["TORCHELASTIC_RESTART_COUNT"] == "0"
+    assert names["MY_SETTING"] == "seven"
+    assert folder == str(tmp_path)
+    assert argv == sys.argv
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2) == int(names["OMP_NUM_THREADS"])
+    assert stdin == ""
+    assert job.pids()[1] == pid
+    assert drawn != job.outcome(0).value[4]
+    again = jobs.run(environment_of_rank, seed=5)
+    again.wait()
+    assert again.outcome(1).value[4] == drawn
+
+
+def test_a_removed_variable_is_removed_in_the_rank(jobs, monkeypatch):
+    monkeypatch.delenv("HOME")
+    job = jobs.run(lambda: "HOME" in os.environ, ranks=1)
+    job.wait()
+    assert job.outcome().value is False
+
+
+@pytest.mark.parametrize(("given", "expected"), [({"threads": 3}, 3), ({}, 4)])
+def test_threads_are_the_users_if_set(jobs, monkeypatch, given, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+
+    def threads():
+        import torch
+
+        return torch.get_num_threads()
+
+    job = jobs.run(threads, ranks=1, **given)
+    job.wait()
+    assert job.outcome().value == expected
+
+
+def own_group():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.init_process_group(world_size=2)
+    dist.destroy_process_group()
+    before = dist.is_initialized()
+    dist.init_process_group()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    try:
+        dist.init_process_group(world_size=7)
+    except ValueError as error:
+        return before, total.item(), str(error)
+
+
+def test_the_users_own_calls_for_a_group(jobs):
+    job = jobs.run(own_group)
+    assert job.wait()["state"] == "succeeded"
+    before, total, refusal = job.outcome().value
+    assert before is False
+    assert total == 2
+    assert "world_size=7" in refusal
+    assert "number_of_processes" in refusal
+    assert "keeps the group" in job.log_text(rank=0)
+
+
+def test_output_of_python_c_and_children_in_whole_lines(jobs):
+    def talk():
+        import ctypes
+        import subprocess
+
+        libc = ctypes.CDLL(None)
+        libc.printf(b"from C\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        sys.stderr.write("from stderr\nno end")
+        os.write(1, b"\xff\x00raw\n")
+
+    job = jobs.run(talk, ranks=1)
+    job.wait()
+    lines = [(line.stream.value, line.text) for line in job.log()]
+    assert sorted(lines) == sorted(
+        [("o", "from C"), ("o", "from a child"), ("e", "from stderr"), ("e", "no end"), ("o", "\\xff\x00raw")]
+    )
+    assert [line.sequence for line in job.log()] == list(range(5))
+
+
+def test_a_flood_of_lines_is_whole_and_quick(jobs):
+    def flood():
+        from kale_dist.runtime import context
+
+        block = b"".join(b"%07d %s\n" % (number, b"x" * 71) for number in range(200_000))
+        for start in range(0, len(block), 1 << 16):
+            os.write(1, block[start : start + (1 << 16)])
+        return context.context().rank
+
+    start = time.monotonic()
+    job = jobs.run(flood)
+    assert job.wait()["state"] == "succeeded"
+    assert time.monotonic() - start < 15
+    for rank in (0, 1):
+        numbers = [int(line.text[:7]) for line in job.log() if line.rank == rank]
+        assert numbers == list(range(200_000))
+
+
+def test_a_line_before_a_kill_is_kept(jobs):
+    def last():
+        for number in range(1000):
+            print(f"line {number}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    job = jobs.run(last, ranks=1)
+    job.wait()
+    assert job.log_text(rank=0).splitlines() == [f"line {number}" for number in range(1000)]
+
+
+def test_reports_and_progress_of_every_rank(jobs):
+    def train():
+        from kale_dist.runtime import context
+
+        for step in range(1, 101):
+            context.emit(
+                EventKind.PROGRESS, phase="train", epoch=1, epochs=1, step=step, steps=100,
+                samples=step, samples_per_s=None, loss=None,
+            )  # fmt: skip
+        context.report(loss=0.5, epoch=1)
+
+    job = jobs.run(train)
+    job.wait()
+    assert [event["rank"] for event in job.events(EventKind.METRICS)] in ([0, 1], [1, 0])
+    assert job.events(EventKind.METRICS)[0] | {"time": 0, "rank": 0} == {
+        "event": "metrics", "time": 0, "rank": 0, "attempt": 0, "values": {"loss": 0.5}, "source": "report", "epoch": 1,
+    }  # fmt: skip
+    assert job.events(EventKind.PROGRESS) == []
+    (progress,) = contract.decode_records(job.files.progress.read_bytes())
+    assert {rank: event["step"] for rank, event in progress.items()} == {"0": 100, "1": 100}
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "text"])
+def test_sys_exit_is_as_in_a_script(jobs, code):
+    job = jobs.run(sys.exit, code, ranks=1)
+    assert job.wait()["state"] == ("succeeded" if code in (0, None) else "failed")
+
+
+def test_atexit_runs_for_a_while(jobs, tmp_path):
+    def leave():
+        import atexit
+        import threading
+
+        atexit.register(lambda: (tmp_path / "flushed").write_text("yes"))
+        threading.Thread(target=lambda: (time.sleep(0.3), print("thread is done"))).start()
+
+    job = jobs.run(leave, ranks=1)
+    assert job.wait()["state"] == "succeeded"
+    assert (tmp_path / "flushed").read_text() == "yes"
+    assert "thread is done" in job.log_text()
+
+
+def test_atexit_that_hangs_does_not(jobs):
+    def leave():
+        import atexit
+
+        atexit.register(time.sleep, 600)
+
+    job = jobs.run(leave, ranks=1)
+    start = time.monotonic()
+    assert job.wait()["state"] == "succeeded"
+    assert 4.5 < time.monotonic() - start < 9
+
+
+def load_data():
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2, persistent_workers=True)
+    return sum(int(batch.sum()) for (batch,) in loader)
+
+
+def test_data_loader_workers_do_not_hold_a_job_up(jobs):
+    job = jobs.run(load_data)
+    assert job.wait(20)["state"] == "succeeded"
+    assert job.outcome().value == sum(range(64))
+
+
+def test_nothing_is_left_in_the_agent(jobs):
+    jobs.run(add_ranks, 1).wait()
+    time.sleep(1.0)
+    before, shared = descriptors(jobs.client.pid), shared_memory()
+    for _ in range(5):
+        jobs.run(add_ranks, 1).wait()
+    time.sleep(1.0)
+    assert descriptors(jobs.client.pid) == before
+    assert shared_memory() <= shared
+
+
+def shared_memory():
+    return {file.name for file in pathlib.Path("/dev/shm").iterdir()}

@@ -1,0 +1,95 @@
+"""The stop button ends the waiting; pressed twice, the job. In a script Ctrl-C ends the job."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+START = (
+    "def slow():\n    import time\n    print('ready', flush=True)\n    time.sleep(600)\n"
+    "job = kd.launch(slow, number_of_processes=2)\nnext(job.logs(follow=True))\nprint(job.name)"
+)
+
+
+@pytest.fixture
+def job(kernel):
+    name = kernel.good(START)
+    # The interrupts of one test are not the first ones of the next.
+    kernel.good("from kale_dist import interrupts; interrupts._last_interrupt = float('-inf')")
+    yield name
+    kernel.good("job.cancel(); job.wait(30); None")
+
+
+def interrupted(kernel, code, **options):
+    message = kernel.send(code, **options)
+    time.sleep(0.5)
+    kernel.interrupt()
+    return kernel.finish(message, timeout=10)
+
+
+WAITS = ("job.wait()", "job.result()", "list(job.logs(follow=True))", "job.stream_logs()", "job.exception()")
+
+
+@pytest.mark.parametrize("code", WAITS)
+def test_the_first_interrupt_ends_the_wait_and_says_how_to_cancel(kernel, job, code):
+    reply = interrupted(kernel, code)
+    assert reply.error.startswith("KeyboardInterrupt")
+    assert reply.err.count("\n") == 1
+    assert "job.cancel()" in reply.err
+    assert job in reply.err
+    assert kernel.good("print(job.status.state.value)") == "running"
+
+
+def test_a_second_interrupt_in_any_wait_cancels(kernel, job):
+    interrupted(kernel, "job.wait()")
+    reply = interrupted(kernel, "job.result()")
+    assert reply.error.startswith("KeyboardInterrupt")
+    assert "is cancelled" in reply.err
+    said = kernel.good("print(job.wait(30).cause.value)")
+    assert said.splitlines()[-1] == "user"
+
+
+def test_a_second_interrupt_long_after_is_a_first_one(kernel, job):
+    interrupted(kernel, "job.wait()")
+    kernel.good("interrupts._last_interrupt -= 10.1")
+    reply = interrupted(kernel, "job.wait()")
+    assert "runs on" in reply.err
+    assert kernel.good("print(job.status.state.value)") == "running"
+
+
+def test_where_nobody_can_type_the_first_interrupt_cancels(kernel, job):
+    reply = interrupted(kernel, "job.wait()", allow_stdin=False)
+    assert "is cancelled" in reply.err
+    assert kernel.good("print(job.wait(30).state.value)").splitlines()[-1] == "cancelled"
+
+
+@pytest.mark.parametrize("wait", ["job.wait()", "job.stream_logs()"])
+def test_in_a_script_the_first_interrupt_cancels(tmp_path, wait):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import kale_dist as kd, time\n"
+        "def slow():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "job = kd.launch(slow, number_of_processes=2, name='from-a-script', detach=True)\n"
+        "next(job.logs(follow=True))\n"
+        f"print('waiting', flush=True)\n{wait}\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert "local://from-a-script is cancelled" in errors
+
+    import kale_dist
+
+    attached = kale_dist.attach("from-a-script")
+    assert attached.wait(30).cause.value == "user"
+    attached.delete()

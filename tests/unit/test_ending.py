@@ -1,0 +1,69 @@
+"""Which of several failed ranks is to blame, and the sentence that says so."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from kale_dist.contract import FailureCause, RankStateName
+from kale_dist.runtime.ending import blame, rank_state
+from kale_dist.runtime.fork_pool import End
+
+
+def failed(rank, error_type="ValueError", error_text="bad", **more):
+    done = {"done": True, "ok": False, "error_type": error_type, "error_text": error_text, **more}
+    return types.SimpleNamespace(rank=rank, done=done, end=None, tail=[])
+
+
+def died(rank, tail=(), **end):
+    return types.SimpleNamespace(rank=rank, done=None, end=End(**end), tail=list(tail))
+
+
+LOST_PEER = ("RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:1234")
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank", "cause"),
+    [
+        ([failed(0), failed(1)], 0, FailureCause.ERROR),
+        ([failed(0, *LOST_PEER), failed(1)], 1, FailureCause.ERROR),
+        ([failed(0, *LOST_PEER), died(1, signal="SIGKILL")], 1, FailureCause.DIED),
+        ([failed(0), died(1, signal="SIGKILL")], 0, FailureCause.ERROR),
+        ([died(1, signal="SIGKILL"), failed(0)], 1, FailureCause.DIED),
+        ([failed(0, *LOST_PEER)], 0, FailureCause.ERROR),
+        ([failed(1, not_started=True)], 1, FailureCause.NOT_STARTED),
+        ([died(1, reason="no memory")], 1, FailureCause.NOT_STARTED),
+    ],
+)
+def test_the_first_cause_is_found(failures, rank, cause):
+    verdict = blame(failures)
+    assert verdict.cause == cause
+    assert verdict.reason.startswith(f"Rank {rank} ")
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        (failed(0, error_text=""), "Rank 0 failed: ValueError"),
+        (died(2, exit_code=3), "exit code 3"),
+        (died(2, signal="SIGKILL"), "memory ran out"),
+        (died(2, signal="SIGSEGV", tail=["a", "b"]), 'SIGSEGV. Its last lines: "a / b"'),
+        (died(2, signal="SIGKILL", reason="the forkserver went"), "because the forkserver went"),
+    ],
+)
+def test_the_sentence_says_what_is_known(rank, text):
+    assert text in blame([rank]).reason
+
+
+@pytest.mark.parametrize(
+    ("rank", "stopped", "state"),
+    [
+        (failed(0), False, RankStateName.FAILED),
+        (failed(0), True, RankStateName.FAILED),
+        (died(0, signal="SIGTERM"), True, RankStateName.STOPPED),
+        (died(0, signal="SIGKILL"), False, RankStateName.FAILED),
+    ],
+)
+def test_the_final_state_of_a_rank(rank, stopped, state):
+    assert rank_state(rank, stopped=stopped) == state

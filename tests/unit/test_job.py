@@ -1,0 +1,242 @@
+"""Jobs over a fake backend: what the handle makes of what a backend says."""
+
+import threading
+import time
+
+import pytest
+
+import kale_dist as kd
+from kale_dist.contract import EventKind, FailureCause, StateName
+from kale_dist.errors import (
+    JobCancelledError,
+    JobFailedError,
+    JobTimeoutError,
+    RankError,
+    ResultUnavailableError,
+    WaitTimeoutError,
+)
+from kale_dist.testing import FakeBackend
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def nothing():
+    pass
+
+
+def start(script=None, processes=2):
+    return kd.launch(nothing, number_of_processes=processes, on=FakeBackend(script))
+
+
+def returning(run):
+    for rank in range(2):
+        run.line(rank, f"line {rank}")
+        run.returns(rank, {"rank": rank})
+
+
+def failing(run):
+    run.raises(1, ValueError("boom"))
+
+
+def ending(state, cause, reason="it is so"):
+    return lambda run: run.event(EventKind.STATE, state=state, cause=cause, reason=reason)
+
+
+def until_cancelled(run):
+    run.line(0, "ready")
+    run.cancelled.wait(30)
+
+
+def test_a_job_is_a_future_of_rank_0s_value():
+    job = start(returning)
+    assert job.result(timeout=30) == {"rank": 0}
+    assert job.results() == [{"rank": 0}, {"rank": 1}]
+    assert job.exception() is None
+    assert job.done()
+    assert job.wait() == job.status
+    assert job.status.state is StateName.SUCCEEDED
+    assert job.result() is job.result()
+
+
+def test_it_knows_its_name():
+    job = start(returning)
+    assert job.name.startswith("nothing-")
+    assert job.ref == f"fake://{job.name}"
+    job.wait()
+    assert repr(job) == f"<Job {job.ref} succeeded>"
+    assert job.spec.topology.number_of_processes == 2
+
+
+def test_a_failure_has_the_ranks_own_exception_as_its_cause(capsys):
+    job = start(failing)
+    status = job.wait()
+    assert status.state is StateName.FAILED
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "Rank 1 raised ValueError: boom" in said
+    with pytest.raises(JobFailedError, match="boom") as caught:
+        job.result()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.ref == job.ref
+    error = job.exception()
+    assert isinstance(error, JobFailedError)
+    assert error.__cause__ is caught.value.__cause__
+    with pytest.raises(JobFailedError):
+        job.results()
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "kind"),
+    [
+        (StateName.FAILED, FailureCause.DIED, JobFailedError), (StateName.FAILED, FailureCause.LEFT, JobFailedError),
+        (StateName.FAILED, FailureCause.NOT_STARTED, JobFailedError),
+        (StateName.FAILED, FailureCause.AGENT_DIED, JobFailedError),
+        (StateName.FAILED, FailureCause.TIMEOUT, JobTimeoutError),
+        (StateName.FAILED, FailureCause.STALLED, JobTimeoutError),
+        (StateName.CANCELLED, FailureCause.USER, JobCancelledError),
+        (StateName.CANCELLED, FailureCause.KERNEL_ENDED, JobCancelledError),
+    ],
+)  # fmt: skip
+def test_each_bad_end_has_its_error_and_says_why(state, cause, kind):
+    job = start(ending(state, cause))
+    with pytest.raises(kind, match="it is so") as caught:
+        job.result()
+    assert type(caught.value) is kind
+    assert state is StateName.CANCELLED or isinstance(caught.value.__cause__, RankError)
+
+
+def test_a_wait_that_is_too_short_leaves_the_job_running():
+    job = start(until_cancelled)
+    for call in (job.wait, job.result, job.results, job.exception):
+        with pytest.raises(WaitTimeoutError):
+            call(timeout=0.01)
+    assert not job.done()
+    job.cancel()
+    job.cancel()
+    with pytest.raises(JobCancelledError):
+        job.result()
+
+
+def test_metrics_are_rows_for_a_table():
+    pandas = pytest.importorskip("pandas")
+
+    def script(run):
+        run.event(EventKind.METRICS, rank=1, values={"loss": 0.5}, step=3, source="report")
+        run.event(EventKind.METRICS, rank=None, values={"loss": 0.25, "accuracy": 1}, epoch=1, source="train")
+
+    job = start(script)
+    job.wait()
+    table = pandas.DataFrame(job.metrics)
+    assert list(table["loss"]) == [0.5, 0.25]
+    assert list(table.columns) == ["time", "epoch", "step", "rank", "source", "loss", "accuracy"]
+    assert table.query("source == 'train'")["epoch"].item() == 1
+
+
+def ten_lines(run):
+    for number in range(10):
+        run.line(number % 2, f"{number}")
+    run.line(None, "agent")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [*map(str, range(10)), "agent"]), ({"ranks": [1]}, ["1", "3", "5", "7", "9"]), ({"ranks": 0}, list("02468")),
+        ({"ranks": (0, 1)}, [*map(str, range(10))]), ({"ranks": []}, []), ({"tail": 3}, ["8", "9", "agent"]),
+        ({"tail": 2, "ranks": 1}, ["7", "9"]), ({"tail": 0}, []), ({"tail": 99}, [*map(str, range(10)), "agent"]),
+        ({"follow": True, "tail": 1}, ["agent"]), ({"follow": True}, [*map(str, range(10)), "agent"]),
+        ({"tail": 0, "follow": True}, []),
+    ],
+)  # fmt: skip
+def test_logs_by_rank_and_from_the_end(arguments, expected):
+    job = start(ten_lines)
+    job.wait()
+    assert [line.text for line in job.logs(**arguments)] == expected
+
+
+def test_following_from_the_end_misses_and_doubles_nothing():
+    go = threading.Event()
+
+    def script(run):
+        run.line(0, "a")
+        run.line(0, "b")
+        go.wait(30)
+        run.line(0, "c")
+
+    job = start(script)
+    while len(list(job.logs())) < 2:
+        time.sleep(0.01)
+    lines = job.logs(follow=True, tail=1)
+    assert next(lines).text == "b"
+    go.set()
+    assert [line.text for line in lines] == ["c"]
+
+
+def test_kales_verbs_have_kales_meaning(capsys):
+    go = threading.Event()
+
+    def script(run):
+        run.line(1, "hello")
+        go.wait(30)
+
+    job = start(script)
+    while job.get_job_status() == "Created":
+        time.sleep(0.01)
+    assert job.get_job_status() == "Running"
+    go.set()
+    job.stream_logs()
+    assert capsys.readouterr().out == "[1] hello\n"
+    assert job.get_job_status() == "Succeeded"
+    assert job.get()["name"] == job.name
+    assert job.get()["spec"]["topology"]["number_of_processes"] == 2
+    failed = start(failing)
+    failed.wait()
+    assert failed.get_job_status() == "Failed"
+    failed.delete()
+    assert failed.get_job_status() == ""
+    assert repr(failed) == f"<Job {failed.ref} deleted>"
+
+
+def test_a_restart_is_told_from_a_start():
+    go = threading.Event()
+
+    def script(run):
+        run.event(EventKind.STATE, state="starting", attempt=1)
+        go.wait(30)
+
+    job = start(script)
+    while job.status.attempt == 0:
+        time.sleep(0.01)
+    assert job.get_job_status() == "Restarting"
+    go.set()
+
+
+def test_launch_has_no_model():
+    job = start(returning)
+    for call in (lambda: job.model, lambda: job.optimizer, job.state_dict, lambda: job.state_dict(partial=True)):
+        with pytest.raises(ResultUnavailableError, match="launch"):
+            call()
+
+
+def test_subscribers_and_waiters_are_told():
+    waited, states = threading.Event(), []
+    job = start(returning)
+    job.subscribe(lambda status: states.append(status.state))
+    job.call_after_wait(waited.set)
+    job.wait()
+    assert waited.is_set()
+    deadline = time.monotonic() + 10
+    while not states or states[-1] is not StateName.SUCCEEDED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_job_shows_itself_as_text_and_html():
+    job = start(failing)
+    job.wait()
+    shown = job._repr_mimebundle_()
+    assert job.name in shown["text/plain"]
+    assert "boom" in shown["text/html"]

@@ -1,0 +1,75 @@
+"""What of the notebook's process a rank takes over."""
+
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kale_dist.runtime import torch_flags
+from kale_dist.snapshot.process import capture_process
+
+
+def test_environment_folder_path_and_limits_are_as_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("KALE_TEST", "a=b\nc")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "relative", "/absolute", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["script.py", "--flag"])
+    old = os.umask(0o027)
+    try:
+        state = capture_process(cuda=False)
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(old)
+    assert dict(state.environment) == dict(os.environ)
+    assert state.cwd == str(tmp_path)
+    assert state.sys_path[:3] == (str(tmp_path), str(tmp_path / "relative"), "/absolute")
+    assert state.argv == ("script.py", "--flag")
+    assert state.umask == 0o027
+    assert (resource.RLIMIT_NOFILE, *resource.getrlimit(resource.RLIMIT_NOFILE)) in state.limits
+
+
+def test_a_deleted_folder_gives_one_that_is_there(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert capture_process(cuda=False).cwd == str(pathlib.Path.home())
+    os.chdir(tmp_path)
+
+
+@pytest.fixture
+def flags():
+    before = torch_flags.read(cuda=True)
+    yield
+    torch_flags.apply(before)
+    torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.mark.usefixtures("flags")
+def test_torchs_settings_go_over_and_cuda_is_not_initialised():
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    taken = torch_flags.read(cuda=True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    torch_flags.apply([*taken, ("backends.unknown.flag", True), ("nothing", 1)])
+    assert torch.get_default_dtype() is torch.float64
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.benchmark
+    assert torch_flags.read(cuda=True) == taken
+    assert len(torch_flags.read(cuda=False)) < len(taken)
+    assert not torch.cuda.is_initialized()
+
+
+def test_without_torch_there_are_no_flags_and_torch_is_not_imported():
+    script = "import sys\nfrom kale_dist.snapshot.process import capture_process\nassert capture_process(cuda=True).torch_flags == ()\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

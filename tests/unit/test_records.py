@@ -1,0 +1,174 @@
+import dataclasses
+import json
+import os
+import stat
+import threading
+import time
+
+import pytest
+
+from kale_dist import records
+from kale_dist.blobs import FolderStore
+from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
+from kale_dist.records import Record
+from kale_dist.spec import JobSpec, Topology
+
+KEY = b"k" * 32
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "kale-dist"
+
+
+def a_record(name="job-1", created=1.0, blobs=()):
+    spec = JobSpec(
+        name=name, label="f", kind="call", snapshot="0" * 64, blobs=blobs, topology=Topology(number_of_processes=2)
+    )
+    return Record(
+        ref=f"local://{name}", name=name, created=created, spec=spec, agent_pid=1, agent_start=2, agent_socket="/s",
+        kernel_pid=3, detach=False, note="why",
+    )  # fmt: skip
+
+
+def submitted(name="job-1", **changes):
+    records.create(name, KEY)
+    records.write(a_record(name, **changes))
+
+
+def put(*texts):
+    store = FolderStore(records.blobs_dir())
+    return tuple(store.put((text.encode(),)) for text in texts)
+
+
+def kept():
+    return set(FolderStore(records.blobs_dir()).list())
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_written_is_private_and_read_again(own_state):
+    old = os.umask(0)
+    try:
+        submitted()
+    finally:
+        os.umask(old)
+    assert records.read("job-1") == a_record()
+    assert records.read_key("job-1") == KEY
+    files = records.files("job-1")
+    assert files.folder == own_state / "jobs" / "job-1"
+    assert [mode(path) for path in (own_state, files.folder, files.key)] == [0o700, 0o700, 0o600]
+    assert KEY.hex() not in files.record.read_text()
+
+
+def test_a_relative_state_home_is_ignored(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert records.state_dir() == tmp_path / ".local/state/kale-dist"
+
+
+def test_a_name_is_taken_once_even_in_a_race():
+    barrier = threading.Barrier(8)
+    taken, refused = [], []
+
+    def take():
+        barrier.wait()
+        try:
+            taken.append(records.create("job-1", KEY))
+        except JobExistsError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(taken), len(refused)) == (1, 7)
+    assert "'job-1'" in refused[0]
+    assert "delete" in refused[0]
+
+
+@pytest.mark.parametrize("name", ["missing", "", ".", "..", "../jobs", "a/b", "/etc", "\0"])
+def test_what_is_not_there_is_not_found(name):
+    with pytest.raises(JobNotFoundError):
+        records.read(name)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"ref": 1}', json.dumps({**a_record().to_json(), "spec": {}})])
+def test_a_damaged_record_says_where_it_lies_and_hides_no_other_job(text):
+    submitted("good")
+    records.create("bad", KEY)
+    records.files("bad").record.write_text(text)
+    with pytest.raises(JobNotFoundError, match=r"cannot be read.*record.json"):
+        records.read("bad")
+    assert records.names() == ["good"]
+
+
+def test_a_later_versions_fields_are_passed_over():
+    records.create("job-1", KEY)
+    records.files("job-1").record.write_text(json.dumps({**a_record().to_json(), "new": 1}))
+    assert records.read("job-1") == a_record()
+
+
+def test_names_are_oldest_first():
+    for name, created in (("b", 2.0), ("a", 3.0), ("c", 1.0)):
+        submitted(name, created=created)
+    assert records.names() == ["c", "b", "a"]
+
+
+def test_deletion_keeps_the_blobs_that_others_need():
+    ours, shared, leaked = put("ours", "shared", "of a call that never became a job")
+    submitted("one", blobs=(ours, shared))
+    submitted("two", blobs=(shared,))
+    assert records.blobs_size() == sum(map(len, ("ours", "shared", "of a call that never became a job")))
+    records.delete("one")
+    assert kept() == {shared}
+    assert not records.exists("one")
+    records.delete("one")
+    records.delete("two")
+    assert not kept()
+    assert not list(records.jobs_dir().iterdir())
+
+
+def test_deletion_waits_for_a_call_that_is_between_snapshot_and_record():
+    done = threading.Event()
+
+    def delete():
+        records.delete("nothing")
+        done.set()
+
+    with records.keeping_blobs():
+        (blob,) = put("just written")
+        thread = threading.Thread(target=delete)
+        thread.start()
+        assert not done.wait(0.2)
+        submitted("new", blobs=(blob,))
+    thread.join()
+    assert kept() == {blob}
+
+
+def test_two_calls_do_not_wait_for_each_other():
+    start = time.monotonic()
+    with records.keeping_blobs(), records.keeping_blobs():
+        assert time.monotonic() - start < 5
+
+
+def test_a_folder_that_cannot_be_made_says_what_to_do(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StoreError, match="XDG_STATE_HOME"):
+        records.create("job-1", KEY)
+
+
+def test_a_record_is_replaced_as_a_whole():
+    submitted()
+    records.write(dataclasses.replace(a_record(), agent_pid=99))
+    assert records.read("job-1").agent_pid == 99
+    assert {path.name for path in records.files("job-1").folder.iterdir()} == {"key", "record.json"}
+
+
+def test_a_key_that_is_gone_is_none():
+    assert records.read_key("job-1") is None

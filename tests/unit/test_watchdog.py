@@ -1,0 +1,99 @@
+"""Who waits in a collective, and how long nothing has moved."""
+
+from __future__ import annotations
+
+import faulthandler
+
+import pytest
+
+from kale_dist.runtime.watchdog import Frame, Sample, StallClock, name_ranks, parse_main_thread, waits
+
+C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
+CELL = "/tmp/ipykernel_1/1.py"
+
+
+def sample(*files, ticks=0, moves=0):
+    frames = tuple(Frame(file=file, line=7, function="f") for file in files)
+    return Sample(frames=frames, cpu_ticks=ticks, moves=moves)
+
+
+def test_the_main_thread_of_a_real_dump_is_found(tmp_path):
+    import threading
+
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    with (tmp_path / "dump").open("wb") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    release.set()
+    thread.join()
+    frames = parse_main_thread((tmp_path / "dump").read_bytes())
+    assert frames[0].function == "test_the_main_thread_of_a_real_dump_is_found"
+    assert frames[0].file == __file__
+
+
+@pytest.mark.parametrize(
+    "dump", [b"", b"garbage\n", b"\xff\xfe", b"Thread 0x1 (most recent call first):\n  <no Python frame>"]
+)
+def test_a_dump_without_frames(dump):
+    assert parse_main_thread(dump) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (sample(C10D, CELL), sample(C10D, CELL), True),
+        (sample("/x/kale_dist/training/strategies/all_reduce.py"), sample("/x/kale_dist/training/strategies/all_reduce.py"), True),
+        (sample("/x/kale_dist/runtime/group.py", CELL), sample("/x/kale_dist/runtime/group.py", CELL), True),
+        (sample(CELL), sample(CELL), False),
+        (sample(C10D, CELL), sample(CELL), False),
+        (sample(C10D, CELL), sample(C10D, CELL, ticks=50), False),
+        (sample(C10D, CELL), sample(C10D, CELL, moves=1), False),
+        (sample(C10D, CELL), sample(C10D, "/home/other.py"), False),
+        (sample(), sample(), False),
+    ],
+)  # fmt: skip
+def test_waiting_is_a_collective_seen_twice_with_nothing_in_between(before, after, expected):
+    assert waits(before, after) is expected
+
+
+def test_backward_may_wait_in_c():
+    frame = Frame(file="/x/site-packages/torch/autograd/graph.py", line=1, function="_engine_run_backward")
+    assert Sample(frames=(frame,), cpu_ticks=0, moves=0).may_wait
+
+
+def test_the_users_frame_is_not_ours_or_torchs():
+    assert sample(C10D, "/usr/lib/python3.11/runpy.py", CELL, "/x/kale_dist/runtime/worker.py").user_frame.file == CELL
+    assert sample(C10D).user_frame is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([0], "rank 0"), ([2, 0], "ranks 0 and 2"), ([3, 1, 2], "ranks 1, 2 and 3")]
+)
+def test_ranks_are_named_in_words(ranks, text):
+    assert name_ranks(ranks) == text
+
+
+def test_a_stall_is_warned_of_once_and_then_fails():
+    clock = StallClock(10, 30, now=0)
+    assert clock.next_look_s(4) == 6
+    assert not clock.warning_is_due(9.9)
+    assert clock.warning_is_due(10)
+    assert not clock.warning_is_due(20)
+    assert clock.next_look_s(20) == 10
+    assert not clock.failure_is_due(29)
+    assert clock.failure_is_due(30)
+
+
+def test_a_move_starts_it_anew():
+    clock = StallClock(10, 30, now=0)
+    assert clock.warning_is_due(11)
+    clock.moved(12)
+    assert clock.idle_s(13) == 1
+    assert not clock.failure_is_due(31)
+    assert clock.warning_is_due(22)
+
+
+@pytest.mark.parametrize(("warn", "fail", "next_s"), [(None, None, None), (None, 5, 5), (3, None, 3)])
+def test_either_limit_may_be_missing(warn, fail, next_s):
+    assert StallClock(warn, fail, now=0).next_look_s(0) == next_s

@@ -1,0 +1,298 @@
+"""Metrics, early stop, buffers, devices, checkpoints, and what comes back."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kale_dist.errors import ConfigError
+from kale_dist.runtime import context
+from kale_dist.training import checkpoint
+from kale_dist.training.loop import train
+
+
+def data(samples=21):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 3, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def net():
+    torch.manual_seed(2)
+    return nn.Linear(3, 2)
+
+
+def fit(model=None, loader=None, **options):
+    model = model or net()
+    options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    options.setdefault("criterion", nn.CrossEntropyLoss())
+    return train(model=model, train_data_loader=DataLoader(data(), 4) if loader is None else loader, **options)
+
+
+def by_loader(model, loader, criterion, device, args):
+    model.eval()
+    with torch.no_grad():
+        return {"loss": sum(criterion(model(x), y).item() for x, y in loader) / len(loader)}
+
+
+def by_dataset(model, loader, criterion, device, args):
+    correct = loss = 0
+    with torch.no_grad():
+        for x, y in loader:
+            out = model(x)
+            correct += (out.argmax(1) == y).sum().item()
+            loss += criterion(out, y).item() * len(y)
+    return {"accuracy": correct / len(loader.dataset), "loss": loss / len(loader.dataset)}
+
+
+@pytest.mark.parametrize(("step", "samples"), [(by_loader, 24), (by_dataset, 24), (by_dataset, 21), (by_dataset, 5)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_both_tutorial_forms_of_a_metric_equal_one_process(ranks, step, samples, world):
+    def job():
+        return fit(
+            loader=DataLoader(data(24), 24 // (2 * 3)),
+            train_step=lambda *_: None,
+            eval_data_loader=DataLoader(data(samples), 4),
+            eval_step=step,
+        ).metrics
+
+    expected = step(net(), DataLoader(data(samples), 4), nn.CrossEntropyLoss(), None, None)
+    for metrics in ranks(world, job):
+        assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_ready_made_steps(ranks):
+    def job():
+        return fit(loader=DataLoader(data(40), 4, shuffle=True), eval_data_loader=DataLoader(data(40), 8), epochs=15)
+
+    first, second = ranks(2, job)
+    assert set(first.metrics) == {"loss", "accuracy", "eval_loss", "eval_accuracy"}
+    assert first.metrics == second.metrics
+    assert first.metrics["eval_accuracy"] > 0.9
+    assert second.model_state is None
+    assert first.model is None
+
+
+def test_ready_made_steps_take_mappings_and_refuse_what_they_do_not_know():
+    items = [{"x": x, "label": y} for x, y in data()]
+    assert set(fit(loader=DataLoader(items, 4)).metrics) == {"loss", "accuracy"}
+    with pytest.raises(ConfigError, match="train_step: is left out, and the loader's batches are not pairs"):
+        fit(loader=DataLoader([(x, y, y) for x, y in data()], 4))
+
+
+@pytest.mark.parametrize(
+    ("returned", "metrics"),
+    [
+        (None, {}),
+        (0.5, {"loss": 0.5}),
+        (torch.tensor(0.5), {"loss": 0.5}),
+        ((0.5, 2), {"loss": 0.5, "metric_1": 2.0}),
+        ({"f1": torch.tensor([3.0]), "n": 2}, {"f1": 3.0, "n": 2.0}),
+    ],
+)
+def test_what_a_step_may_return(returned, metrics):
+    assert fit(train_step=lambda *_: returned).metrics == metrics
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ("good", "returned is 'good', a str"),
+        ({"loss": [1]}, r"returned\['loss'\] is \[1\], a list"),
+        ({1: 2.0}, "a metric whose name is 1"),
+        (torch.ones(3), r"has shape \(3,\), not one element"),
+    ],
+)
+def test_what_a_step_may_not_return(returned, problem):
+    with pytest.raises(ConfigError, match=f"train_step: .*{problem}"):
+        fit(train_step=lambda *_: returned)
+
+
+def test_metrics_are_weighed_by_samples_and_may_be_nan(ranks):
+    def job():
+        import torch.distributed as dist
+
+        def step(model, loader, *_):
+            samples = sum(len(x) for x, _ in loader)
+            only = {"mine": 1.0} if dist.get_rank() else {}
+            return {"n": samples, "bad": math.nan, **only}
+
+        return fit(
+            loader=DataLoader(data(5), 2),
+            train_step=lambda *_: None,
+            eval_data_loader=DataLoader(data(5), 2),
+            eval_step=step,
+        ).metrics
+
+    for metrics in ranks(2, job):
+        assert metrics["n"] == pytest.approx((3 * 3 + 2 * 2) / 5)
+        assert metrics["mine"] == 1.0
+        assert math.isnan(metrics["bad"])
+
+
+def test_any_rank_may_stop_the_training(ranks):
+    def job():
+        import torch.distributed as dist
+
+        epochs = []
+
+        def step(*_):
+            epochs.append(1)
+            return {"loss": 1.0, "stop": dist.get_rank() == 1 and len(epochs) == 2}
+
+        result = fit(train_step=step, epochs=5)
+        return result.epochs, result.stopped_early, result.metrics
+
+    assert ranks(2, job) == [(2, True, {"loss": 1.0})] * 2
+
+
+def test_buffers_are_averaged_before_the_evaluation(ranks):
+    def job():
+        import torch.distributed as dist
+
+        model = nn.Sequential(nn.BatchNorm1d(3), net())
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for x, _ in loader:
+                model(x)
+            step.own = model[0].running_mean.clone()
+
+        fit(model, loader=DataLoader(data(24), 4), train_step=step)
+        everyone = [torch.empty(3) for _ in range(2)]
+        dist.all_gather(everyone, step.own)
+        return everyone, model[0].running_mean, model[0].num_batches_tracked.item()
+
+    (everyone, first, batches), (_, second, _) = ranks(2, job)
+    assert not everyone[0].equal(everyone[1])
+    torch.testing.assert_close(first, (everyone[0] + everyone[1]) / 2)
+    assert first.equal(second)
+    assert batches == 3
+
+
+def test_one_loader_for_both(ranks):
+    def job():
+        loader = DataLoader(data(24), 4)
+        given = []
+        fit(
+            loader=loader,
+            eval_data_loader=loader,
+            train_step=lambda m, d, *_: given.append(d is loader),
+            eval_step=lambda m, d, *_: given.append(len(d.dataset)),
+        )
+        return given
+
+    assert ranks(2, job) == [[True, 12]] * 2
+
+
+def test_steps_get_their_arguments():
+    seen = []
+    fit(
+        train_step=lambda *a: seen.append((len(a), a[-2], a[-1])),
+        train_args={"a": 1},
+        eval_data_loader=DataLoader(data(), 4),
+        eval_step=lambda *a: seen.append((len(a), a[-2], a[-1])),
+        eval_args="b",
+    )
+    assert seen == [(6, torch.device("cpu"), {"a": 1}), (5, torch.device("cpu"), "b")]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_model_that_got_its_shape_comes_back_itself():
+    model = nn.Sequential(nn.LazyLinear(2))
+    result = fit(model)
+    assert result.model is model
+    assert result.reason == "0.weight got its shape (2, 3) in the rank"
+
+
+def test_a_module_replaced_in_the_rank_comes_back_itself():
+    model = nn.Sequential(net(), nn.ReLU())
+
+    def step(model, *_):
+        model[1] = nn.Tanh()
+
+    result = fit(model, train_step=step)
+    assert result.model is model
+    assert result.reason == "module 1 changed in the rank from ReLU to Tanh"
+
+
+def test_the_optimizers_state_goes_on():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    fit(model, optimizer=optimizer)
+    result = fit(model, optimizer=optimizer)
+    assert result.optimizer_state["state"][0]["step"] == 12
+    assert set(result.model_state) == {"weight", "bias"}
+
+
+def in_job(folder):
+    """Make this forked process rank 0 of a job; its events are what the pipe gives."""
+    read, write = os.pipe()
+    context.activate(context.Context(job="j", in_job=True, folder=folder), write)
+    model = nn.Sequential(net(), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    fit(
+        model,
+        DataLoader(data(22), 4),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        epochs=3,
+        checkpoint_every=2,
+        eval_data_loader=DataLoader(data(), 4),
+    )
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        events = [json.loads(line) for line in pipe]
+    return events, model.state_dict(), optimizer.state_dict()
+
+
+def test_events_and_checkpoints_of_a_job(ranks, tmp_path):
+    events, model, optimizer = ranks(1, in_job, tmp_path)[0]
+    by_kind = {}
+    for event in events:
+        by_kind.setdefault(event["event"], []).append(event)
+    assert [(e["source"], e["epoch"]) for e in by_kind["metrics"]] == [
+        (source, epoch) for epoch in (1, 2, 3) for source in ("train", "eval")
+    ]
+    assert [e["epoch"] for e in by_kind["checkpoint"]] == [2, 3]
+    assert [e["text"].split(":")[0] for e in by_kind["note"]] == ["train", "eval"]
+    last = [e for e in by_kind["progress"] if e["phase"] == "train"][-1]
+    assert (last["epoch"], last["epochs"], last["step"], last["steps"], last["samples"]) == (3, 3, 6, 6, 22)
+    assert last["loss"] > 0
+    saved = checkpoint.read(tmp_path / "checkpoint")
+    assert saved.epoch == 3
+    torch.testing.assert_close(dict(saved.model), dict(model))
+    torch.testing.assert_close(saved.optimizer["state"], optimizer["state"])
+    assert saved.scheduler["last_epoch"] == 3
+    assert saved.left_out == ()
+    fresh = nn.Sequential(net(), nn.BatchNorm1d(2))
+    fresh.load_state_dict(saved.model)
+    torch.optim.Adam(fresh.parameters()).load_state_dict(saved.optimizer)
+
+
+def test_checkpoints_of_odd_values(tmp_path):
+    weight = torch.randn(3, 4).t()
+    states = {
+        "a": weight,
+        "tied": weight,
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "plain": [1, 2.5, None, True, ("x", {3: "y"})],
+        "object": object(),
+    }
+    path = tmp_path / "checkpoint"
+    left_out = checkpoint.write(path, model=states, epoch=1)
+    assert left_out == ("model.object",)
+    read = checkpoint.read(path)
+    assert read.left_out == left_out
+    assert read.optimizer is None
+    assert read.model.pop("plain") == states["plain"]
+    for name, value in read.model.items():
+        torch.testing.assert_close(value, states[name])
+    assert read.model["a"].data_ptr() == read.model["tied"].data_ptr()

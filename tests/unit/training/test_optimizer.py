@@ -1,0 +1,275 @@
+"""Accumulation, schedulers, clipping and precision around steps of the user's."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.training.loop import train
+
+
+def data(samples=20):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 3, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def net():
+    torch.manual_seed(2)
+    return nn.Linear(3, 2)
+
+
+def fit(step=None, model=None, optimizer=None, loader=None, **options):
+    model = model or net()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    result = train(
+        model=model,
+        train_data_loader=DataLoader(data(), 4) if loader is None else loader,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        train_step=step,
+        **options,
+    )
+    return result, model
+
+
+def zero_first(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def zero_last(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero_by_model(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        model.zero_grad()
+        criterion(model(x), y).backward()
+        assert optimizer.step() is None
+
+
+def two_parts(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        optimizer.zero_grad()
+        (criterion(model(x), y) / 2).backward()
+        (criterion(model(x), y) / 2).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("step", [zero_first, zero_last, zero_by_model, two_parts])
+@pytest.mark.parametrize("samples", [24, 20, 18])
+def test_accumulation_is_a_larger_batch(step, samples):
+    _, model = fit(step, loader=DataLoader(data(samples), 4), accumulate=3, epochs=2)
+    _, expected = fit(zero_first, loader=DataLoader(data(samples), 12), epochs=2)
+    torch.testing.assert_close(model.weight, expected.weight, rtol=1e-4, atol=1e-6)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data(19))
+
+
+def test_accumulation_over_a_stream_of_unknown_length(ranks):
+    def job():
+        return fit(zero_first, loader=DataLoader(Stream(), 2), accumulate=3)[1].weight.detach()
+
+    # Each rank takes every other item, so a global batch of 12 is the same set of samples.
+    _, expected = fit(zero_first, loader=DataLoader(data(19), 12))
+    for weight in ranks(2, job):
+        torch.testing.assert_close(weight, expected.weight.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_window_left_early_is_applied():
+    def leave(model, loader, criterion, optimizer, device, args):
+        for number, (x, y) in enumerate(loader):
+            zero_first(model, [(x, y)], criterion, optimizer, device, args)
+            if number == 1:
+                break
+
+    _, model = fit(leave, accumulate=4)
+    _, expected = fit(zero_first, loader=DataLoader(torch.utils.data.Subset(data(), range(8)), 8))
+    torch.testing.assert_close(model.weight, expected.weight, rtol=1e-4, atol=1e-6)
+
+
+def clipping(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        optimizer.step()
+
+
+def dropping(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        for p in model.parameters():
+            p.grad = None
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def closing(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        optimizer.step(lambda x=x, y=y: criterion(model(x), y))
+
+
+def scaling(model, loader, criterion, optimizer, device, args):
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in loader:
+        optimizer.zero_grad()
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def stepping_twice(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.step()
+
+
+def with_two_optimizers(model, loader, criterion, optimizer, device, args):
+    other = torch.optim.SGD([model.bias], lr=0.1)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        other.step()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "remedy"),
+    [
+        (clipping, KaleDistError, "Clip by `clip_norm=`"),
+        (dropping, KaleDistError, r"optimizer.zero_grad\(\) only"),
+        (closing, ConfigError, "accumulate=1 with this optimizer"),
+        (scaling, ConfigError, "Use precision='bf16'"),
+        (stepping_twice, ConfigError, "one step a batch"),
+        (with_two_optimizers, ConfigError, "accumulate=1 with more than one optimizer"),
+    ],
+)
+def test_what_accumulation_refuses(step, error, remedy):
+    with pytest.raises(error, match=remedy):
+        fit(step, accumulate=2)
+    fit(step)  # it is fine without
+
+
+def test_a_scheduler_of_the_step_moves_after_real_steps_only():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            zero_first(model, [(x, y)], criterion, optimizer, device, args)
+            scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(step, model, optimizer, accumulate=2, scheduler=scheduler)
+    # Five batches make three real steps; the loop adds none of its own.
+    assert scheduler.get_last_lr() == [0.125]
+
+
+def test_the_scheduler_argument_is_stepped_each_epoch():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    result, _ = fit(zero_first, model, optimizer, epochs=2, scheduler=scheduler)
+    assert scheduler.get_last_lr() == [pytest.approx(0.01)]
+    assert result.scheduler_state["last_epoch"] == 2
+    assert result.optimizer_state["param_groups"][0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_plateau_scheduler_gets_the_evaluations_loss():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    fit(
+        zero_first,
+        model,
+        optimizer,
+        epochs=2,
+        scheduler=scheduler,
+        eval_data_loader=DataLoader(data(), 4),
+        eval_step=lambda *_: 1.0,
+    )
+    assert scheduler.get_last_lr() == [pytest.approx(0.1)]
+
+
+def test_a_plateau_scheduler_without_a_loss_is_refused():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match="scheduler: ReduceLROnPlateau needs a loss"):
+        fit(zero_first, model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def test_clip_norm_holds_for_the_gradient_of_all_ranks(ranks):
+    def job():
+        return fit(zero_first, clip_norm=0.05, accumulate=2)[1].weight.detach()
+
+    def clip(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+
+    _, expected = fit(clip, loader=DataLoader(data(), 16))
+    for weight in ranks(2, job):
+        torch.testing.assert_close(weight, expected.weight.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_covers_the_whole_step():
+    seen = []
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            seen.append(model(x).dtype)
+            zero_first(model, [(x, y)], criterion, optimizer, device, args)
+
+    _, model = fit(step, precision="bf16")
+    assert set(seen) == {torch.bfloat16}
+    assert model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_fp16_with_the_ready_made_step(ranks, accumulate):
+    def job():
+        result, model = fit(precision="fp16", clip_norm=10.0, accumulate=accumulate)
+        return result.metrics["loss"], model.weight.detach()
+
+    _, expected = fit(loader=DataLoader(data(), 8 * accumulate))
+    (loss, first), (_, second) = ranks(2, job)
+    assert 0 < loss < 2
+    assert first.equal(second)
+    torch.testing.assert_close(first, expected.weight.detach(), rtol=2e-2, atol=2e-3)
+
+
+def test_fp16_needs_a_scaler_in_a_step_of_the_users():
+    with pytest.raises(ConfigError, match="precision: 'fp16' needs a scaled loss"):
+        fit(zero_first, precision="fp16")
+    fit(scaling, precision="fp16")
+
+
+def test_a_users_scaler_and_clip_norm_are_refused():
+    with pytest.raises(ConfigError, match=r"clip_norm: .*Clip in the step"):
+        fit(scaling, clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [({"precision": "fp8"}, "precision"), ({"accumulate": 0}, "accumulate"), ({"eval_sharding": "x"}, "eval_sharding")],
+)
+def test_options_are_checked(options, argument):
+    with pytest.raises(ConfigError) as caught:
+        fit(**options)
+    assert caught.value.argument == argument
