@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from typing import Self
 
 WAYS = ("kale_dist", "cloudpickle + sha256 + write")
 
@@ -30,7 +31,7 @@ def resident_bytes() -> int:
 class Peak:
     """Watches `resident_bytes` from a thread while a block runs."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> Self:
         self.before = self.most = resident_bytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)

@@ -13,7 +13,6 @@ import os
 import secrets
 import string
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +21,7 @@ from kale_dist import backends, checks, names, records, training_checks, weights
 from kale_dist.backends.base import Backend, JobRef, Plan, WarmsUp
 from kale_dist.blobs import FolderStore, MemoryStore, Store
 from kale_dist.checks import Machine, Run
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistWarning
+from kale_dist.errors import ConfigError, JobNotFoundError, warn
 from kale_dist.job import Job
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.snapshot.capture import Captured, Originals, capture
@@ -261,7 +260,8 @@ def jobs() -> list[Job[Any]]:
 class _Call:
     """What is to run on every rank."""
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Any] | None
+    """None for the training loop: its import takes long, and so begins after the agent's start."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     label: str
@@ -281,12 +281,10 @@ def _training_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
     """The arguments of `distribute`, checked."""
     training_checks.check(given)
     run = checks.check_run(_machine, given)
-    from kale_dist.training import loop
-
     strategy = given["strategy"] or AllReduce()
     kwargs = {name: given[name] for name in _TRAINING_NAMES} | {"strategy": strategy}
     label = f"train {type(given['model']).__name__}"
-    return _Call(fn=loop.train, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
+    return _Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
 
 
 def _function_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
@@ -295,6 +293,12 @@ def _function_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
     checks.check_function(fn, args, kwargs)
     run = checks.check_run(_machine, given)
     return _Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
+
+
+def _training_loop() -> Callable[..., TrainingResult]:
+    from kale_dist.training import loop
+
+    return loop.train
 
 
 def _machine(cuda: bool) -> Machine:  # noqa: FBT001 - passed on as a callback
@@ -316,7 +320,7 @@ def _start(call: _Call, run: Run) -> Job[Any]:
         captured, spec = _capture(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
         # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
         for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
-            warnings.warn(warning, KaleDistWarning, stacklevel=3)
+            warn(warning)
         given = call.kwargs
         targets = None
         if call.kind == "training":
@@ -326,7 +330,7 @@ def _start(call: _Call, run: Run) -> Job[Any]:
 
 
 def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
-    captured = capture(call.fn, call.args, dict(call.kwargs), store=store, label=call.label)
+    captured = capture(call.fn or _training_loop(), call.args, dict(call.kwargs), store=store, label=call.label)
     return captured, JobSpec(
         name=name,
         label=call.label,

@@ -194,9 +194,7 @@ def frame_lines(
     return b"".join([b"%x%s%s\n" % (number, constant, line) for number, line in enumerate(lines, first_sequence)])
 
 
-def frame_continued(
-    sequence: int, time_ms: int, attempt: int, rank: int | None, stream: Stream, part: bytes
-) -> bytes:
+def frame_continued(sequence: int, time_ms: int, attempt: int, rank: int | None, stream: Stream, part: bytes) -> bytes:
     """Frame a part of a line whose next part follows as the next line of the same rank and stream."""
     return b"%x%s%s\n" % (sequence, _frame_constant(time_ms, attempt, rank, stream.value.upper()), part)
 

@@ -32,6 +32,9 @@ What is worth a word but stops nothing is a `KaleDistWarning`, given through Pyt
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 
 class KaleDistError(Exception):
     """Root of all errors that kale_dist raises on purpose."""
@@ -39,6 +42,14 @@ class KaleDistError(Exception):
 
 class KaleDistWarning(UserWarning):
     """Something a user should know about a call that goes on all the same."""
+
+
+def warn(sentence: str) -> None:
+    """Give a `KaleDistWarning` that points at the user's own line, however deep in the library it is given."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("kale_dist."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, KaleDistWarning, stacklevel=level + 1)
 
 
 class ConfigError(KaleDistError, ValueError):

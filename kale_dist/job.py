@@ -6,14 +6,13 @@ import collections
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kale_dist import interrupts, watch, weights
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import JobFiles, LogLine, StateName
-from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError
+from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError, warn
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -366,7 +365,7 @@ class Job(Generic[R]):
                 trained = self._outcomes.value(0, self.status.attempt)
                 self._objects = weights.load(targets, trained, self.ref, check=self._targets is not None)
                 for warning in self._objects.warnings:
-                    warnings.warn(warning, stacklevel=4)
+                    warn(warning)
             return self._objects
 
     def _logs(self, ranks: Sequence[int] | int | None, *, follow: bool, tail: int | None) -> Iterator[LogLine]:

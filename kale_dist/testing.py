@@ -4,7 +4,7 @@
 pytest tests; a backend's own tests inherit from it. Blobs in memory are `blobs.MemoryStore`.
 """
 
-# ruff: noqa: S101 - the suite asserts, as tests do
+# ruff: noqa: S101, D102, PT017 - the suite asserts as tests do, its tests' names are sentences, and pytest is not needed
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ class FakeRun:
         """Let a rank print a line; None for the agent."""
         stream = Stream.AGENT if rank is None else Stream.STDOUT
         with self._changed:
-            made = LogLine(
-                sequence=len(self._lines), time=time.time(), attempt=0, rank=rank, stream=stream, text=text
-            )
+            made = LogLine(sequence=len(self._lines), time=time.time(), attempt=0, rank=rank, stream=stream, text=text)
             self._lines.append(made)
             self._changed.notify_all()
 

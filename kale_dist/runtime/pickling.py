@@ -55,8 +55,8 @@ class DeviceMemory(Sequence[Buffer]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
-        chunk = whole[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES].cpu()
-        return _view(chunk.untyped_storage())
+        piece = whole[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        return _view(torch.empty(piece.numel(), dtype=torch.uint8).copy_(piece).untyped_storage())
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types

@@ -30,7 +30,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
 def _sum(tensor: Tensor) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.double()
-    return torch.linalg.vector_norm(tensor, 1).cpu().double()
+    total: Tensor = torch.linalg.vector_norm(tensor, 1)
+    return total.cpu().double()
 
 
 def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:

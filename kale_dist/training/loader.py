@@ -88,7 +88,7 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
             continue
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
-            candidate.num_samples = candidate.total_size = _length(candidate.dataset)
+            candidate.num_samples = candidate.total_size = _length(candidate.dataset) or 0
         elif replicas == group.world_size and replicas > 1:
             candidate.rank = group.rank
             return None

@@ -58,7 +58,9 @@ def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
         for name, value in row.values:
-            found.setdefault(name, {}).setdefault((row.source, row.rank), []).append((row, value))
+            # What a step returned is an average over ranks, whoever sent it.
+            rank = row.rank if row.source == "report" else None
+            found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))
     return tuple(_curve(name, found[name]) for name in order[:MAX_CURVES])
 

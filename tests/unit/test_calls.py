@@ -114,13 +114,16 @@ def test_weights_are_written_once_and_not_before_somebody_asks():
     assert torch.equal(job.state_dict()["layer.weight"], trained)
 
 
-def test_a_model_touched_meanwhile_is_warned_of_at_the_users_line():
+@pytest.mark.parametrize(
+    "ask", [lambda job: job.wait(), lambda job: job.result(), lambda job: job.model], ids=["wait", "result", "model"]
+)
+def test_a_model_touched_meanwhile_is_warned_of_at_the_users_line(ask):
     model, *rest = objects()
     job = kd.distribute(model, *rest, number_of_processes=1)
     with torch.no_grad():
         model.layer.weight.zero_()
     with pytest.warns(UserWarning, match="changed after the job had started") as caught:
-        job.wait()
+        ask(job)
     assert caught[0].filename == __file__
     assert model.layer.weight.any()
 
@@ -186,7 +189,12 @@ def test_elsewhere_a_model_is_built_from_the_snapshot():
     """
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(kd.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, cwd="/"
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd="/",
     )
     assert not done.stderr
     assert done.stdout.strip() == str(model(torch.ones(1, 3)).tolist())
@@ -225,7 +233,13 @@ def test_a_dry_run_writes_nothing(monkeypatch, tmp_path):
 
 
 def where():
-    return os.getcwd(), os.environ.get("KALE_TEST"), sys.argv, torch.get_num_threads(), kd.context().world_size
+    return (
+        str(pathlib.Path.cwd()),
+        os.environ.get("KALE_TEST"),
+        sys.argv,
+        torch.get_num_threads(),
+        kd.context().world_size,
+    )
 
 
 def test_ranks_have_the_notebooks_surroundings(tmp_path, monkeypatch):

@@ -1,6 +1,10 @@
 """A call of the notebook, made in another process: what it sees there, and what comes back."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from played import play
@@ -189,3 +193,15 @@ def test_a_snapshot_of_a_large_model_takes_almost_no_memory():
     environment = {**os.environ, "PYTHONPATH": str(benchmark.parents[1])}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout)["extra"] <= 0.05
+
+
+def test_cells_of_a_real_shell_are_named_as_the_user_knows_them(tmp_path):
+    pytest.importorskip("IPython")
+    play(
+        tmp_path,
+        "import sys\nfrom IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance(user_module=sys.modules['__main__'])\nshell.execution_count = 7\n"
+        "shell.run_cell('class Net:\\n    size = 3\\ndef call():\\n    import inspect\\n    print(inspect.getsource(Net))\\n    1 / 0  # boom', store_history=True)",
+        after="error = outcome.error\nassert isinstance(error, ZeroDivisionError)\n"
+        "assert 'File \"Cell In[7]\", line 6, in call\\n    1 / 0  # boom' in outcome.traceback, outcome.traceback",
+    )

@@ -36,7 +36,9 @@ def test_what_is_no_frame_is_refused(framed):
 
 
 def test_lines_show_their_rank():
-    lines = contract.frame_lines(0, 0, 0, 1, Stream.STDOUT, [b"x"]) + contract.frame_lines(1, 0, 0, None, Stream.AGENT, [b"y"])
+    lines = contract.frame_lines(0, 0, 0, 1, Stream.STDOUT, [b"x"]) + contract.frame_lines(
+        1, 0, 0, None, Stream.AGENT, [b"y"]
+    )
     assert [str(contract.parse_line(line)) for line in lines.splitlines()] == ["[1] x", "[kale-dist] y"]
 
 

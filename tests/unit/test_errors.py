@@ -16,9 +16,7 @@ SAMPLES = {
 
 
 def all_errors():
-    return [
-        kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KaleDistError)
-    ]
+    return [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KaleDistError)]
 
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
@@ -45,5 +43,7 @@ def test_builtin_parents_are_what_callers_expect():
 def test_messages_name_argument_value_and_remedy():
     text = str(errors.ConfigError("epochs", "0 is less than 1", "Give an int of 1 or more"))
     assert text == "epochs: 0 is less than 1. Give an int of 1 or more"
-    path = errors.NotSerializableError(("train_step", "closure log", "_io.TextIOWrapper"), "it is open", "Open it there")
+    path = errors.NotSerializableError(
+        ("train_step", "closure log", "_io.TextIOWrapper"), "it is open", "Open it there"
+    )
     assert str(path).startswith("train_step -> closure log -> _io.TextIOWrapper cannot be sent")

@@ -15,7 +15,25 @@ def test_labels_are_accepted(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "A", "Train", "1a", "-a", "a-", "a_b", "a.b", "a/b", "../a", "a b", "ä", "a\n", "x" * 51, "٣", "a\0", "ａ"],
+    [
+        "",
+        "A",
+        "Train",
+        "1a",
+        "-a",
+        "a-",
+        "a_b",
+        "a.b",
+        "a/b",
+        "../a",
+        "a b",
+        "ä",
+        "a\n",
+        "x" * 51,
+        "٣",
+        "a\0",
+        "\uff41",
+    ],
 )
 def test_what_is_no_label_is_refused_with_a_label_that_is(name):
     with pytest.raises(ConfigError) as caught:

@@ -1,5 +1,6 @@
 """Outcomes: signed, with the notebook's own classes, and an exception whatever it is like."""
 
+import functools
 import json
 import linecache
 import pathlib
@@ -203,9 +204,9 @@ def test_base_exceptions_and_groups(failed, error):
 
 @pytest.mark.parametrize(("make", "kind"), [
     (lambda: WithCode(5, hint="h"), WithCode),
-    (lambda: BadReduce("b"), BadReduce),
-    (lambda: BadText("t"), BadText),
-    (lambda: BadAttributes("a"), RemoteError),
+    (functools.partial(BadReduce, "b"), BadReduce),
+    (functools.partial(BadText, "t"), BadText),
+    (functools.partial(BadAttributes, "a"), RemoteError),
     (lambda: type("Local", (Exception,), {"__reduce_ex__": 5, "__init__": lambda self: None})(), None),
     (lambda: type("Local", (Exception,), {"__reduce__": lambda self: (int, ("x",))})("l"), RemoteError),
     (lambda: type("Local", (Exception,), {"__reduce__": lambda self: (int, ("5",))})("l"), RemoteError),

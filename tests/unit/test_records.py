@@ -120,7 +120,7 @@ def test_names_are_oldest_first():
 
 
 def test_deletion_keeps_the_blobs_that_others_need():
-    ours, shared, leaked = put("ours", "shared", "of a call that never became a job")
+    ours, shared, _ = put("ours", "shared", "of a call that never became a job")
     submitted("one", blobs=(ours, shared))
     submitted("two", blobs=(shared,))
     assert records.blobs_size() == sum(map(len, ("ours", "shared", "of a call that never became a job")))

@@ -376,3 +376,43 @@ def test_the_maps_go_with_the_tensors(store):
     del tensor
     assert alive() is None
     assert not any(blob in pathlib.Path("/proc/self/maps").read_text() for blob in snapshot.blobs)
+
+
+def test_memory_of_an_accelerator_is_copied_in_pieces(monkeypatch):
+    from kale_dist.runtime import pickling
+
+    monkeypatch.setattr(pickling, "CHUNK_BYTES", 1000)
+    storage = torch.arange(300, dtype=torch.int64).untyped_storage()
+    memory = pickling.DeviceMemory(storage)
+    pieces = [bytes(piece) for piece in memory]
+    assert [len(piece) for piece in pieces] == [1000, 1000, 400]
+    assert b"".join(pieces) == bytes(torch.arange(300, dtype=torch.int64).numpy())
+    assert memory.nbytes == 2400
+    assert blobs.digest_of(memory) == blobs.digest_of(pieces)
+
+
+def test_tensors_of_an_accelerator_load_where_there_is_none(store, monkeypatch):
+    """The pickle of a CUDA tensor differs from this one only by the flag that its memory was on an accelerator."""
+    from kale_dist.runtime import reducers
+
+    make = reducers.make_storage
+    monkeypatch.setattr(reducers, "make_storage", lambda index, accelerated: make(index, True))
+    tensor = torch.arange(500_000.0)
+    digest = capture(len, (tensor, torch.ones(3)), {}, store=store, label="len").snapshot.digest
+    big, small = loading.load(store, digest, fill_main=False, device="cpu").args
+    assert torch.equal(big, tensor)
+    assert small.device.type == "cpu"
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_tensors_go_to_the_ranks_device_or_to_main_memory(store):
+    model = nn.Linear(1000, 1000, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(3)
+    digest = capture(len, (model, generator), {}, store=store, label="len").snapshot.digest
+    here, _ = loading.load(store, digest, fill_main=False).args
+    there, drawn = loading.load(store, digest, fill_main=False, device="cuda:0").args
+    assert here.weight.device.type == "cpu"
+    assert there.weight.device.type == drawn.device.type == "cuda"
+    assert torch.equal(here.weight, model.weight.cpu())
+    assert torch.equal(there.weight, model.weight)

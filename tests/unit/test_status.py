@@ -47,7 +47,16 @@ def test_the_first_failing_rank_is_kept():
 
 def test_progress_and_what_is_known_of_it():
     status = status_of(
-        {"event": "progress", "rank": 0, "phase": "train", "epoch": 2, "epochs": 4, "step": 5, "steps": 10, "loss": None}
+        {
+            "event": "progress",
+            "rank": 0,
+            "phase": "train",
+            "epoch": 2,
+            "epochs": 4,
+            "step": 5,
+            "steps": 10,
+            "loss": None,
+        }
     )
     assert status.fraction == pytest.approx((1 + 0.5) / 4)
     unknown = status_of({"event": "progress", "rank": 0, "phase": "train", "epoch": 1, "epochs": 2, "steps": None})
@@ -111,4 +120,6 @@ def test_many_reports_are_reduced_in_little_time():
 
 
 def test_a_status_is_one_line():
-    assert repr(status_of({"event": "state", "state": "failed", "reason": "why"})) == "<JobStatus local://j failed: why>"
+    assert (
+        repr(status_of({"event": "state", "state": "failed", "reason": "why"})) == "<JobStatus local://j failed: why>"
+    )

@@ -23,7 +23,7 @@ def trained(model, optimizer=None, /, **changes):
     twin = copy.deepcopy((model, optimizer))
     with torch.no_grad():
         for parameter in twin[0].parameters():
-            parameter += 1
+            parameter.add_(1)
     return types.SimpleNamespace(
         **{
             "model": None, "reason": "", "model_state": twin[0].state_dict(),
@@ -44,7 +44,7 @@ def load(targets, result, ref="local://j", *, check=True):
 def test_weights_go_into_the_very_tensors_of_the_notebook():
     targets = objects()
     model = targets.model
-    before = {name: parameter for name, parameter in model.named_parameters()}
+    before = dict(model.named_parameters())
     result = trained(model)
     found = load(targets, result)
     assert found.model is model

@@ -14,7 +14,7 @@ between different steps without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -378,33 +378,3 @@ def _nested_error() -> KaleDistError:
         "A backward pass gave a parameter's gradient twice after gradients were already on their way. This comes from"
         " torch.utils.checkpoint with use_reentrant=True; use use_reentrant=False"
     )
-
-
-def sparse_parameters(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
-    """Identities of the parameters whose gradients will be sparse: embeddings made with `sparse=True`."""
-    return frozenset(
-        id(module.weight)
-        for module in modules
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-    )
-
-
-LazyHook = Callable[[torch.nn.Module, Any], None]
-
-
-def follow_lazy_modules(modules: Iterable[torch.nn.Module], exchange: GradientExchange) -> None:
-    """Have modules that get their shapes in the first forward pass start from rank 0's values.
-
-    Ranks draw from different seeds, so their own initial values would differ.
-    """
-    for module in modules:
-        if any(_is_uninitialized(p) for p in module.parameters(recurse=False)):
-            handle: list[Any] = []
-
-            def settle(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
-                if not any(_is_uninitialized(p) for p in module.parameters(recurse=False)):
-                    exchange.adopt(module.parameters(recurse=False))
-                    handle.pop().remove()
-
-            # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.
-            handle.append(module.register_forward_pre_hook(settle))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,3 +44,12 @@ def _gather(rows: Tensor, world_size: int) -> Tensor:
     parts = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(parts, padded)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def sparse_parameters(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
+    """Identities of the parameters whose gradients will be sparse: embeddings made with `sparse=True`."""
+    return frozenset(
+        id(module.weight)
+        for module in modules
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    )

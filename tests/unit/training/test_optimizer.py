@@ -241,6 +241,21 @@ def test_bf16_covers_the_whole_step():
     assert model.weight.dtype is torch.float32
 
 
+def test_bf16_sees_the_weights_of_each_step():
+    """A cast weight that is kept through the epoch would train on the first batch's weights."""
+    _, model = fit(precision="bf16", epochs=3)
+    expected = net()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(3):
+        for x, y in DataLoader(data(), 4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(expected(x), y)
+            loss.backward()
+            optimizer.step()
+    torch.testing.assert_close(model.weight, expected.weight, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_fp16_with_the_ready_made_step(ranks, accumulate):
     def job():

@@ -1,0 +1,268 @@
+"""The command line: look after jobs from any terminal, and run whole notebooks.
+
+Exit codes: 0; 1 if something failed; 2 for a mistake in the command; 130 after Ctrl-C; 141 if the reader of a pipe left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from kale_dist import __version__, backends, checks, doctor, records, view
+from kale_dist.backends.base import Backend, JobRef
+from kale_dist.contract import LogLine
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.view import facts, plain
+
+_FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
+_CANCEL_WAIT_S = 10.0
+_MIB = 1 << 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Words of the command line; None for those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            code: int = options.command(options)
+        finally:
+            sys.stdout.flush()
+    except ConfigError as error:
+        return _complain(error, _USAGE)
+    except KaleDistError as error:
+        return _complain(error, _FAILURE)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends; without this it would report the broken pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_LEFT
+    return code
+
+
+def _complain(error: KaleDistError, code: int) -> int:
+    print(f"kale-dist: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kale-dist", description="Jobs of kale_dist on this machine.")
+    parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, what: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
+        made.set_defaults(command=globals()[f"_{name}"])
+        return made
+
+    command("jobs", "list all jobs, with what they take on the disk")
+    status = command("status", "show how a job is")
+    logs = command("logs", "print a job's log, each line behind its rank")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    logs.add_argument("--rank", type=_count, metavar="N", help="only this rank's lines")
+    logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
+    cancel = command("cancel", "end a job")
+    render = command("render", "show what was submitted")
+    delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs")
+    delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
+    delete.add_argument("--finished", action="store_true", help="all jobs that have ended")
+    for made in (status, logs, cancel, render):
+        made.add_argument("ref", metavar="REF", help="a job's name or reference")
+    examine = command("doctor", "check what jobs need")
+    examine.add_argument("--json", action="store_true", help="as JSON")
+    run = command("run", "execute a notebook, and show its jobs' logs and progress")
+    run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
+    run.add_argument(
+        "-o",
+        "--output",
+        type=pathlib.Path,
+        metavar="OUT",
+        help="where the executed notebook goes (NAME.executed.ipynb)",
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _find(text: str) -> tuple[Backend, JobRef]:
+    """The job of a reference, known to exist."""
+    ref = JobRef.parse(text)
+    if ref.backend not in backends.NAMES:
+        near = checks.closest(ref.backend, backends.NAMES)
+        raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
+    backend = backends.get(ref.backend)
+    backend.status(ref)
+    return backend, ref
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _jobs(_: argparse.Namespace) -> int:
+    backend, now, rows = backends.get("local"), time.time(), []
+    for ref in backend.list():
+        # Another process may delete a job between the list and the look.
+        with contextlib.suppress(JobNotFoundError):
+            status, record = backend.status(ref), records.read(ref.name)
+            percent, elapsed = facts.percent(status), facts.elapsed_s(status, now)
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
+            size = _folder_size(records.files(ref.name).folder) + record.spec.snapshot_bytes
+            done = f" {percent} %" if percent is not None and not status.is_final else ""
+            rows.append(
+                (
+                    ref.name,
+                    f"{status.state.value}{done}",
+                    str(record.spec.topology.number_of_processes),
+                    created,
+                    facts.duration(elapsed) if elapsed is not None else "",
+                    f"{size / _MIB:,.1f} MiB",
+                )
+            )
+    if not rows:
+        print("There are no jobs.")
+        return 0
+    print(
+        "\n".join(plain.table(("name", "state", "ranks", "created", "ran", "size"), rows, right=frozenset((2, 4, 5))))
+    )
+    blobs = records.blobs_size()
+    print(f"\nSnapshots, shared by jobs: {blobs / _MIB:,.1f} MiB in {records.blobs_dir()}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    backend, ref = _find(options.ref)
+    status = backend.status(ref)
+    print(view.text(status, list(_tail(backend.logs(ref), 12)), time.time()))
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    backend, ref = _find(options.ref)
+    ranks = None if options.rank is None else (options.rank,)
+    seen = -1
+    if options.tail is not None:
+        for line in backend.logs(ref):
+            seen = line.sequence
+        lines: Iterator[LogLine] = (line for line in backend.logs(ref, ranks=ranks) if line.sequence <= seen)
+        _print_lines(_tail(lines, options.tail))
+        if not options.follow:
+            return 0
+    later = backend.logs(ref, follow=options.follow, ranks=ranks)
+    _print_lines(line for line in later if line.sequence > seen)
+    return 0
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    backend, ref = _find(options.ref)
+    backend.cancel(ref)
+    deadline = time.monotonic() + _CANCEL_WAIT_S
+    while not (status := backend.status(ref)).is_final:
+        if time.monotonic() > deadline:
+            raise BackendError(f"{ref} has not ended within {_CANCEL_WAIT_S:.0f} s of its cancellation", retryable=True)
+        time.sleep(0.05)
+    print(f"{ref}: {facts.sentence(status, None)}")
+    return 0
+
+
+def _render(options: argparse.Namespace) -> int:
+    backend, ref = _find(options.ref)
+    print(backend.plan(records.read(ref.name).spec).text, end="")
+    return 0
+
+
+def _delete(options: argparse.Namespace) -> int:
+    if not options.refs and not options.finished:
+        raise ConfigError("REF", "no job is named", "Name one or more, or pass --finished")
+    # All are looked up first: a mistyped name deletes nothing.
+    found = [_find(text) for text in options.refs]
+    if options.finished:
+        backend = backends.get("local")
+        found += [(backend, ref) for ref in backend.list() if _has_ended(backend, ref)]
+    for backend, ref in {ref: (backend, ref) for backend, ref in found}.values():
+        with contextlib.suppress(JobNotFoundError):
+            backend.delete(ref)
+            print(f"{ref} deleted")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = doctor.examine()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
+    else:
+        width = max(len(check.name) for check in found)
+        for check in found:
+            print(f"{check.verdict:<7}  {check.name:<{width}}  {check.sentence}")
+            if check.remedy:
+                print(f"{'':7}  {'':{width}}  -> {check.remedy}")
+    return _FAILURE if any(check.verdict is doctor.Verdict.FAILED for check in found) else 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        from kale_dist.notebook import execution
+        from kale_dist.notebook.terminal import Terminal
+    except ImportError as error:
+        missing = f"{error.name} is not installed"
+        raise ConfigError("run", missing, "Install what it needs: pip install 'kale-dist[notebook]'") from error
+    output = options.output or pathlib.Path(f"{options.notebook.stem}.executed.ipynb")
+    result = execution.run_notebook(options.notebook, output=output, terminal=Terminal(sys.stdout))
+    if result.failure:
+        print(f"{options.notebook}, {result.failure}", file=sys.stderr)
+    print(f"Executed notebook: {result.output}", file=sys.stderr if result.failure else sys.stdout)
+    if result.interrupted:
+        return _INTERRUPTED
+    return _FAILURE if result.failure else 0
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _tail(lines: Iterator[LogLine], count: int) -> Iterator[LogLine]:
+    return iter(collections.deque(lines, maxlen=count))
+
+
+def _print_lines(lines: Iterator[LogLine]) -> None:
+    clean = sys.stdout.isatty()
+    for line in lines:
+        # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
+        text = f"{plain.prefix(line)} {facts.clean(line.text)}" if clean else str(line)
+        print(text, flush=True)
+
+
+def _has_ended(backend: Backend, ref: JobRef) -> bool:
+    try:
+        return backend.status(ref).is_final
+    except JobNotFoundError:
+        return False
+
+
+def _folder_size(folder: pathlib.Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Checks what jobs need, before one fails for the lack of it: `kale-dist doctor`.
+
+Nothing is changed, and CUDA is initialised in a process that ends at once, never in the caller's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from kale_dist import records
+from kale_dist.errors import StoreError
+
+_GIB = 1 << 30
+_TORCH_TIMEOUT_S = 120.0
+_SLOW_IMPORT_S = 10.0
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_TORCH = (2, 6)
+_LOW_SHARED_MEMORY = 1 * _GIB
+"""DataLoader workers pass batches through it; containers often have 64 MiB."""
+_LOW_DISK = 5 * _GIB
+
+_ASK_TORCH = """
+import json, time
+before = time.perf_counter()
+import torch
+found = {"seconds": time.perf_counter() - before, "version": str(torch.__version__), "cuda": torch.version.cuda}
+import torch.distributed
+found["gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+try:
+    found["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+except Exception as error:
+    found["gpus"], found["gpu_error"] = [], f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(found))
+"""
+
+
+class Verdict(enum.StrEnum):
+    """How a check went."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Jobs run, but slower or with less than they might."""
+    FAILED = "failed"
+    """Jobs cannot run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    verdict: Verdict
+    sentence: str
+    """What was found."""
+    remedy: str = ""
+    """What to do; empty if all is well."""
+
+
+def examine() -> tuple[Check, ...]:
+    """Look at everything. Takes as long as an import of torch; never raises for what it finds."""
+    torch, gpus = _torch()
+    return (_python(), torch, gpus, _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
+
+
+def _python() -> Check:
+    version = sys.version_info
+    sentence = f"Python {version.major}.{version.minor}.{version.micro} ({sys.executable})"
+    if not sys.platform.startswith("linux"):
+        return _failed("Python", f"{sentence} on {sys.platform}", "This version runs on Linux only")
+    if version < _OLDEST_PYTHON:
+        return _failed("Python", sentence, "Python 3.11 or later is needed")
+    return _ok("Python", sentence)
+
+
+def _torch() -> tuple[Check, Check]:
+    """The checks of torch and of GPUs, from one process that imports torch."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
+        )
+        found = json.loads(asked.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        remedy = "Is the disk overloaded or on a slow network?"
+        return _failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _no_gpus("")
+    except (OSError, IndexError, ValueError):
+        last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.6'"), _no_gpus("")
+    version, seconds = found["version"], found["seconds"]
+    sentence = f"torch {version}, imported in {seconds:.1f} s"
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < _OLDEST_TORCH:
+        torch = _failed("torch", sentence, "torch 2.6 or later is needed: pip install --upgrade torch")
+    elif not found["gloo"]:
+        torch = _failed("torch", f"{sentence}, has no gloo", "Install a torch that was built with distributed support")
+    elif seconds > _SLOW_IMPORT_S:
+        torch = _warning("torch", sentence, "The first job of a notebook waits that long; a local disk would be faster")
+    else:
+        torch = _ok("torch", sentence)
+    if found.get("gpu_error"):
+        return torch, _warning("GPUs", f"CUDA does not start: {found['gpu_error']}", "Check the driver: nvidia-smi")
+    if not found["gpus"]:
+        return torch, _no_gpus(found["cuda"] or "")
+    names = sorted(set(found["gpus"]))
+    described = ", ".join(f"{found['gpus'].count(name)} x {name}" for name in names)
+    return torch, _ok("GPUs", f"{described} (CUDA {found['cuda']})")
+
+
+def _no_gpus(cuda: str) -> Check:
+    if pathlib.Path("/dev/nvidia0").exists() and not cuda:
+        return _warning("GPUs", "There is an NVIDIA device, but this torch has no CUDA", "Install torch with CUDA")
+    return _ok("GPUs", "None that torch can use; cuda=True will be refused")
+
+
+def _cores() -> Check:
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota = _cpu_quota()
+    sentence = f"{usable} of {total} cores usable" if usable < total else f"{total} core{'' if total == 1 else 's'}"
+    if quota is not None and quota < usable:
+        remedy = "More processes than that slow each other down: choose number_of_processes accordingly"
+        return _warning("cores", f"{sentence}, limited to the time of {quota:g}", remedy)
+    return _ok("cores", sentence)
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time that the control group allows; None without a limit."""
+    try:
+        limit, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        folder = pathlib.Path("/sys/fs/cgroup/cpu")
+        limit_us = int((folder / "cpu.cfs_quota_us").read_text())
+        return limit_us / int((folder / "cpu.cfs_period_us").read_text()) if limit_us > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _shared_memory() -> Check:
+    try:
+        usage = shutil.disk_usage("/dev/shm")  # noqa: S108 - the kernel's shared memory, which is only measured
+    except OSError as error:
+        return _warning(
+            "shared memory", f"cannot be measured: {error}", "DataLoader workers need it: mount a tmpfs there"
+        )
+    sentence = f"{_size(usage.free)} of {_size(usage.total)} free in /dev/shm"
+    if usage.free < _LOW_SHARED_MEMORY:
+        remedy = "DataLoader workers may run out of it: docker run --shm-size=2g, or num_workers=0"
+        return _warning("shared memory", sentence, remedy)
+    return _ok("shared memory", sentence)
+
+
+def _state_folder() -> Check:
+    try:
+        folder = records.state_dir()
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except (OSError, StoreError) as error:
+        return _failed("state folder", f"not writable: {error}", "Set XDG_STATE_HOME to a folder you can write to")
+    sentence = f"{folder}, {_size(free)} free"
+    if free < _LOW_DISK:
+        remedy = "kale-dist delete --finished removes old jobs, or set XDG_STATE_HOME to a larger disk"
+        return _warning("state folder", sentence, remedy)
+    return _ok("state folder", sentence)
+
+
+def _notebook() -> Check:
+    from importlib import metadata
+
+    missing = []
+    for name in ("ipykernel", "nbclient", "nbformat"):
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        sentence = f"{', '.join(missing)} not installed; only `kale-dist run` needs it"
+        return _warning("notebooks", sentence, "pip install 'kale-dist[notebook]'")
+    return _ok("notebooks", f"can be executed (nbclient {metadata.version('nbclient')})")
+
+
+def _docker() -> Check:
+    host = os.environ.get("DOCKER_HOST", "")
+    found = host or ("/var/run/docker.sock" if pathlib.Path("/var/run/docker.sock").exists() else "")
+    return _ok("docker", f"{f'found: {found}' if found else 'not found'}; not used by this version")
+
+
+def _cluster() -> Check:
+    named = [pathlib.Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    paths = named or [pathlib.Path.home() / ".kube" / "config"]
+    inside = "KUBERNETES_SERVICE_HOST" in os.environ
+    found = "inside a cluster" if inside else next((f"found: {path}" for path in paths if path.exists()), "not found")
+    return _ok("cluster", f"{found}; not used by this version")
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size >> 20} MiB"
+
+
+def _ok(name: str, sentence: str) -> Check:
+    return Check(name=name, verdict=Verdict.OK, sentence=sentence)
+
+
+def _warning(name: str, sentence: str, remedy: str) -> Check:
+    return Check(name=name, verdict=Verdict.WARNING, sentence=sentence, remedy=remedy)
+
+
+def _failed(name: str, sentence: str, remedy: str) -> Check:
+    return Check(name=name, verdict=Verdict.FAILED, sentence=sentence, remedy=remedy)

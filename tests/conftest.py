@@ -1,0 +1,97 @@
+"""For all tests: a state of their own, no process left behind, and a machine that lacks a package."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+
+import pytest
+
+_RUN_NAME = "KALE_DIST_TEST_RUN"
+"""Every process that a test starts inherits this variable, however it was started."""
+
+_OURS = (b"kale_dist.runtime", b"kale_dist.cli", b"ipykernel_launcher")
+"""What the command line of a process says that must not outlive the tests."""
+
+_ENDS_WITHIN_S = 15.0
+
+
+def pytest_configure(config):
+    # Not below pytest's own folder: a path of a unix socket has at most 107 bytes.
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="kd-", dir="/tmp"))
+    for name in ("state", "run"):
+        (folder / name).mkdir(mode=0o700)
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    os.environ["XDG_RUNTIME_DIR"] = str(folder / "run")
+    os.environ[_RUN_NAME] = uuid.uuid4().hex
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def _of_this_run():
+    """Processes of kale_dist, and kernels, that tests of this run have started: pid to command line."""
+    mark = f"{_RUN_NAME}={os.environ[_RUN_NAME]}".encode()
+    found = {}
+    for folder in pathlib.Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes()
+            if any(word in command for word in _OURS) and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left():
+    """After the last test this process's own agent is let go; whatever is there a little later has no right to be."""
+    yield
+    local = sys.modules.get("kale_dist.backends.local")
+    if local is not None:
+        local.shared().close()
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while (left := _of_this_run()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes outlive the tests: {left}"
+
+
+class _Absent:
+    """Finds a package before anybody else does, and says that it is not installed."""
+
+    def __init__(self, package):
+        self.package = package
+
+    def find_spec(self, name, _path=None, _target=None):
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _without(monkeypatch, package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Absent(package), *sys.meta_path])
+
+
+@pytest.fixture
+def no_kubernetes(monkeypatch):
+    """A machine without the kubernetes package."""
+    _without(monkeypatch, "kubernetes")
+
+
+@pytest.fixture
+def no_docker(monkeypatch):
+    """A machine without the docker package."""
+    _without(monkeypatch, "docker")
+
+
+@pytest.fixture
+def no_ipywidgets(monkeypatch):
+    """A machine without ipywidgets."""
+    _without(monkeypatch, "ipywidgets")

@@ -1,0 +1,215 @@
+"""The local backend's own promises: one agent for all jobs, replaced when it must be; files tell everything."""
+
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import kale_dist as kd
+from kale_dist import records
+from kale_dist.backends import local
+from kale_dist.backends.job_reader import LineReader, LogReader
+from kale_dist.contract import Stream, frame_lines
+from kale_dist.errors import JobFailedError, JobNotFoundError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_state(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+        for job in kd.jobs():
+            job.delete()
+
+
+def pid():
+    return os.getpid(), os.getppid()
+
+
+def sleep(seconds):
+    print("ready", flush=True)
+    time.sleep(seconds)
+
+
+def record(job):
+    return records.read(job.name)
+
+
+def run(fn=pid, *args, **options):
+    return kd.launch(fn, *args, **{"number_of_processes": 1, **options})
+
+
+def test_jobs_of_one_process_share_one_agent():
+    jobs = [run() for _ in range(3)]
+    assert all(job.wait(60).state.value == "succeeded" for job in jobs)
+    assert len({record(job).agent_pid for job in jobs}) == 1
+    assert record(jobs[0]).kernel_pid == os.getpid()
+    assert not any(job.status.notes for job in jobs)
+
+
+def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
+    job = run(environment={"A": "b"})
+    job.wait()
+    folder = job.files.folder
+    key = job.files.key.read_bytes()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(job.files.key.stat().st_mode) == 0o600
+    assert len(key) == 32
+    for path in folder.rglob("*"):
+        if path.is_file() and path != job.files.key:
+            content = path.read_bytes()
+            assert key not in content
+            assert key.hex().encode() not in content
+
+
+def seen(name):
+    return os.environ.get(name)
+
+
+def test_a_changed_variable_that_is_read_at_load_gets_a_new_agent_and_the_job_says_why(monkeypatch):
+    before = run()
+    before.wait()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    job = run(seen, "OMP_NUM_THREADS")
+    assert job.result() == "1"
+    assert record(job).agent_pid != record(before).agent_pid
+    assert "OMP_NUM_THREADS was set" in job.status.notes[0]
+    again = run(seen, "OMP_NUM_THREADS")
+    again.wait()
+    assert not again.status.notes
+    assert record(again).agent_pid == record(job).agent_pid
+
+
+def test_an_agent_found_dead_is_replaced_silently(capfd):
+    before = run()
+    before.wait()
+    old = record(before).agent_pid
+    os.kill(old, signal.SIGKILL)
+    job = run()
+    assert job.wait(60).state.value == "succeeded"
+    assert record(job).agent_pid != old
+    assert not job.status.notes
+    assert not capfd.readouterr().err
+
+
+def test_the_death_of_the_agent_fails_its_running_jobs_and_ends_their_ranks():
+    job = run(sleep, 600)
+    next(job.logs(follow=True))
+    while job.status.replicas[0].pid is None:
+        time.sleep(0.01)
+    rank = job.status.replicas[0].pid
+    os.kill(record(job).agent_pid, signal.SIGKILL)
+    status = job.wait(10)
+    assert (status.state.value, status.cause.value) == ("failed", "agent-died")
+    assert status.ended is not None
+    with pytest.raises(JobFailedError, match="agent"):
+        job.result()
+    assert [line.text for line in job.logs(follow=True)] == ["ready"]
+    deadline = time.monotonic() + 5
+    while pathlib.Path(f"/proc/{rank}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.cancel()
+    job.delete()
+
+
+def test_another_process_follows_and_the_log_starts_at_its_first_line():
+    job = run(sleep, 1.5)
+    next(job.logs(follow=True))
+    code = f"import kale_dist as kd; kd.attach({job.name!r}).stream_logs()"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=pathlib.Path(kd.__file__).parents[1],
+    )
+    assert elsewhere.stdout == "[0] ready\n"
+    job.wait()
+
+
+def test_a_job_of_another_name_or_backend_is_not_found():
+    backend = local.shared()
+    for ref in (local.JobRef("local", "missing"), local.JobRef("fake", "x")):
+        with pytest.raises(JobNotFoundError):
+            backend.status(ref)
+
+
+def test_a_name_used_again_is_another_job():
+    old = run(name="again")
+    old.wait()
+    elsewhere = "import kale_dist as kd; kd.attach('again').delete()"
+    subprocess.run([sys.executable, "-c", elsewhere], check=True, timeout=60, cwd=pathlib.Path(kd.__file__).parents[1])
+    with pytest.raises(JobNotFoundError):
+        _ = old.status
+    new = run(name="again")
+    assert kd.attach("again") is new
+    assert new.wait().state.value == "succeeded"
+
+
+def test_a_deleted_job_frees_its_blobs():
+    job = run(sleep, 0)
+    kept = run(sleep, 0)
+    other = run(seen, "B" * 200_000)
+    for each in (job, kept, other):
+        each.wait()
+    store = local.records.blobs_dir()
+    big = set(other.spec.blobs) - set(job.spec.blobs)
+    assert all((store / blob).exists() for blob in big)
+    other.delete()
+    job.delete()
+    assert not any((store / blob).exists() for blob in big)
+    assert all((store / blob).exists() for blob in kept.spec.blobs)
+
+
+def test_jobs_from_several_threads_do_not_get_mixed_up():
+    results = {}
+
+    def one(number):
+        results[number] = run(seen, f"NOT_SET_{number}", number_of_processes=1).results()
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [None] for number in range(4)}
+
+
+# -- reading files piece by piece ------------------------------------------------------------------------------------
+
+
+def test_lines_are_read_once_and_only_whole(tmp_path):
+    path = tmp_path / "file"
+    reader = LineReader(path)
+    assert list(reader.blocks()) == []
+    assert not reader.has_more
+    with path.open("ab", buffering=0) as file:
+        file.write(b"one\ntw")
+        assert reader.has_more
+        assert list(reader.blocks()) == [b"one"]
+        assert list(reader.blocks()) == []
+        file.write(b"o\n\nthree\n")
+        assert b"".join(reader.blocks()) == b"two\n\nthree"
+
+
+@pytest.mark.parametrize("size", [1, 100, 1 << 20, (1 << 20) + 1, 3 << 20])
+def test_long_lines_across_blocks_are_whole(tmp_path, size):
+    path = tmp_path / "log"
+    lines = [b"a" * size, b"b", b"c" * size]
+    path.write_bytes(frame_lines(0, 0, 0, 1, Stream.STDOUT, lines))
+    assert [len(line.text) for line in LogReader(path).read()] == [size, 1, size]
+
+
+def test_rubbish_in_a_log_hides_no_line(tmp_path):
+    path = tmp_path / "log"
+    good = frame_lines(0, 0, 0, 0, Stream.STDOUT, [b"good"])
+    path.write_bytes(good + b"\x00\xff rubbish\n\n" + good + b"7 0 0 0 o cut")
+    assert [line.text for line in LogReader(path).read()] == ["good", "good"]
