@@ -145,7 +145,9 @@ def imports_of(code: types.CodeType, package: str) -> Iterator[str]:
 
 def _stand_in(name: str, value: Any) -> Any:
     """What a rank gets for the names that IPython puts into every notebook, which lead to the whole shell."""
-    shell = getattr(value, "__self__", None) if name == "get_ipython" else getattr(value, "_ip", None)
+    if name not in {"get_ipython", "exit", "quit"}:
+        return value
+    shell = getattr(value, "__self__", None) or getattr(value, "_ip", None)
     if shell is not None and type(shell).__module__.partition(".")[0] in {"IPython", "ipykernel"}:
         return reducers.ipython
     return value

@@ -89,7 +89,7 @@ def svg(curve: Curve) -> str:
         f'<line x1="0" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-opacity="0.13"/>'
         for y in (_TOP, _HEIGHT / 2, _HEIGHT - _BOTTOM)
     )
-    label = escape(f"{facts.clean(curve.name)}: {curve.summary}", quote=True)
+    label = escape(f"{curve.name}: {curve.summary}", quote=True)
     return (
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'style="display:block;width:100%;height:auto">'
@@ -116,7 +116,8 @@ def _curve(name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow,
     several = len({source for source, _ in groups}) > 1
     series = []
     for (source, rank), rows in list(groups.items())[:MAX_SERIES]:
-        label = source if rank is None else (f"{source} rank {rank}" if several else f"rank {rank}")
+        said = facts.clean(source)
+        label = said if rank is None else (f"{said} rank {rank}" if several else f"rank {rank}")
         xs, by_epoch = _positions([row for row, _ in rows])
         points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True) if math.isfinite(value)]
         series.append(
@@ -124,7 +125,7 @@ def _curve(name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow,
                 label=label, points=_thin(points), last=rows[-1][1], by_epoch=by_epoch and rows[0][0].epoch is not None
             )
         )
-    return Curve(name=name, series=tuple(series))
+    return Curve(name=facts.clean(name), series=tuple(series))
 
 
 def _positions(rows: Sequence[MetricRow]) -> tuple[list[float], bool]:
@@ -151,8 +152,8 @@ def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
 
 
 def _span(low: float, high: float) -> tuple[float, float]:
-    """Bounds that lie apart, also for a line that is level; halves, for the difference of two floats may overflow."""
-    if low < high:
+    """Bounds that lie apart, also for a line that is level. Halves, for the difference of two floats may overflow."""
+    if high / 2 - low / 2 > 0:
         return low, high
     margin = abs(low) / 2 or 1.0
     return low - margin, high + margin

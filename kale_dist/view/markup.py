@@ -137,14 +137,14 @@ def _figure(curve: curves.Curve) -> str:
     legend = "".join(
         f'<span style="display:inline-flex;align-items:center;gap:5px;white-space:nowrap">'
         f"{_dot(curves.COLOURS[index % len(curves.COLOURS)]) if picture else ''}"
-        f'<span style="{_MUTED}">{_text(facts.clean(one.label))}</span> '
+        f'<span style="{_MUTED}">{_text(one.label)}</span> '
         f'<span style="{_FIGURES};font-weight:600">{facts.number(one.last)}</span></span> '
         for index, one in enumerate(curve.series)
     )
     return (
         '<div style="flex:1 1 230px;min-width:0;max-width:400px">'
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:0 12px;margin-bottom:3px">'
-        f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(facts.clean(curve.name))}</span> {legend}</div>'
+        f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(curve.name)}</span> {legend}</div>'
         f"{picture}{_scale(curve) if picture else ''}</div>"
     )
 

@@ -29,7 +29,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     progress = progress_line(status, now)
     if progress:
         lines.append(progress)
-    lines += [f"{facts.clean(curve.name)}: {curve.summary}" for curve in curves.collect(status.metrics)]
+    lines += [f"{curve.name}: {curve.summary}" for curve in curves.collect(status.metrics)]
     lines += _ranks(status)
     error = facts.first_error(status)
     if error is not None:

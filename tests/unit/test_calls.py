@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 
 import pytest
@@ -13,7 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist import records
-from kale_dist.errors import ConfigError, JobExistsError, JobFailedError, JobNotFoundError, ResultUnavailableError
+from kale_dist.errors import (
+    ConfigError,
+    JobExistsError,
+    JobFailedError,
+    JobNotFoundError,
+    NotSerializableError,
+    ResultUnavailableError,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -200,8 +208,20 @@ def test_elsewhere_a_model_is_built_from_the_snapshot():
     assert done.stdout.strip() == str(model(torch.ones(1, 3)).tolist())
 
 
+def unsendable():
+    return {"fine": 1, "inner": [threading.Lock()]}
+
+
 def nothing(*args, **kwargs):
     return args, kwargs
+
+
+def test_a_result_that_cannot_be_sent_back_is_named_by_its_path():
+    job = kd.launch(unsendable, number_of_processes=1)
+    error = job.exception()
+    assert isinstance(error, JobFailedError)
+    assert isinstance(error.__cause__, NotSerializableError)
+    assert "lock" in str(error)
 
 
 def test_keywords_that_are_not_launchs_own_go_to_the_function():

@@ -1,12 +1,12 @@
 """The local backend's own promises: one agent for all jobs, replaced when it must be; files tell everything."""
 
+import concurrent.futures
 import os
 import pathlib
 import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -35,6 +35,10 @@ def pid():
 def sleep(seconds):
     print("ready", flush=True)
     time.sleep(seconds)
+
+
+def add(one, other):
+    return one + other
 
 
 def record(job):
@@ -170,17 +174,11 @@ def test_a_deleted_job_frees_its_blobs():
 
 
 def test_jobs_from_several_threads_do_not_get_mixed_up():
-    results = {}
-
     def one(number):
-        results[number] = run(seen, f"NOT_SET_{number}", number_of_processes=1).results()
+        return run(add, number, 1).result()
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: [None] for number in range(4)}
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(one, range(12))) == list(range(1, 13))
 
 
 # -- reading files piece by piece ------------------------------------------------------------------------------------

@@ -203,11 +203,11 @@ def test_base_exceptions_and_groups(failed, error):
 
 
 @pytest.mark.parametrize(("make", "kind"), [
-    (lambda: WithCode(5, hint="h"), WithCode),
+    (functools.partial(WithCode, 5, hint="h"), WithCode),
     (functools.partial(BadReduce, "b"), BadReduce),
     (functools.partial(BadText, "t"), BadText),
     (functools.partial(BadAttributes, "a"), RemoteError),
-    (lambda: type("Local", (Exception,), {"__reduce_ex__": 5, "__init__": lambda self: None})(), None),
+    (type("Local", (Exception,), {"__reduce_ex__": 5, "__init__": lambda self: None}), None),
     (lambda: type("Local", (Exception,), {"__reduce__": lambda self: (int, ("x",))})("l"), RemoteError),
     (lambda: type("Local", (Exception,), {"__reduce__": lambda self: (int, ("5",))})("l"), RemoteError),
 ], ids=str)  # fmt: skip

@@ -1,0 +1,49 @@
+"""Sphinx's settings. Warnings are errors: `make docs`."""
+
+from __future__ import annotations
+
+import kale_dist
+
+project = "kale_dist"
+author = "The kale_dist authors"
+copyright = "The kale_dist authors, Apache-2.0"  # noqa: A001 - Sphinx's name
+version = release = kale_dist.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "kale_dist"
+html_show_sourcelink = False
+
+# Docstrings mark code with single backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+myst_enable_extensions = ["deflist", "fieldlist"]
+myst_heading_anchors = 3
+
+
+def _indented_blocks_are_literal(
+    _app: object, what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Docstrings of modules draw trees and examples as indented blocks, which reStructuredText would set as quotes."""
+    if what != "module":
+        return
+    result: list[str] = []
+    inside = False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not inside:
+            result += ["::", ""]
+        inside = indented or (inside and not line)
+        result.append(line)
+    lines[:] = result
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _indented_blocks_are_literal)  # type: ignore[attr-defined]

@@ -1,0 +1,174 @@
+"""The command line on real jobs, mostly as a program of its own."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import kale_dist as kd
+from kale_dist import records
+from kale_dist.cli import main
+from kale_dist.errors import JobNotFoundError
+
+
+def speak(count):
+    for number in range(count):
+        print(f"line {number}", flush=True)
+    kd.report(loss=0.5)
+
+
+def wait_for_ever():
+    print("waiting", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+def program(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "kale_dist.cli", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def job():
+    job = kd.launch(speak, 5, number_of_processes=2, name="speaks")
+    job.wait()
+    yield job
+    with contextlib.suppress(JobNotFoundError):
+        job.delete()
+
+
+@pytest.fixture
+def endless():
+    job = kd.launch(wait_for_ever, number_of_processes=1)
+    next(iter(job.logs(follow=True)))
+    yield job
+    job.delete()
+
+
+def test_jobs_lists_state_ranks_and_sizes(job, capsys):
+    assert main(["jobs"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^speaks +succeeded +2 +20\d\d-.* MiB$", out, re.MULTILINE)
+    assert str(records.blobs_dir()) in out
+
+
+def test_jobs_of_an_empty_machine(tmp_path):
+    found = program("jobs", env={**os.environ, "XDG_STATE_HOME": str(tmp_path)})
+    assert (found.returncode, found.stdout) == (0, "There are no jobs.\n")
+
+
+def test_status_from_another_process(job):
+    found = program("status", "speaks")
+    assert found.returncode == 0
+    assert "local://speaks  succeeded" in found.stdout
+    assert "loss: 0.5" in found.stdout
+    assert "line 4" in found.stdout
+
+
+def test_logs_all_of_one_rank_and_the_tail(job, capsys):
+    assert main(["logs", job.ref]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(line) for line in job.logs()]
+    assert main(["logs", "--rank", "1", "speaks"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"[1] line {number}" for number in range(5)]
+    assert main(["logs", "--rank", "0", "--tail", "2", "speaks"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["[0] line 3", "[0] line 4"]
+    assert main(["logs", "-f", "--tail", "0", "speaks"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_render_shows_what_was_submitted(job, capsys):
+    assert main(["render", "speaks"]) == 0
+    assert capsys.readouterr().out == kd.render(speak, 5, number_of_processes=2, name="speaks").text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["status", "nosuch"], 1, "There is no job 'nosuch'"),
+        (["logs", "../../etc/passwd"], 1, "There is no job"),
+        (["cancel", "kubernets://a/b"], 2, "there is no backend 'kubernets'"),
+        (["status", ""], 2, "does not name a job"),
+        (["delete"], 2, "--finished"),
+        (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
+        (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line_on_stderr(job, capsys, words, code, message):
+    assert main(words) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("kale-dist: ")
+    assert captured.err.count("\n") == 1
+    assert job.done()
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nosuch"], ["logs"], ["logs", "--rank", "-1", "x"], ["logs", "--tail", "x", "y"]]
+)
+def test_usage_errors_exit_with_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: kale-dist" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_causes_no_traceback(job):
+    command = f"{sys.executable} -m kale_dist.cli logs speaks | true"
+    found = subprocess.run(
+        ["/bin/bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False
+    )
+    assert found.stderr == ""
+    assert found.returncode in (0, 141)
+
+
+def test_cancel_waits_for_the_end(endless, capsys):
+    assert main(["cancel", endless.name]) == 0
+    assert "Cancelled" in capsys.readouterr().out
+    assert endless.status.state.value == "cancelled"
+    assert main(["cancel", endless.name]) == 0
+
+
+def test_following_ends_with_ctrl_c_and_the_job_runs_on(endless):
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "kale_dist.cli", "logs", "-f", endless.ref],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert follower.stdout.readline() == b"[0] waiting\n"
+    follower.send_signal(signal.SIGINT)
+    _, errors = follower.communicate(timeout=20)
+    assert (follower.returncode, errors) == (130, b"")
+    assert not endless.done()
+
+
+def test_following_ends_when_the_job_does(endless):
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "kale_dist.cli", "logs", "-f", endless.ref],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert follower.stdout.readline() == b"[0] waiting\n"
+    endless.cancel()
+    follower.communicate(timeout=20)
+    assert follower.returncode == 0
+
+
+def test_delete_finished_leaves_what_runs(endless, capsys):
+    done = kd.launch(speak, 1, number_of_processes=1)
+    done.wait()
+    assert main(["delete", "--finished", done.ref]) == 0
+    assert f"{done.ref} deleted" in capsys.readouterr().out
+    assert not records.exists(done.name)
+    assert records.exists(endless.name)

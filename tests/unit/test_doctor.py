@@ -1,0 +1,70 @@
+"""`doctor` on this machine, and on ones that lack something."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kale_dist import doctor
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {check.name: check for check in doctor.examine()}
+
+
+def test_this_machine_can_run_jobs(found):
+    assert [check.name for check in found.values() if check.verdict is doctor.Verdict.FAILED] == []
+    assert found["Python"].sentence.startswith(f"Python {sys.version_info.major}.{sys.version_info.minor}")
+    assert "imported in" in found["torch"].sentence
+    assert str(len(os.sched_getaffinity(0))) in found["cores"].sentence
+
+
+def test_what_is_not_well_has_a_remedy(found):
+    for check in found.values():
+        assert check.sentence
+        assert bool(check.remedy) == (check.verdict is not doctor.Verdict.OK)
+
+
+def test_docker_and_cluster_are_said_not_to_be_used(found):
+    for name in ("docker", "cluster"):
+        assert found[name].verdict is doctor.Verdict.OK
+        assert "not used by this version" in found[name].sentence
+
+
+def test_a_kubeconfig_is_found(tmp_path, monkeypatch):
+    (tmp_path / "config").write_text("")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert str(tmp_path / "config") in doctor._cluster().sentence
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise ImportError('libtorch is broken')", "libtorch is broken"),
+        ("import os; os._exit(3)", "import torch fails"),
+        ("print('noise'); __version__ = '1.9.1+cpu'", "import torch fails"),
+    ],
+)
+def test_a_broken_torch_is_a_failure_and_the_exit_code_says_so(tmp_path, source, words):
+    (tmp_path / "torch.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(pathlib.Path.cwd())])}
+    command = [sys.executable, "-m", "kale_dist.cli", "doctor", "--json"]
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert asked.returncode == 1
+    torch = next(check for check in json.loads(asked.stdout) if check["name"] == "torch")
+    assert torch["verdict"] == "failed"
+    assert words in torch["sentence"]
+    assert torch["remedy"]
+
+
+def test_a_state_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    check = doctor._state_folder()
+    assert check.verdict is doctor.Verdict.FAILED
+    assert "XDG_STATE_HOME" in check.remedy

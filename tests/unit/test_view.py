@@ -1,0 +1,275 @@
+"""The pictures of a job: what they say, and that nothing a rank writes can break them."""
+
+import dataclasses
+import html.parser
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kale_dist import view
+from kale_dist.contract import FailureCause, LogLine, RankStateName, StateName, Stream
+from kale_dist.status import JobStatus, MetricRow, RankProgress, ReplicaStatus
+from kale_dist.view import curves, facts, plain
+
+VOID = {"br", "img", "hr", "meta", "input"}
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</pre></div><style>*{display:none}</style>",
+    "\x1b[2J\x1b[31mred\x1b[0m \x1b]0;title\x07",
+    "a\rb\x00c\x07",
+    "\u202eright to left",
+    "half \ud800 pair",
+    "x" * 100_000,
+    "&amp; &lt;b&gt;",
+    "{curly} %s %(x)s",
+]
+
+
+class Reader(html.parser.HTMLParser):
+    """Checks that tags are closed in order, and collects them, their attributes and the text."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.open, self.tags, self.words = [], [], []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return "".join(self.words)
+
+    def find(self, **wanted):
+        return [one for _, one in self.tags if all(one.get(name) == value for name, value in wanted.items())]
+
+
+def progress(**changes):
+    values = {"phase": "train", "epoch": 3, "epochs": 8, "step": 12, "steps": 24, "samples": 384}
+    return RankProgress(**{**values, "samples_per_s": 4000.0, "loss": 0.1234, "time": 10.0, **changes})
+
+
+def line(text, rank=0):
+    return LogLine(sequence=0, time=0.0, attempt=0, rank=rank, stream=Stream.STDOUT, text=text)
+
+
+def row(source="train", rank=None, epoch=1, step=None, **values):
+    return MetricRow(time=0.0, rank=rank, epoch=epoch, step=step, source=source, values=tuple(values.items()))
+
+
+def running(**changes):
+    replicas = tuple(ReplicaStatus(rank=rank, state=RankStateName.RUNNING, progress=progress()) for rank in range(2))
+    values = {"ref": "local://train-net-abcde", "state": StateName.RUNNING, "created": 0.0, "started": 1.0}
+    return JobStatus(**{**values, "replicas": replicas, **changes})
+
+
+def test_a_running_job_says_where_it_is():
+    text = view.text(running(), [line("hello", 1)], now=11.0)
+    assert "local://train-net-abcde  running" in text
+    assert "Epoch 3 of 8, step 12 of 24" in text
+    assert "31 %" in text
+    assert "8,000 samples/s" in text
+    assert "about 22 s left" in text
+    assert re.search(r"^ +1  running +3/8  12/24 +4,000  0.1234$", text, re.MULTILINE)
+    assert text.endswith("[1] hello")
+
+
+def test_html_says_the_same_and_is_accessible():
+    read = Reader(view.html(running(), [line("hello", 1)], now=11.0))
+    for words in ("train-net-abcde", "running", "Epoch 3 of 8, step 12 of 24", "31 %", "8,000 samples/s", "hello"):
+        assert words in read.text
+    (bar,) = read.find(role="progressbar")
+    assert (bar["aria-valuenow"], bar["aria-valuemin"], bar["aria-valuemax"]) == ("31", "0", "100")
+    assert bar["aria-label"]
+    assert len(read.find(scope="col")) == 6
+    assert len(read.find(scope="row")) == 2
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_only_text(text):
+    status = running(
+        state=StateName.FAILED,
+        reason=text,
+        notes=(text,),
+        metrics=(row(**{text: 1.0}), row(epoch=2, **{text: 2.0}), row(source=text, epoch=3, **{text: 2.0})),
+        replicas=(
+            ReplicaStatus(rank=0, state=RankStateName.FAILED, error=text, signal=text, progress=progress(phase=text)),
+        ),
+    )
+    source = view.html(status, [line(text)], now=2.0)
+    source.encode()
+    read = Reader(source)
+    assert {tag for tag, _ in read.tags}.isdisjoint({"script", "style", "img", "b"})
+    assert not [name for _, found in read.tags for name in found if name.startswith("on")]
+    in_terminal = view.text(status, [line(text)], now=2.0)
+    in_terminal.encode()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", in_terminal)
+
+
+def test_static_safe():
+    source = view.html(running(metrics=(row(loss=1.0), row(epoch=2, loss=0.5))), [line("x")], now=2.0)
+    assert "<script" not in source
+    assert "<style" not in source
+    assert ' id="' not in source
+    assert "url(" not in source
+
+
+def test_failure_shows_the_first_failing_ranks_error_once():
+    status = running(
+        state=StateName.FAILED,
+        reason="Rank 1 raised ValueError",
+        cause=FailureCause.ERROR,
+        ended=9.0,
+        failed_rank=1,
+        replicas=(
+            ReplicaStatus(rank=0, state=RankStateName.FAILED, error="RuntimeError: connection closed"),
+            ReplicaStatus(rank=1, state=RankStateName.FAILED, error="ValueError: odd\nsecond line", exit_code=1),
+        ),
+    )
+    text = view.text(status)
+    assert "Failed after 8.0 s: rank 1 raised ValueError" in text
+    assert "error of rank 1: ValueError: odd\nsecond line" in text
+    assert text.count("odd") == 1
+    assert "RuntimeError: connection closed" in text
+    assert "second line" in Reader(view.html(status)).text
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (StateName.PENDING, "Waiting for its ranks"),
+        (StateName.STARTING, "Starting on 2 ranks"),
+        (StateName.RUNNING, "Running on 2 ranks"),
+        (StateName.SUCCEEDED, "Succeeded on 2 ranks"),
+        (StateName.CANCELLED, "Cancelled"),
+        (StateName.FAILED, "Failed"),
+    ],
+)
+def test_every_state_without_times_progress_or_log(state, words):
+    status = JobStatus(ref="local://x", state=state, replicas=(ReplicaStatus(rank=0), ReplicaStatus(rank=1)))
+    assert words in view.text(status)
+    assert words in Reader(view.html(status)).text
+
+
+def test_a_job_without_ranks_has_no_table():
+    assert "<table" not in view.html(JobStatus(ref="local://x"))
+
+
+def test_only_success_is_100_per_cent():
+    at_the_end = tuple(ReplicaStatus(rank=0, progress=progress(phase="eval", epoch=8)) for _ in range(1))
+    assert facts.percent(running(replicas=at_the_end)) == 99
+    assert facts.percent(running(replicas=at_the_end, state=StateName.SUCCEEDED)) == 100
+
+
+def test_many_ranks_are_folded_and_those_in_trouble_stay():
+    replicas = [ReplicaStatus(rank=rank, state=RankStateName.RUNNING) for rank in range(500)]
+    replicas[400] = dataclasses.replace(replicas[400], state=RankStateName.FAILED, error="ValueError: here")
+    status = running(replicas=tuple(replicas))
+    source = view.html(status)
+    assert "500 ranks: 499 running, 1 failed" in Reader(source).text
+    assert "ValueError: here" in source
+    assert "and 436 more ranks" in source
+    text = view.text(status)
+    assert "ValueError: here" in text
+    assert "and 484 more" in text
+
+
+def test_stalled_ranks_are_named():
+    replicas = tuple(ReplicaStatus(rank=rank, state=RankStateName.RUNNING, in_collective=rank == 0) for rank in (0, 1))
+    text = view.text(running(replicas=replicas))
+    assert "waits for the others" in text
+    assert "the others wait for it" in text
+
+
+def test_curves_tell_train_from_eval_and_average_has_no_rank():
+    rows = [row(source, rank=0, epoch=epoch, loss=1 / epoch) for epoch in (1, 2, 3) for source in ("train", "eval")]
+    (curve,) = curves.collect(rows)
+    assert curve.summary == "0.3333 train, 0.3333 eval"
+    picture = curves.svg(curve)
+    assert picture.count("<polyline") == 2
+    assert 'aria-label="loss: 0.3333 train, 0.3333 eval"' in picture
+
+
+def test_reports_of_several_ranks_are_lines_of_their_own():
+    rows = [row("report", rank=rank, epoch=None, step=step, x=step) for step in (1, 2) for rank in (0, 1)]
+    assert [one.label for one in curves.collect(rows)[0].series] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [float("nan")] * 3,
+        [1.0, float("inf"), 2.0],
+        [0.0, 0.0, 0.0],
+        [1e308, -1e308, 1e308],
+        [5e-324, 0.0, 5e-324],
+        [1.0],
+    ],
+)
+def test_odd_numbers_make_finite_pictures(values):
+    rows = [row(epoch=epoch, loss=value) for epoch, value in enumerate(values, 1)]
+    picture = curves.svg(curves.collect(rows)[0])
+    for points in re.findall(r'points="([^"]*)"', picture):
+        assert "nan" not in points
+        assert "inf" not in points
+    Reader(view.html(running(metrics=tuple(rows)), now=2.0))
+    view.text(running(metrics=tuple(rows)), now=2.0)
+
+
+def test_a_long_series_keeps_its_spikes_and_stays_small():
+    rows = [row("report", epoch=None, step=step, loss=100.0 if step == 777 else 1.0) for step in range(10_000)]
+    (curve,) = curves.collect(rows)
+    assert len(curve.series[0].points) <= curves.MAX_POINTS
+    assert curves.bounds(curve) == (1.0, 100.0)
+    assert len(view.html(running(metrics=tuple(rows)))) < 20_000
+
+
+def test_carriage_returns_show_what_a_terminal_would():
+    assert facts.clean("10%\r50%\r100%\r") == "100%"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.07214, "0.0721"), (12.345, "12.3"), (8412.3, "8,412"), (1.2e-5, "1.20e-05"), (3, "3"), (0.0, "0"), (None, "")],
+)
+def test_numbers(value, text):
+    assert facts.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.42, "0.4 s"), (12.4, "12 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (-1, "0.0 s")]
+)
+def test_durations(seconds, text):
+    assert facts.duration(seconds) == text
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0, 0.031])
+def test_bars_are_equally_wide(fraction):
+    assert len(plain.bar(fraction)) == len(plain.bar(0.7))
+
+
+def test_views_load_without_torch_and_are_pure():
+    code = (
+        "import sys, json, kale_dist.view; "
+        "print(json.dumps([name for name in ('torch', 'IPython', 'subprocess') if name in sys.modules]))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == []
+    assert view.html(running(), [line("x")], 5.0) == view.html(running(), [line("x")], 5.0)
