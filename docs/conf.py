@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import kale_dist
 
 project = "kale_dist"
@@ -15,8 +17,6 @@ html_theme = "furo"
 html_title = "kale_dist"
 html_show_sourcelink = False
 
-# Docstrings mark code with single backticks.
-default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -27,23 +27,22 @@ myst_enable_extensions = ["deflist", "fieldlist"]
 myst_heading_anchors = 3
 
 
-def _indented_blocks_are_literal(
+def _as_restructured_text(
     _app: object, what: str, _name: str, _object: object, _options: object, lines: list[str]
 ) -> None:
-    """Docstrings of modules draw trees and examples as indented blocks, which reStructuredText would set as quotes."""
-    if what != "module":
-        return
+    """Docstrings mark code with single backticks, and those of modules draw trees as indented blocks."""
     result: list[str] = []
     inside = False
     for line in lines:
-        indented = line.startswith("    ")
+        indented = what == "module" and line.startswith("    ")
         if indented and not inside:
             result += ["::", ""]
         inside = indented or (inside and not line)
-        result.append(line)
+        result.append(line if indented else re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line))
     lines[:] = result
 
 
 def setup(app: object) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", _indented_blocks_are_literal)  # type: ignore[attr-defined]
+    # Before napoleon, which takes "`a: b`" at the start of an attribute's docstring for a type.
+    app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # type: ignore[attr-defined]

@@ -93,7 +93,7 @@ class NotSerializableError(SnapshotError):
 
     def __str__(self) -> str:
         """The path with arrows, the problem, the remedy."""
-        return f"{' -> '.join(self.path)} cannot be sent to the ranks: {self.problem}. {self.remedy}"
+        return f"{' -> '.join(self.path)} cannot be sent to another process: {self.problem}. {self.remedy}"
 
 
 class SnapshotDamagedError(SnapshotError):

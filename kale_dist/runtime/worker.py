@@ -18,14 +18,13 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from typing import Any, NoReturn
 
 from kale_dist import contract
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import JobFiles, JobOrder
 from kale_dist.errors import ContractError
-from kale_dist.runtime import context, process_state
+from kale_dist.runtime import context, process_state, sources
 from kale_dist.runtime.references import References
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
@@ -105,7 +104,7 @@ def _carry_out(
     _flush_output()
     done: dict[str, Any] = {"done": True, "ok": error is None}
     if error is not None:
-        done |= {"error_type": _type_name(error), "error_text": _safe_text(error)[:4000]}
+        done |= {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
         done["not_started"] = isinstance(error, ContractError) and kept is None
     control.say(done)
     control.wait_for_go()
@@ -217,19 +216,9 @@ def _flush_output() -> None:
 
 
 def _print_error(error: BaseException) -> None:
-    """The traceback into the rank's own output, without our frames above the user's."""
+    """The traceback into the rank's own output, as the notebook will show it."""
     with contextlib.suppress(Exception):
-        frame = error.__traceback__
-        while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
-            frame = frame.tb_next
-        traceback.print_exception(type(error), error, frame or error.__traceback__)
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+        sys.stderr.write(sources.format_error(error))
 
 
 def _safe_text(error: BaseException) -> str:

@@ -70,3 +70,36 @@ def test_a_job_shows_itself_below_its_cell(kernel):
     reply = kernel("job = kd.launch(sleepy, 'd', number_of_processes=1); job.wait(); job")
     assert not reply.error, reply.traceback
     assert any("text/html" in shown and "succeeded" in shown["text/html"].lower() for shown in reply.shown)
+
+
+def test_a_trained_model_is_the_notebooks_own_object_of_its_own_class(kernel):
+    kernel.good(
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self): return 24\n"
+        "    def __getitem__(self, i): return torch.tensor([float(i)]), torch.tensor([2.0 * i])\n"
+        "scale = 1.0\n"
+        "class Line(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.layer = torch.nn.Linear(1, 1)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x) * scale\n"
+        "def train_step(model, data_loader, criterion, optimizer, device, args):\n"
+        "    assert isinstance(model, Line)\n"
+        "    for x, y in data_loader:\n"
+        "        optimizer.zero_grad(); loss = criterion(model(x.to(device)), y); loss.backward(); optimizer.step()\n"
+        "    print('epoch done')\n"
+        "    return loss.item()\n"
+        "model = Line(); forward = Line.forward; start = model.layer.weight.item()\n"
+        "loader = DataLoader(Numbers(), batch_size=4, shuffle=True)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+        "job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, train_step, epochs=2, number_of_processes=2)\n"
+        "start == model.layer.weight.item()"
+    )
+    said = kernel.good(
+        "job.wait()\n"
+        "print(job.model is model, isinstance(job.model, Line), Line.forward is forward, model.layer.weight.item() != start)\n"
+        "one = model(torch.ones(1, 1)).item(); scale = 2.0\n"
+        "print(abs(model(torch.ones(1, 1)).item() - 2 * one) < 1e-6, len(job.metrics))"
+    )
+    assert said == "True True True True\nTrue 2"

@@ -36,7 +36,7 @@ def cells(text, **names):
 def refuse(fn, *args, **kwargs):
     with pytest.raises(NotSerializableError) as caught:
         capture(fn, args, kwargs, store=blobs.MemoryStore(), label="call")
-    assert str(caught.value).startswith(" -> ".join(caught.value.path) + " cannot be sent to the ranks: ")
+    assert str(caught.value).startswith(" -> ".join(caught.value.path) + " cannot be sent to another process: ")
     assert isinstance(caught.value.__cause__, Exception)
     return caught.value
 

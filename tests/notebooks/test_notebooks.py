@@ -1,0 +1,57 @@
+"""Every notebook of the repository runs from its first cell to its last, as `make demo` runs it."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+def executed(request, tmp_path_factory):
+    output = tmp_path_factory.mktemp("executed") / request.param.name
+    found = subprocess.run(
+        [sys.executable, "-m", "kale_dist.cli", "run", str(request.param), "-o", str(output)],
+        capture_output=True, text=True, check=False, timeout=250,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    return request.param.stem, found.stdout, nbformat.read(output, as_version=4)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_repositorys_copy_has_no_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+def test_it_shows_ranks_a_picture_and_the_jobs_end(executed):
+    _, out, notebook = executed
+    assert re.search(r"^\[0\] ", out, re.MULTILINE)
+    assert re.search(r"^\[1\] ", out, re.MULTILINE)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [one for one in outputs if one["output_type"] == "error"] == []
+    assert any("image/png" in one.get("data", {}) for one in outputs)
+    shown = [one["data"]["text/html"] for one in outputs if 'role="group"' in one.get("data", {}).get("text/html", "")]
+    assert shown
+    assert all("succeeded" in picture for picture in shown)
+
+
+def test_digits_are_learnt_and_the_bar_moves(executed):
+    name, out, _ = executed
+    if name != "digits":
+        assert "points" in out
+        return
+    assert float(re.search(r"^test accuracy: (0\.\d+)$", out, re.MULTILINE)[1]) >= 0.95
+    assert len(re.findall(r"^▕.*▏ \d+ % ", out, re.MULTILINE)) >= 3
+    assert "1,437 samples, 2 ranks x 719/718" in out

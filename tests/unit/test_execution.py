@@ -1,0 +1,240 @@
+"""Notebooks executed by `kale-dist run`, as a program of its own."""
+
+import contextlib
+import io
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from kale_dist import records
+from kale_dist.errors import ConfigError
+from kale_dist.notebook.execution import run_notebook
+from kale_dist.notebook.terminal import Terminal
+
+STORY = (
+    "import kale_dist as kd\nprint('first cell')\nprint('no newline', end='')",
+    """def train(steps):
+    import time
+    for step in range(steps):
+        print('step', step, flush=True)
+        time.sleep(0.01)
+
+job = kd.launch(train, 40, number_of_processes=2, name='from-notebook')
+job""",
+    "job.wait()\nprint('after the job')",
+    "print('\\x1b[31mcoloured\\x1b[0m')\nraise ValueError('on purpose')",
+    "print('never')",
+)
+
+
+def write(path, *cells, **metadata):
+    notebook = new_notebook(
+        cells=[new_markdown_cell("# words"), *(new_code_cell(cell) for cell in cells)], metadata=metadata
+    )
+    nbformat.write(notebook, path)
+    return path
+
+
+def start(*words, **options):
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kale_dist.cli", "run", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """A notebook with a job and a cell that fails: exit code, lines, errors, the executed notebook."""
+    folder = tmp_path_factory.mktemp("story")
+    path = write(
+        folder / "story.ipynb", *STORY, kernelspec={"name": "not-installed", "display_name": "", "language": "python"}
+    )
+    running = start(path, "-o", folder / "new" / "out.ipynb")
+    out, err = running.communicate(timeout=120)
+    return running.returncode, out.splitlines(), err, nbformat.read(folder / "new" / "out.ipynb", as_version=4)
+
+
+def test_a_failing_cell_ends_it_with_1_and_its_traceback_comes_last(story):
+    code, _, errors, _ = story
+    assert code == 1
+    assert "story.ipynb, cell 5 of 6 failed:" in errors
+    assert "ValueError: on purpose" in errors
+    assert "\x1b" not in errors
+    assert "out.ipynb" in errors.splitlines()[-1]
+
+
+def test_what_cells_print_and_what_ranks_log_comes_in_whole_lines_and_in_order(story):
+    lines = story[1]
+    for rank in (0, 1):
+        assert [line for line in lines if line.startswith(f"[{rank}]")] == [
+            f"[{rank}] step {step}" for step in range(40)
+        ]
+    order = [
+        lines.index(line)
+        for line in ("first cell", "no newline", "[0] step 0", "[0] step 39", "after the job", "coloured")
+    ]
+    assert order == sorted(order)
+    assert "never" not in lines
+    ended = next(index for index, line in enumerate(lines) if "local://from-notebook: Succeeded" in line)
+    assert lines.index("[1] step 39") < ended < lines.index("after the job")
+
+
+def test_the_executed_notebook_is_kept_with_the_jobs_last_state(story):
+    cells = story[3].cells
+    (picture,) = cells[2].outputs
+    assert "succeeded" in picture["data"]["text/html"]
+    assert "step 39" in picture["data"]["text/html"]
+    assert cells[4].outputs[-1]["ename"] == "ValueError"
+    assert cells[5].outputs == []
+    assert cells[5].execution_count is None
+
+
+def test_ctrl_c_ends_the_cell_and_its_job_and_keeps_the_notebook(tmp_path):
+    path = write(
+        tmp_path / "a.ipynb",
+        "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+        "job = kd.launch(wait, number_of_processes=1, name='interrupted')\njob.wait()",
+        "print('never')",
+    )
+    running = start(path, "-o", tmp_path / "out.ipynb", start_new_session=True)
+    assert running.stdout.readline() == "[0] waiting\n"
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert "local://interrupted: Cancelled" in out
+    assert "never" not in out
+    assert "KeyboardInterrupt" in err
+    outputs = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[1].outputs
+    assert outputs[-1]["ename"] == "KeyboardInterrupt"
+
+
+def test_a_job_that_nobody_waits_for_ends_with_the_notebook(tmp_path):
+    path = write(
+        tmp_path / "a.ipynb",
+        "import kale_dist as kd, time\njob = kd.launch(time.sleep, 60, number_of_processes=1, name='left-behind')\n"
+        "while not job.status.started:\n    time.sleep(0.01)",
+    )
+    running = start(path, "-o", tmp_path / "out.ipynb")
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, "")
+    assert re.search("local://left-behind: Cancelled.*kernel", out)
+
+
+def test_the_kernels_death_is_told(tmp_path):
+    path = write(tmp_path / "a.ipynb", "print('last words', flush=True)", "import os\nos._exit(3)")
+    running = start(path, cwd=tmp_path)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "last words" in out
+    assert "cell 3 of 3 failed: the kernel died" in err
+    assert (tmp_path / "a.executed.ipynb").exists()
+
+
+def test_cells_run_in_the_notebooks_folder_with_this_interpreter(tmp_path):
+    (tmp_path / "deep").mkdir()
+    path = write(tmp_path / "deep" / "a.ipynb", "import os, sys\nprint(os.getcwd(), sys.executable)")
+    running = start(path, "-o", tmp_path / "out.ipynb", cwd="/")
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, "")
+    assert out.splitlines() == [f"{tmp_path / 'deep'} {sys.executable}", f"Executed notebook: {tmp_path / 'out.ipynb'}"]
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", "[1]", "no json", '{"cells": 3, "nbformat": 4, "nbformat_minor": 5}']
+)
+def test_what_is_no_notebook_is_refused_before_anything_starts(tmp_path, content):
+    path = tmp_path / "a.ipynb"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"a\.ipynb"):
+        run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()))
+    assert not (tmp_path / "out.ipynb").exists()
+
+
+def test_other_languages_are_refused(tmp_path):
+    path = write(tmp_path / "a.ipynb", "1", kernelspec={"name": "ir", "display_name": "R", "language": "R"})
+    with pytest.raises(ConfigError, match="written in R"):
+        run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()))
+
+
+@pytest.mark.parametrize("output", ["a.ipynb", ".", "a.ipynb/out.ipynb"])
+def test_outputs_that_cannot_be(tmp_path, output):
+    path = write(tmp_path / "a.ipynb", "1")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="output"):
+        run_notebook(path, output=tmp_path / output, terminal=Terminal(io.StringIO()))
+    assert path.read_bytes() == before
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers what was written to it, and can show what stands on it."""
+
+    def isatty(self):
+        return True
+
+    def rows(self):
+        rows = [""]
+        for part in re.findall(r"\r\x1b\[K|\n|[^\r\n\x1b]+", self.getvalue()):
+            if part == "\n":
+                rows.append("")
+            elif part == "\r\x1b[K":
+                rows[-1] = ""
+            else:
+                rows[-1] += part
+        return rows
+
+
+def test_a_terminal_keeps_its_bar_below_whole_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = Screen()
+    terminal = Terminal(screen)
+    terminal.progress("job", 10, "bar one")
+    terminal.line("a line")
+    terminal.progress("job", 20, "bar two which is longer than the screen")
+    terminal.line("another")
+    assert screen.rows() == ["a line", "another", "bar two which is lo"]
+    terminal.clear()
+    assert screen.rows() == ["a line", "another", ""]
+
+
+def test_a_pipe_gets_a_bar_every_ten_per_cent():
+    pipe = io.StringIO()
+    terminal = Terminal(pipe)
+    for percent in (None, *range(100)):
+        terminal.progress("job", percent, f"{percent} %")
+    terminal.progress("other", 5, "other 5 %")
+    assert pipe.getvalue().splitlines() == [f"{percent} %" for percent in range(0, 100, 10)] + ["other 5 %"]
+
+
+def test_a_reader_that_leaves_does_not_end_the_program():
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    terminal = Terminal(stream)
+    terminal.line("x" * 100_000)
+    terminal.line("y")
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+
+
+def test_a_stream_that_lacks_the_bars_characters_gets_the_text():
+    raw = io.BytesIO()
+    terminal = Terminal(io.TextIOWrapper(raw, encoding="ascii"))
+    terminal.line("▕█▏ 10 %")
+    assert raw.getvalue().endswith(b" 10 %\n")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tidy():
+    yield
+    for name in ("from-notebook", "interrupted", "left-behind"):
+        records.delete(name)
