@@ -315,6 +315,8 @@ class JobOrder:
     stall_timeout_s: float | None = None
     detach: bool = False
     """Whether the job outlives the notebook that asked for it."""
+    note: str = ""
+    """A sentence for the log and the status, such as why this agent had to be started."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a message."""

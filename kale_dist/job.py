@@ -139,7 +139,7 @@ class Job(Generic[R]):
         """
         status = self._wait(timeout)
         if status.state is StateName.SUCCEEDED:
-            self._load_weights()
+            self._fill_notebook_model()
         else:
             print(f"{self.ref} {status.state.value}: {status.reason}. job.result() raises the error.")  # noqa: T201 - the line is for the notebook's user
         return status
@@ -331,7 +331,7 @@ class Job(Generic[R]):
         error = self.exception(timeout)
         if error is not None:
             raise error
-        self._load_weights()
+        self._fill_notebook_model()
 
     def _check_training(self) -> None:
         if self._spec.kind != "training":
@@ -354,6 +354,11 @@ class Job(Generic[R]):
                 self.ref,
             )
         return objects
+
+    def _fill_notebook_model(self) -> None:
+        # A handle from `attach` has no model in the notebook; one is only built for whoever asks for it.
+        if self._targets is not None:
+            self._load_weights()
 
     def _load_weights(self) -> weights.TrainedObjects | None:
         """Write the weights into the notebook's objects if that was not done yet. In the caller's thread."""

@@ -47,8 +47,6 @@ class Record:
     """Where processes other than the notebook's reach the agent."""
     kernel_pid: int
     detach: bool
-    note: str = ""
-    """What the user should know of the start: that, and why, a new agent was needed."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain object."""

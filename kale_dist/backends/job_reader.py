@@ -96,7 +96,6 @@ class JobReader:
             ref=self._record.ref,
             created=self._record.created,
             replicas=tuple(ReplicaStatus(rank=rank) for rank in range(spec.topology.number_of_processes)),
-            notes=(self._record.note,) if self._record.note else (),
         )
 
     @property

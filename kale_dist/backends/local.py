@@ -166,9 +166,9 @@ class LocalBackend:
                 client = self._client
                 if client is None:
                     raise BackendUnavailableError("The agent that runs jobs on this machine has ended", retryable=True)
-                self._write_record(spec, client, note)
+                self._write_record(spec, client)
                 try:
-                    client.take(order)
+                    client.take(dataclasses.replace(order, note=note))
                 except BackendUnavailableError:
                     if last_try:
                         raise
@@ -176,11 +176,11 @@ class LocalBackend:
                 else:
                     return
 
-    def _write_record(self, spec: JobSpec, client: AgentClient, note: str) -> None:
+    def _write_record(self, spec: JobSpec, client: AgentClient) -> None:
         record = Record(
             ref=str(JobRef(self.name, spec.name)), name=spec.name, created=time.time(), spec=spec,
             agent_pid=client.pid, agent_start=client.start_time, agent_socket=client.socket_path,
-            kernel_pid=os.getpid(), detach=spec.policy.detach, note=note,
+            kernel_pid=os.getpid(), detach=spec.policy.detach,
         )  # fmt: skip
         records.write(record)
 

@@ -68,30 +68,34 @@ def run_notebook(path: pathlib.Path, *, output: pathlib.Path, terminal: Terminal
 
 def _execute(client: _Client, output: pathlib.Path) -> Execution:
     failure: list[str] = []
+    # Not the thread's own end: a join that is interrupted takes the thread for ended.
+    ended = threading.Event()
 
     def execute() -> None:
-        failure.append(client.execute_all())
+        try:
+            failure.append(client.execute_all())
+        finally:
+            ended.set()
 
     # In a thread of its own: an interrupt then arrives here, and the kernel's end stays orderly.
-    worker = threading.Thread(target=execute, name="kale_dist notebook")
     client.jobs.start()
-    worker.start()
-    interrupted = _wait(worker, client)
+    threading.Thread(target=execute, name="kale_dist notebook").start()
+    interrupted = _wait(ended, client)
     client.jobs.stop()
     return Execution(output=output, failure=failure[0] if failure else "", interrupted=interrupted)
 
 
-def _wait(worker: threading.Thread, client: _Client) -> bool:
+def _wait(ended: threading.Event, client: _Client) -> bool:
     """Wait for the execution's end; returns whether it was interrupted."""
     try:
-        worker.join()
+        ended.wait()
     except KeyboardInterrupt:
         client.signal_kernel(signal.SIGINT)
         with contextlib.suppress(KeyboardInterrupt):
-            worker.join(_INTERRUPT_GRACE_S)
-        while worker.is_alive():
+            ended.wait(_INTERRUPT_GRACE_S)
+        while not ended.is_set():
             client.signal_kernel(signal.SIGKILL)
-            worker.join(1.0)
+            ended.wait(1.0)
         return True
     return False
 
@@ -137,7 +141,7 @@ class _ThisInterpreter(KernelSpecManager):
         return KernelSpec(argv=argv, display_name="Python 3", language="python", name=kernel_name)
 
 
-class _KernelManager(AsyncKernelManager):
+class ThisKernelManager(AsyncKernelManager):
     """Starts kernels with this interpreter, and talks to them through sockets that only this user can reach."""
 
     @default("kernel_spec_manager")
@@ -155,8 +159,8 @@ class _Client(NotebookClient):
             notebook,
             timeout=None,
             kernel_name="python3",
-            kernel_manager_class=_KernelManager,
-            config=Config({"_KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
+            kernel_manager_class=ThisKernelManager,
+            config=Config({"ThisKernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
             resources={"metadata": {"path": str(folder)}},
             on_cell_execute=self._begin_cell,
             on_cell_executed=self._end_cell,

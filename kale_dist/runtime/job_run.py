@@ -72,6 +72,9 @@ class JobRun:
     def start(self) -> None:
         """Start the ranks. What cannot be done is told as an event of the job, never raised."""
         self._writer.event(EventKind.STATE, state=str(StateName.STARTING), reason="", cause="")
+        if self.order.note:
+            self._writer.log.say(self.order.note)
+            self._writer.event(EventKind.NOTE, text=self.order.note)
         try:
             loading.stage_modules(FolderStore(pathlib.Path(self.order.store)), self.order.snapshot, self._files.modules)
             self._listen()

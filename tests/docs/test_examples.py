@@ -33,7 +33,13 @@ def test_examples_run(page, tmp_path, monkeypatch):
     script = tmp_path / f"{page.stem}.py"
     script.write_text(_script(page))
     run = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+        [sys.executable, script],
+        check=False,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
 

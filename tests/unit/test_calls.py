@@ -208,6 +208,17 @@ def test_elsewhere_a_model_is_built_from_the_snapshot():
     assert done.stdout.strip() == str(model(torch.ones(1, 3)).tolist())
 
 
+def test_without_the_key_a_training_can_be_waited_for_but_gives_no_model():
+    kd.distribute(*objects(), number_of_processes=1, name="keyless").wait()
+    records.files("keyless").key.unlink()
+    job = kd.attach("keyless")
+    assert job.wait().state.value == "succeeded"
+    assert job.metrics
+    for ask in (lambda: job.model, job.state_dict, job.result):
+        with pytest.raises(ResultUnavailableError, match="key of local://keyless"):
+            ask()
+
+
 def unsendable():
     return {"fine": 1, "inner": [threading.Lock()]}
 

@@ -111,7 +111,7 @@ def test_ctrl_c_ends_the_cell_and_its_job_and_keeps_the_notebook(tmp_path):
     assert running.returncode == 130
     assert "local://interrupted: Cancelled" in out
     assert "never" not in out
-    assert "KeyboardInterrupt" in err
+    assert "KeyboardInterrupt" in err, err
     outputs = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[1].outputs
     assert outputs[-1]["ename"] == "KeyboardInterrupt"
 

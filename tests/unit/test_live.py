@@ -1,5 +1,7 @@
 """A job's picture where pictures cannot be replaced."""
 
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -45,17 +47,10 @@ def test_an_ipython_terminal_prints_text(tmp_path):
         "--no-confirm-exit",
         "--colors=NoColor",
     ]
-    code = "import os; os.environ['IPYTHONDIR'] = '.'\n" + SESSION
+    environment = os.environ | {"IPYTHONDIR": str(tmp_path), "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
     found = subprocess.run(
-        command, input=code, capture_output=True, text=True, check=True, timeout=60, env=_environment(tmp_path)
+        command, input=SESSION, capture_output=True, text=True, check=True, timeout=60, env=environment
     )
     assert "Succeeded" in found.stdout, found
     assert "[0] spoken" in found.stdout
     assert "<div" not in found.stdout
-
-
-def _environment(folder):
-    import os
-    import pathlib
-
-    return os.environ | {"IPYTHONDIR": str(folder), "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}

@@ -84,6 +84,7 @@ def test_a_changed_variable_that_is_read_at_load_gets_a_new_agent_and_the_job_sa
     assert job.result() == "1"
     assert record(job).agent_pid != record(before).agent_pid
     assert "OMP_NUM_THREADS was set" in job.status.notes[0]
+    assert [line.text for line in job.logs() if line.rank is None] == [job.status.notes[0]]
     again = run(seen, "OMP_NUM_THREADS")
     again.wait()
     assert not again.status.notes

@@ -28,7 +28,7 @@ def a_record(name="job-1", created=1.0, blobs=()):
     )
     return Record(
         ref=f"local://{name}", name=name, created=created, spec=spec, agent_pid=1, agent_start=2, agent_socket="/s",
-        kernel_pid=3, detach=False, note="why",
+        kernel_pid=3, detach=False,
     )  # fmt: skip
 
 
