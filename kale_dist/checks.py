@@ -161,9 +161,9 @@ def describe(fn: Any) -> str:
 
 
 def title(fn: Any) -> str:
-    """A function's name for people."""
+    """A function's name for people: without the functions around it."""
     inner = functools.reduce(lambda found, _: getattr(found, "func", found), range(8), fn)
-    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
+    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__).rpartition("<locals>.")[2]
 
 
 def show(value: Any) -> str:
@@ -193,8 +193,9 @@ def _backend(on: Any) -> Backend:
     known = ", ".join(repr(name) for name in backends.NAMES)
     if on in backends.PLANNED:
         raise ConfigError("on", f"{on!r} is not in this version", f"Use one of: {known}")
-    near = closest(on, (*backends.NAMES, *backends.PLANNED))
-    raise ConfigError("on", f"there is no backend {on!r}", f"{near}Use one of: {known}")
+    near = closest(on, backends.NAMES)
+    later = "" if near else closest(on, backends.PLANNED).replace("? ", "? It is not in this version. ")
+    raise ConfigError("on", f"there is no backend {on!r}", f"{near}{later}Use one of: {known}")
 
 
 def _volumes(volumes: Any, *, check_folders: bool) -> tuple[Volume, ...]:

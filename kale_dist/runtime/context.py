@@ -168,7 +168,7 @@ def emit(kind: EventKind, **fields: Any) -> None:
 
     Args:
         kind: The kind of event.
-        **fields: Its own fields; time, rank and attempt are added.
+        **fields: Its own fields; time, rank and attempt are added. `rank=None` for what holds for the whole job.
     """
     if _channel is not None:
         _channel.send({"event": str(kind), "time": time.time(), **fields})

@@ -19,11 +19,11 @@ class TrainingResult:
     """Epochs that were finished."""
     stopped_early: bool = False
     """Whether a step asked for the end."""
-    model_state: dict[str, Any] | None = None
+    model_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     """`model.state_dict()` on the CPU."""
-    optimizer_state: dict[str, Any] | None = None
-    scheduler_state: dict[str, Any] | None = None
-    model: torch.nn.Module | None = None
+    optimizer_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+    scheduler_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+    model: torch.nn.Module | None = dataclasses.field(default=None, repr=False)
     """The module itself, where its structure changed in the rank."""
     reason: str = ""
     """Why `model` is set: what changed."""

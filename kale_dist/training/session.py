@@ -185,7 +185,7 @@ class Session:
                     " divided over the ranks."
                 )
         if self.group.rank == 0 and outcome.values:
-            context.emit(EventKind.METRICS, values=outcome.values, epoch=epoch, source=feed.name)
+            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=feed.name)
         return outcome
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
