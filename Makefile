@@ -20,9 +20,8 @@ help: ## What there is to make
 
 demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from a notebook
 	@mkdir -p build
-	@$(BIN)/kale-dist run notebooks/digits.ipynb -o build/digits.ipynb
-	@echo
-	@echo "The executed notebook, with its loss curve: $(CURDIR)/build/digits.ipynb"
+	@$(BIN)/kale-dist run notebooks/digits.ipynb -o $(CURDIR)/build/digits.ipynb
+	@echo "It holds the loss curve as a picture."
 
 test: $(VENV)/test.stamp ## Run the tests that this machine can run
 	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)

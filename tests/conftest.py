@@ -53,6 +53,8 @@ def no_process_is_left():
     local = sys.modules.get("kale_dist.backends.local")
     if local is not None:
         local.shared().close()
+    # A process that was started a moment ago has no command line yet.
+    time.sleep(0.2)
     deadline = time.monotonic() + _ENDS_WITHIN_S
     while (left := _of_this_run()) and time.monotonic() < deadline:
         time.sleep(0.05)
