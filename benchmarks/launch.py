@@ -24,7 +24,7 @@ import kale_dist as kd
 
 RANKS = 2
 
-SCRIPT = '''
+SCRIPT = """
 import sys, time
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def main(path):
 
 if __name__ == "__main__":
     main(sys.argv[1])
-'''
+"""
 
 
 def train_step(model: Any, data_loader: Any, criterion: Any, optimizer: Any, _device: Any, args: Any) -> None:
@@ -92,9 +92,7 @@ def by_command(*command: str) -> Callable[[pathlib.Path], None]:
         script = path.with_suffix(".py")
         script.write_text(SCRIPT)
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run(
-            [*command, str(script), str(path)], check=True, env=environment, capture_output=True
-        )
+        subprocess.run([*command, str(script), str(path)], check=True, env=environment, capture_output=True)
 
     return run
 
