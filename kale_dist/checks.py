@@ -9,9 +9,11 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
+import numbers
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kale_dist import backends, names
@@ -150,6 +152,32 @@ def check_seed(value: Any) -> None:
     """Accept what numpy, random and torch all take as a seed, with room for the ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise ConfigError("seed", f"{value!r} is not an int from 0 to 2**31 - 1", "Give one, or None for a random seed")
+
+
+def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, ...] | None:
+    """Check which lines of a log are asked for; returns the ranks, None for all.
+
+    Raises:
+        ConfigError: There is no such rank, or `tail` is no number of lines.
+    """
+    if tail is not None and (isinstance(tail, bool) or not isinstance(tail, int) or tail < 0):
+        raise ConfigError("tail", f"{tail!r} is not an int of 0 or more", "Give a number of lines, or None for all")
+    if ranks is None:
+        return None
+    asked = (ranks,) if isinstance(ranks, int) else ranks
+    there = range(number_of_processes)
+    for rank in asked if isinstance(asked, Iterable) else (ranks,):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in there:
+            remedy = f"Its ranks are 0 to {there[-1]}" if len(there) > 1 else "Its only rank is 0"
+            raise ConfigError("ranks", f"the job has no rank {rank!r}", remedy)
+    return tuple(asked)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Accept None and seconds; what is not above 0 only looks."""
+    number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    if timeout is not None and (not number or math.isnan(timeout)):
+        raise ConfigError("timeout", f"{timeout!r} is not a number of seconds", "Give seconds, or None for no limit")
 
 
 def describe(fn: Any) -> str:

@@ -6,7 +6,6 @@ Exit codes: 0; 1 if something failed; 2 for a mistake in the command; 130 after 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
@@ -151,23 +150,14 @@ def _jobs(_: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     backend, ref = _find(options.ref)
     status = backend.status(ref)
-    print(view.text(status, list(_tail(backend.logs(ref), 12)), time.time()))
+    print(view.text(status, list(backend.logs(ref, tail=view.LOG_LINES)), time.time()))
     return 0
 
 
 def _logs(options: argparse.Namespace) -> int:
     backend, ref = _find(options.ref)
-    ranks = None if options.rank is None else (options.rank,)
-    seen = -1
-    if options.tail is not None:
-        for line in backend.logs(ref):
-            seen = line.sequence
-        lines: Iterator[LogLine] = (line for line in backend.logs(ref, ranks=ranks) if line.sequence <= seen)
-        _print_lines(_tail(lines, options.tail))
-        if not options.follow:
-            return 0
-    later = backend.logs(ref, follow=options.follow, ranks=ranks)
-    _print_lines(line for line in later if line.sequence > seen)
+    ranks = checks.check_lines(options.rank, options.tail, len(backend.status(ref).replicas))
+    _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail))
     return 0
 
 
@@ -235,10 +225,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
-
-
-def _tail(lines: Iterator[LogLine], count: int) -> Iterator[LogLine]:
-    return iter(collections.deque(lines, maxlen=count))
 
 
 def _print_lines(lines: Iterator[LogLine]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kale_dist import interrupts, watch, weights
+from kale_dist import checks, interrupts, watch, weights
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import JobFiles, LogLine, StateName
 from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError, warn
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
-
-_TAIL_LINES = 12
-"""Lines of the log below a job's picture."""
 
 _KALE_STATES = {
     StateName.PENDING: "Created",
@@ -228,16 +224,20 @@ class Job(Generic[R]):
             follow: Whether to wait for more until the job has ended.
             tail: Only the last lines of those there are now, this many (and with `follow` all that come later).
 
-        Yields:
+        Returns:
             Lines in the order in which they were written.
+
+        Raises:
+            ConfigError: The job has no such rank, or `tail` is no number of lines.
+            JobNotFoundError: The job was deleted.
         """
-        with self._interruptible():
-            yield from self._logs(ranks, follow=follow, tail=tail)
+        wanted = checks.check_lines(ranks, tail, self._spec.topology.number_of_processes)
+        return self._passed_on(self._backend.logs(self._ref, follow=follow, ranks=wanted, tail=tail))
 
     def stream_logs(self) -> None:
         """Print the log as it comes, each line behind its rank, until the job has ended."""
         with self._interruptible():
-            for line in self._logs(None, follow=True, tail=None):
+            for line in self._backend.logs(self._ref, follow=True):
                 print(line, flush=True)  # noqa: T201 - this is what it is for
 
     # -- ending -------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Job(Generic[R]):
             status = self.status
         except JobNotFoundError:
             return {"text/plain": repr(self)}
-        tail = list(self._logs(None, follow=False, tail=_TAIL_LINES))
+        tail = list(self._backend.logs(self._ref, tail=view.LOG_LINES))
         now = time.time()
         return {"text/plain": view.text(status, tail, now), "text/html": view.html(status, tail, now)}
 
@@ -318,6 +318,7 @@ class Job(Generic[R]):
         return interrupts.passing_on(self.ref, self.cancel)
 
     def _wait(self, timeout: float | None) -> JobStatus:
+        checks.check_timeout(timeout)
         try:
             with self._interruptible():
                 return self._watcher.wait(self._ref, timeout)
@@ -373,14 +374,6 @@ class Job(Generic[R]):
                     warn(warning)
             return self._objects
 
-    def _logs(self, ranks: Sequence[int] | int | None, *, follow: bool, tail: int | None) -> Iterator[LogLine]:
-        wanted = (ranks,) if isinstance(ranks, int) else ranks
-        if tail is None:
-            yield from self._backend.logs(self._ref, follow=follow, ranks=wanted)
-            return
-        last = collections.deque(self._backend.logs(self._ref, ranks=wanted), maxlen=max(tail, 1))
-        yield from last if tail > 0 else ()
-        if follow:
-            seen = last[-1].sequence if last else -1
-            lines = self._backend.logs(self._ref, follow=True, ranks=wanted)
-            yield from (line for line in lines if line.sequence > seen)
+    def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
+        with self._interruptible():
+            yield from lines

@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import JobFiles
-from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
+from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError, StoreError
+from kale_dist.names import check as check_name
 from kale_dist.spec import JobSpec
 
 BLOBS_WARNING_BYTES = 20 << 30
@@ -67,8 +68,11 @@ def state_dir() -> pathlib.Path:
         StoreError: It cannot be made.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
-    # The XDG specification tells to ignore a relative path.
-    root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".local" / "state"
+    try:
+        # The XDG specification tells to ignore a relative path.
+        root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise StoreError(f"{error} Set HOME, or XDG_STATE_HOME to a folder you can write to") from error
     return _private(root / "kale-dist")
 
 
@@ -142,17 +146,22 @@ def read(name: str) -> Record:
     Raises:
         JobNotFoundError: There is no such job, or its record cannot be read.
     """
-    path = files(name).record if name and "/" not in name else None
     try:
-        if path is None:
-            raise FileNotFoundError(name)
-        return Record.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if path is not None and path.exists():
-            raise JobNotFoundError(f"The record of job {name!r} cannot be read ({error}): {path}") from error
+        check_name(name)
+        folder = files(name).folder
+        found = folder.exists()
+    except ConfigError:
+        found = False
+    if not found:
         raise JobNotFoundError(
             f"There is no job {name!r} on this machine. kale_dist.jobs() or `kale-dist jobs` lists those there are"
-        ) from None
+        )
+    try:
+        return Record.from_json(json.loads(files(name).record.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise JobNotFoundError(
+            f"The record of job {name!r} cannot be read ({error}). Remove {folder} to be rid of the job"
+        ) from error
 
 
 def read_key(name: str) -> bytes | None:
@@ -173,14 +182,18 @@ def names() -> list[str]:
     return [name for _, name in sorted(found)]
 
 
+def withdraw(name: str) -> None:
+    """Remove the folder of a job that was never handed over. Its blobs stay until the next deletion.
+
+    Unlike `delete` it may be called within `keeping_blobs`.
+    """
+    shutil.rmtree(_put_aside(name), ignore_errors=True)
+
+
 def delete(name: str) -> None:
     """Remove a job's folder, and all blobs that no other job needs. A job that is not there is left at that."""
-    folder = files(name).folder
     with _locked(exclusive=True):
-        # The name is free at once and for all, however long the removal of the files takes.
-        gone = folder.with_name(f"{_DELETED}{name}-{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(gone)
+        _put_aside(name)
         for rubbish in jobs_dir().glob(f"{_DELETED}*"):
             shutil.rmtree(rubbish, ignore_errors=True)
         needed = {blob for other in names() for blob in read(other).spec.blobs}
@@ -206,9 +219,23 @@ def blobs_size() -> int:
     return total
 
 
+def _put_aside(name: str) -> pathlib.Path:
+    """Rename a job's folder: the name is free at once and for all, however long the removal of the files takes."""
+    folder = files(name).folder
+    gone = folder.with_name(f"{_DELETED}{name}-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+    return gone
+
+
 @contextlib.contextmanager
 def _locked(*, exclusive: bool) -> Iterator[None]:
-    with (state_dir() / "lock").open("a") as file:
+    path = state_dir() / "lock"
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise _store_error(path, error) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 

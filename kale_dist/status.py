@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -114,25 +115,31 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
     """The status after some events, in their order.
 
     A final state stays: what a dying job still says does not revive it. Events of an attempt before the status's own
-    are passed over, and the first event of a later attempt sets the ranks back to `pending`.
+    are passed over, and the first event of a later attempt sets the ranks back to `pending`. What is no event (a file
+    was damaged) changes nothing either.
     """
     rows: list[MetricRow] = []
     for event in events:
-        attempt = event.get("attempt") or 0
-        if attempt < status.attempt:
-            continue
-        if attempt > status.attempt:
-            fresh = tuple(ReplicaStatus(rank=replica.rank) for replica in status.replicas)
-            status = dataclasses.replace(
-                status, attempt=attempt, replicas=fresh, state=StateName.PENDING, reason="", cause=None, ended=None,
-                failed_rank=None,
-            )  # fmt: skip
-        # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
-        if event.get("event") == EventKind.METRICS:
-            rows.append(_metric_row(event))
-        else:
-            status = _reduce_one(status, event)
+        with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
+            attempt = event.get("attempt") or 0
+            if attempt < status.attempt:
+                continue
+            if attempt > status.attempt:
+                status = _next_attempt(status, attempt)
+            # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
+            if event.get("event") == EventKind.METRICS:
+                rows.append(_metric_row(event))
+            else:
+                status = _reduce_one(status, event)
     return dataclasses.replace(status, metrics=(*status.metrics, *rows)) if rows else status
+
+
+def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
+    fresh = tuple(ReplicaStatus(rank=replica.rank) for replica in status.replicas)
+    return dataclasses.replace(
+        status, attempt=attempt, replicas=fresh, state=StateName.PENDING, reason="", cause=None, ended=None,
+        failed_rank=None,
+    )  # fmt: skip
 
 
 def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
@@ -181,7 +188,8 @@ def _reduce_rank(status: JobStatus, rank: int, event: dict[str, Any]) -> JobStat
 
 def _with_replica(status: JobStatus, rank: int, **changes: Any) -> JobStatus:
     replicas = list(status.replicas)
-    replicas.extend(ReplicaStatus(rank=missing) for missing in range(len(replicas), rank + 1))
+    if rank < 0:
+        raise IndexError(rank)
     replicas[rank] = dataclasses.replace(replicas[rank], **changes)
     return dataclasses.replace(status, replicas=tuple(replicas))
 
@@ -189,15 +197,19 @@ def _with_replica(status: JobStatus, rank: int, **changes: Any) -> JobStatus:
 def _progress(event: dict[str, Any]) -> RankProgress:
     return RankProgress(
         phase=event.get("phase") or "train",
-        epoch=event.get("epoch") or 0,
-        epochs=event.get("epochs") or 0,
-        step=event.get("step") or 0,
-        steps=event.get("steps"),
-        samples=event.get("samples") or 0,
-        samples_per_s=event.get("samples_per_s"),
-        loss=event.get("loss"),
-        time=event.get("time") or 0.0,
+        epoch=int(event.get("epoch") or 0),
+        epochs=int(event.get("epochs") or 0),
+        step=int(event.get("step") or 0),
+        steps=None if event.get("steps") is None else int(event["steps"]),
+        samples=int(event.get("samples") or 0),
+        samples_per_s=_float_or_none(event.get("samples_per_s")),
+        loss=_float_or_none(event.get("loss")),
+        time=float(event.get("time") or 0.0),
     )
+
+
+def _float_or_none(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _metric_row(event: dict[str, Any]) -> MetricRow:

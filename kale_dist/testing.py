@@ -8,6 +8,7 @@ pytest tests; a backend's own tests inherit from it. Blobs in memory are `blobs.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import secrets
@@ -93,16 +94,19 @@ class FakeRun:
         reason = f"Rank {rank} raised {name}: {error}"
         self.event(EventKind.STATE, state=StateName.FAILED, reason=reason, cause=FailureCause.ERROR)
 
-    def lines(self, *, follow: bool) -> Iterator[LogLine]:
-        """Lines from the first; with `follow` until the end."""
+    def lines(self, wanted: Callable[[LogLine], bool], tail: int | None, *, follow: bool) -> Iterator[LogLine]:
+        """The wanted lines, of those there are only the last `tail`; with `follow` until the end."""
         read = 0
-        while True:
+        if tail is not None:
+            read = len(self._lines)
+            yield from collections.deque(filter(wanted, self._lines[:read]), maxlen=tail)
+        while follow or tail is None:
             with self._changed:
                 final = self._status.is_final or not follow
                 fresh = self._lines[read:]
                 if not fresh and not final:
                     self._changed.wait(0.1)
-            yield from fresh
+            yield from filter(wanted, fresh)
             read += len(fresh)
             if final:
                 return
@@ -158,10 +162,11 @@ class FakeBackend:
         """What the script's events add up to."""
         return self._run(ref).status
 
-    def logs(self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
         """What the script printed."""
-        lines = self._run(ref).lines(follow=follow)
-        return (line for line in lines if ranks is None or line.rank in ranks)
+        return self._run(ref).lines(lambda line: ranks is None or line.rank in ranks, tail, follow=follow)
 
     def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
         """Tell the script to end."""
@@ -215,6 +220,10 @@ class BackendConformance:
         assert {(0, "rank 0 of 2"), (1, "rank 1 of 2")} <= texts, (texts, backend.status(ref))
         assert backend.status(ref).is_final
         assert [line.text for line in backend.logs(ref, ranks=[1]) if "rank" in line.text] == ["rank 1 of 2"]
+        whole = list(backend.logs(ref))
+        assert list(backend.logs(ref, tail=1)) == list(backend.logs(ref, tail=1, follow=True)) == whole[-1:]
+        assert list(backend.logs(ref, tail=0)) == []
+        assert list(backend.logs(ref, tail=1000)) == whole
 
     def test_an_exception_and_an_exit_code_fail_the_job(self, backend: Any, spec_for: Any) -> None:
         for behaviour, cause in (("fail", FailureCause.ERROR), ("exit", FailureCause.DIED)):

@@ -86,13 +86,17 @@ class Backend(Protocol):
             JobNotFoundError: No such job.
         """
 
-    def logs(self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
-        """Lines of the log from the first; with `follow` until the job has ended.
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of the log; with `follow` until the job has ended.
 
         Args:
             ref: The job.
             follow: Whether to wait for more lines while the job runs.
             ranks: Only these ranks' lines (and no lines of the agent); None for all.
+            tail: Only the last lines of those there are now, this many, and with `follow` all later ones; None for
+                all from the first.
 
         Raises:
             JobNotFoundError: No such job.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kale_dist import contract, records
@@ -15,9 +17,11 @@ from kale_dist.contract import EventKind, FailureCause, LogLine, RankStateName, 
 from kale_dist.errors import JobNotFoundError
 from kale_dist.records import Record
 from kale_dist.runtime import processes
-from kale_dist.status import JobStatus, ReplicaStatus, reduce_event, reduce_events
+from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
 
 _READ_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 18
+"""What is read first for the end of a log."""
 
 
 class LineReader:
@@ -31,6 +35,22 @@ class LineReader:
         self._path = path
         self._offset = 0
         self._size = -1
+
+    def skip_to_last(self, size: int) -> bool:
+        """Go on from the first whole line of the file's last `size` bytes.
+
+        Returns:
+            Whether that is the file's first line.
+        """
+        self._offset = 0
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end > size:
+                file.seek(end - size)
+                # Where no line begins there, all are read: half a line would be worse.
+                if file.readline().endswith(b"\n"):
+                    self._offset = file.tell()
+        return self._offset == 0
 
     def blocks(self) -> Iterator[bytes]:
         """Whole lines that came since the last call, in blocks of about 1 MiB."""
@@ -70,6 +90,21 @@ class LogReader:
             for framed in block.split(b"\n"):
                 with contextlib.suppress(ValueError):
                     yield contract.parse_line(framed)
+
+    def tail(self, count: int, wanted: Callable[[LogLine], bool] = lambda _: True) -> Sequence[LogLine]:
+        """The last lines of those there are, read from the end: a long log costs no more than a short one.
+
+        Args:
+            count: How many lines at most.
+            wanted: Which lines count.
+        """
+        size = _TAIL_BYTES
+        while True:
+            all_read = self._lines.skip_to_last(size)
+            found = collections.deque(filter(wanted, self.read()), maxlen=count)
+            if all_read or len(found) == count:
+                return tuple(found)
+            size *= 8
 
 
 class JobReader:
@@ -148,11 +183,11 @@ class JobReader:
         if identity is None or identity == self._progress_identity:
             return
         self._progress_identity = identity
-        with contextlib.suppress(OSError, ValueError):
+        # A damaged file tells nothing; the next one replaces it.
+        with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             last: dict[str, dict[str, Any]] = json.loads(self._files.progress.read_bytes())
-            for rank, event in last.items():
-                whole = {"event": EventKind.PROGRESS, **event, "rank": int(rank)}
-                self._status = reduce_event(self._status, whole)
+            events = [{"event": EventKind.PROGRESS, **event, "rank": int(rank)} for rank, event in last.items()]
+            self._status = reduce_events(self._status, events)
 
     def _died(self) -> JobStatus:
         ended = None

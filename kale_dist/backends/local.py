@@ -68,8 +68,8 @@ class LocalBackend:
                 return
             changes = self._client.fingerprint.changes(Fingerprint.now())
             if changes:
-                self._client.stop()
-                self._client = self._start()
+                before, self._client = self._client, self._start()
+                before.stop()
                 self._note = f"A new agent was started for this job: {'; '.join(changes)}"
 
     def plan(self, spec: JobSpec) -> Plan:
@@ -91,7 +91,7 @@ class LocalBackend:
             order = _order(spec, str(files.folder), key)
             self._hand_over(order, spec)
         except BaseException:
-            records.delete(spec.name)
+            records.withdraw(spec.name)
             raise
         return ref
 
@@ -99,11 +99,12 @@ class LocalBackend:
         """What the job's files say now."""
         return self._reader(ref).status()
 
-    def logs(self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
-        """Lines of the log from the first; with `follow` until the job has ended and all is read."""
-        reader = self._reader(ref)
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of the log, of those there are only the last `tail`; with `follow` until the job has ended."""
         wanted = None if ranks is None else frozenset(ranks)
-        return (line for line in self._lines(reader, follow=follow) if wanted is None or line.rank in wanted)
+        return self._lines(self._reader(ref), lambda line: wanted is None or line.rank in wanted, tail, follow=follow)
 
     def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
         """End a job's ranks. If its agent is gone, so are they."""
@@ -214,12 +215,16 @@ class LocalBackend:
                 reader = self._readers[ref.name] = JobReader(ref.name)
             return reader
 
-    def _lines(self, reader: JobReader, *, follow: bool) -> Iterator[LogLine]:
+    def _lines(
+        self, reader: JobReader, wanted: Callable[[LogLine], bool], tail: int | None, *, follow: bool
+    ) -> Iterator[LogLine]:
         log = reader.open_log()
-        while True:
+        if tail is not None:
+            yield from log.tail(tail, wanted)
+        while follow or tail is None:
             # Asked before reading: what a job has written before it ended is then read for certain.
             final = not follow or reader.status().is_final
-            yield from log.read()
+            yield from filter(wanted, log.read())
             if final:
                 return
             client = self._client

@@ -24,9 +24,6 @@ from kale_dist.status import JobStatus
 if TYPE_CHECKING:
     from kale_dist.job import Job
 
-TAIL_LINES = 12
-"""Lines of the log below the picture."""
-
 _SHORTEST_S = 0.25
 _LONGEST_S = 2.0
 _SLOWDOWN = 600.0
@@ -61,7 +58,7 @@ class LiveView:
         self._job = job
         self._display_id = f"kale-dist-{uuid.uuid4().hex}"
         self._log = LogReader(job.files.log)
-        self._tail: collections.deque[LogLine] = collections.deque(maxlen=TAIL_LINES)
+        self._tail: collections.deque[LogLine] = collections.deque(maxlen=view.LOG_LINES)
         self._lock = threading.Lock()
         self._shown: JobStatus | None = None
         self._ended = threading.Event()
@@ -100,19 +97,13 @@ class LiveView:
             except JobNotFoundError:
                 self._ended.set()
                 return
-            lines = self._read_log()
+            lines = tuple(self._log.tail(view.LOG_LINES) if first else self._log.read())
+            self._tail.extend(lines)
             if first or lines or status != self._shown:
                 self._shown = status
                 self._publish(status, update=not first)
             if status.is_final:
                 self._ended.set()
-
-    def _read_log(self) -> int:
-        count = 0
-        for line in self._log.read():
-            self._tail.append(line)
-            count += 1
-        return count
 
     def _publish(self, status: JobStatus, *, update: bool) -> None:
         from IPython.display import publish_display_data
@@ -128,7 +119,7 @@ class LiveView:
 
 
 def _look(job: Job[Any]) -> tuple[JobStatus, list[LogLine], float]:
-    return job.status, list(job.logs(tail=TAIL_LINES)), time.time()
+    return job.status, list(job.logs(tail=view.LOG_LINES)), time.time()
 
 
 def _front_end_updates() -> bool:

@@ -10,4 +10,7 @@ from __future__ import annotations
 from kale_dist.view.markup import html
 from kale_dist.view.plain import text
 
-__all__ = ["html", "text"]
+__all__ = ["LOG_LINES", "html", "text"]
+
+LOG_LINES = 12
+"""Lines of the log's end that a picture has room for."""

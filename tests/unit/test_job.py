@@ -8,6 +8,7 @@ import pytest
 import kale_dist as kd
 from kale_dist.contract import EventKind, FailureCause, StateName
 from kale_dist.errors import (
+    ConfigError,
     JobCancelledError,
     JobFailedError,
     JobTimeoutError,
@@ -155,6 +156,31 @@ def test_logs_by_rank_and_from_the_end(arguments, expected):
     job = start(ten_lines)
     job.wait()
     assert [line.text for line in job.logs(**arguments)] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": [99]}, "ranks: the job has no rank 99. Its ranks are 0 to 1"), ({"ranks": -1}, "no rank -1"),
+        ({"ranks": "0"}, "no rank '0'"), ({"ranks": True}, "no rank True"), ({"ranks": 1.5}, "no rank 1.5"),
+        ({"tail": -1}, "tail: -1 is not"), ({"tail": 2.5}, "tail: 2.5 is not"), ({"tail": "3"}, "tail: '3' is not"),
+        ({"tail": True}, "tail: True is not"),
+    ],
+)  # fmt: skip
+def test_lines_that_cannot_be_are_refused_at_once(arguments, message):
+    job = start(ten_lines)
+    with pytest.raises(ConfigError, match=message):
+        job.logs(**arguments)
+
+
+@pytest.mark.parametrize("timeout", ["3", [], True, float("nan")])
+def test_what_is_no_time_is_refused_also_when_there_is_nothing_to_wait_for(timeout):
+    job = start(returning)
+    job.wait()
+    for call in (job.wait, job.result, job.results, job.exception):
+        with pytest.raises(ConfigError, match="timeout: .* is not a number of seconds"):
+            call(timeout=timeout)
+    assert job.wait(0).is_final
 
 
 def test_following_from_the_end_misses_and_doubles_nothing():

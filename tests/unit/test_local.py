@@ -16,7 +16,7 @@ from kale_dist import records
 from kale_dist.backends import local
 from kale_dist.backends.job_reader import LineReader, LogReader
 from kale_dist.contract import Stream, frame_lines
-from kale_dist.errors import JobFailedError, JobNotFoundError
+from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,6 +101,23 @@ def test_an_agent_found_dead_is_replaced_silently(capfd):
     assert record(job).agent_pid != old
     assert not job.status.notes
     assert not capfd.readouterr().err
+
+
+class RemovesTheInterpreter:
+    """Whoever pickles it has no interpreter any more to start an agent with."""
+
+    def __reduce__(self):
+        sys.executable = "/nonexistent"
+        return RemovesTheInterpreter, ()
+
+
+def test_a_call_whose_job_cannot_be_handed_over_leaves_nothing_and_the_next_one_runs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", sys.executable)
+        with pytest.raises(BackendUnavailableError, match="could not be started"):
+            run(add, RemovesTheInterpreter(), 1, name="not-handed-over")
+    assert not records.exists("not-handed-over")
+    assert run(add, 1, 2, name="not-handed-over").result(60) == 3
 
 
 def test_the_death_of_the_agent_fails_its_running_jobs_and_ends_their_ranks():
@@ -205,6 +222,21 @@ def test_long_lines_across_blocks_are_whole(tmp_path, size):
     lines = [b"a" * size, b"b", b"c" * size]
     path.write_bytes(frame_lines(0, 0, 0, 1, Stream.STDOUT, lines))
     assert [len(line.text) for line in LogReader(path).read()] == [size, 1, size]
+
+
+def test_the_end_of_a_long_log_is_found_and_read_on_from(tmp_path):
+    log = tmp_path / "log"
+    texts = [b"%d %s" % (number, b"x" * (number % 7 * 3000)) for number in range(400)]
+    log.write_bytes(frame_lines(0, 0, 0, 0, Stream.STDOUT, texts) + b"torn")
+    for count in (0, 1, 12, 300, 400, 999):
+        found = LogReader(log).tail(count)
+        assert [line.sequence for line in found] == list(range(400))[400 - min(count, 400) :], count
+    reader = LogReader(log)
+    assert [line.sequence for line in reader.tail(1, lambda line: line.sequence % 100 == 0)] == [300]
+    assert list(reader.read()) == []
+    with log.open("ab") as file:
+        file.write(b" is no frame\n" + frame_lines(400, 0, 0, 0, Stream.STDOUT, [b"later"]))
+    assert [line.text for line in reader.read()] == ["later"]
 
 
 def test_rubbish_in_a_log_hides_no_line(tmp_path):

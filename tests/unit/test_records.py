@@ -2,6 +2,8 @@ import dataclasses
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 
@@ -91,7 +93,7 @@ def test_a_name_is_taken_once_even_in_a_race():
     assert "delete" in refused[0]
 
 
-@pytest.mark.parametrize("name", ["missing", "", ".", "..", "../jobs", "a/b", "/etc", "\0"])
+@pytest.mark.parametrize("name", ["missing", "", ".", "..", "../jobs", "a/b", "/etc", "\0", "a" * 5000, ".deleted-x-1"])
 def test_what_is_not_there_is_not_found(name):
     with pytest.raises(JobNotFoundError):
         records.read(name)
@@ -102,7 +104,7 @@ def test_a_damaged_record_says_where_it_lies_and_hides_no_other_job(text):
     submitted("good")
     records.create("bad", KEY)
     records.files("bad").record.write_text(text)
-    with pytest.raises(JobNotFoundError, match=r"cannot be read.*record.json"):
+    with pytest.raises(JobNotFoundError, match=rf"cannot be read.*{records.files('bad').folder}"):
         records.read("bad")
     assert records.names() == ["good"]
 
@@ -161,6 +163,28 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(StoreError, match="XDG_STATE_HOME"):
         records.create("job-1", KEY)
+
+
+def test_a_submission_that_was_cut_off_says_how_to_free_its_name():
+    records.create("half", KEY)
+    with pytest.raises(JobNotFoundError, match=f"Remove {records.files('half').folder}"):
+        records.read("half")
+
+
+def test_a_user_without_a_home_is_told_what_to_set():
+    code = "import os, pwd; from kale_dist import records; os.setuid(54321); records.state_dir()"
+    bare = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_STATE_HOME")}
+    if os.getuid() != 0:
+        pytest.skip("only root can become a user who is in no list")
+    asked = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
+    assert "StoreError" in asked.stderr.splitlines()[-1]
+    assert "Set HOME, or XDG_STATE_HOME" in asked.stderr
+
+
+def test_a_lock_that_cannot_be_opened_is_a_store_error(own_state):
+    (own_state / "lock").mkdir(parents=True)
+    with pytest.raises(StoreError, match="lock could not be written"), records.keeping_blobs():
+        pass
 
 
 def test_a_record_is_replaced_as_a_whole():

@@ -101,15 +101,29 @@ def test_a_new_attempt_sets_the_ranks_back_and_old_events_are_passed_over():
 
 
 @pytest.mark.parametrize(
-    "event", [{}, {"event": "later-version"}, {"event": "note"}, {"event": "rank", "rank": None, "state": "running"}]
+    "event",
+    [
+        {},
+        {"event": "later-version"},
+        {"event": ["state"]},
+        {"event": "note"},
+        {"event": "state"},
+        {"event": "state", "state": "bogus"},
+        {"event": "state", "state": "running", "attempt": "x"},
+        {"event": "rank", "rank": None, "state": "running"},
+        {"event": "rank", "rank": "x", "state": "running"},
+        {"event": "rank", "rank": -1, "state": "failed"},
+        {"event": "rank", "rank": 30_000_000, "state": "running"},
+        {"event": "progress", "rank": 0, "epoch": "x"},
+        {"event": "metrics", "rank": 0, "values": {"loss": "x"}},
+        {"event": "metrics", "rank": 0, "values": [1]},
+        {"event": "waiting", "waiting": 5},
+    ],
 )
-def test_events_of_unknown_kind_change_nothing(event):
+def test_what_is_no_event_of_this_job_changes_nothing_and_hides_nothing(event):
     assert reduce_event(status_of(), event) == status_of()
-
-
-def test_a_rank_beyond_those_known_is_added():
-    status = status_of({"event": "rank", "rank": 3, "state": "running"})
-    assert [replica.rank for replica in status.replicas] == [0, 1, 2, 3]
+    note = {"event": "note", "text": "later"}
+    assert reduce_events(status_of(), [event, note]) == reduce_event(status_of(), note)
 
 
 def test_many_reports_are_reduced_in_little_time():
