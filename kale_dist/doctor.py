@@ -90,7 +90,9 @@ def _torch() -> tuple[Check, Check]:
     except subprocess.TimeoutExpired:
         remedy = "Is the disk overloaded or on a slow network?"
         return _failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _no_gpus("")
-    except (OSError, IndexError, ValueError):
+    except OSError as error:
+        return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python anew"), _no_gpus("")
+    except (IndexError, ValueError):
         last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
         return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.6'"), _no_gpus("")
     version, seconds = found["version"], found["seconds"]
@@ -194,10 +196,11 @@ def _docker() -> Check:
 
 
 def _cluster() -> Check:
-    named = [pathlib.Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
-    paths = named or [pathlib.Path.home() / ".kube" / "config"]
+    named = [name for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    paths = named or [os.path.expanduser("~/.kube/config")]  # noqa: PTH111 - pathlib raises for a user without a home
     inside = "KUBERNETES_SERVICE_HOST" in os.environ
-    found = "inside a cluster" if inside else next((f"found: {path}" for path in paths if path.exists()), "not found")
+    there = (f"found: {path}" for path in paths if os.path.exists(path))  # noqa: PTH110 - pathlib raises for a folder we may not enter
+    found = "inside a cluster" if inside else next(there, f"not found: {', '.join(paths)}")
     return _ok("cluster", f"{found}; not used by this version")
 
 

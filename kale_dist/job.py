@@ -189,8 +189,18 @@ class Job(Generic[R]):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The notebook's own optimizer with its state after training. Waits and raises as `model` does."""
-        optimizer: torch.optim.Optimizer = self._trained().optimizer
+        """The notebook's own optimizer with its state after training. Waits and raises as `model` does.
+
+        Raises:
+            ResultUnavailableError: `model` is a new object, whose parameters no optimizer has yet.
+        """
+        optimizer: torch.optim.Optimizer | None = self._trained().optimizer
+        if optimizer is None:
+            raise ResultUnavailableError(
+                f"The model of {self.ref} is a new object, whose parameters no optimizer has yet. Make one from "
+                "job.model.parameters() and give it job.result().optimizer_state",
+                self.ref,
+            )
         return optimizer
 
     def state_dict(self, *, partial: bool = False) -> dict[str, Any]:

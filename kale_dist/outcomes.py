@@ -15,6 +15,7 @@ from kale_dist.errors import (
     KaleDistError,
     RankError,
     ResultUnavailableError,
+    StoreError,
 )
 from kale_dist.runtime import loading, outcome
 from kale_dist.spec import JobSpec
@@ -104,8 +105,19 @@ class OutcomeReader:
         return checkpoint.read(self.files.checkpoint).model
 
     def rebuilt_targets(self) -> weights.Targets:
-        """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's."""
-        arguments = self._load().kwargs
+        """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's.
+
+        Raises:
+            ResultUnavailableError: Bytes of the snapshot are gone.
+        """
+        try:
+            arguments = self._load().kwargs
+        except StoreError as error:
+            raise ResultUnavailableError(
+                f"The model of {self._ref} cannot be built, for bytes of its snapshot are gone ({error}). "
+                "job.state_dict() has the weights",
+                self._ref,
+            ) from error
         return weights.remember(arguments["model"], arguments["optimizer"], arguments.get("scheduler"))
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:

@@ -83,6 +83,10 @@ def _check_model(model: Any) -> None:
         raise ConfigError(
             "model", f"it is wrapped in {type(model).__name__}", "Pass model.module: kale_dist needs no wrapper"
         )
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        problem = f"its parameter {empty!r} is on the meta device, which keeps no values"
+        raise ConfigError("model", problem, "Give it values: model.to_empty(device='cpu') and its own initialisation")
 
 
 def _check_loader(argument: str, loader: Any) -> None:

@@ -39,6 +39,7 @@ class TrainedObjects:
 
     model: Any
     optimizer: Any
+    """None where the model is a new object: the notebook's optimizer has the parameters of its own model."""
     problem: str = ""
     """Why the model has not got the weights, as a clause; empty if it has."""
     warnings: tuple[str, ...] = ()
@@ -56,7 +57,7 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     """
     if trained.model is not None:
         warning = f"{ref} gives a new model object, the notebook's own is as it was: {trained.reason}"
-        return TrainedObjects(model=trained.model, optimizer=targets.optimizer, warnings=(warning,))
+        return TrainedObjects(model=trained.model, optimizer=None, warnings=(warning,))
     problem = mismatch(targets.model, trained.model_state)
     if problem:
         warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}"
@@ -71,7 +72,9 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
         if problem:
             warnings.append(f"The optimizer state of {ref} was not loaded into the notebook's optimizer: {problem}")
     if targets.scheduler is not None and trained.scheduler_state is not None:
-        targets.scheduler.load_state_dict(dict(trained.scheduler_state))
+        problem = _load_state(targets.scheduler, trained.scheduler_state)
+        if problem:
+            warnings.append(f"The scheduler state of {ref} was not loaded into the notebook's scheduler: {problem}")
     return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(warnings))
 
 
@@ -137,7 +140,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     other = [len(group["params"]) for group in state["param_groups"]]
     if mine != other:
         return f"its parameter groups have {mine} parameters in the notebook and {other} in the job"
-    optimizer.load_state_dict(dict(state))
+    return _load_state(optimizer, state)
+
+
+def _load_state(target: Any, state: Mapping[str, Any]) -> str:
+    """Why `load_state_dict`, which may be the user's own, has failed, as a clause; empty if it has not."""
+    try:
+        target.load_state_dict(dict(state))
+    except Exception as error:  # noqa: BLE001 - the model has its weights by now: that must not be undone or repeated
+        return f"load_state_dict raised {type(error).__name__}: {error}"
     return ""
 
 

@@ -199,10 +199,8 @@ class _Client(NotebookClient):
             stream, text = msg["content"]["name"], msg["content"]["text"]
             *lines, rest = (self._unfinished.pop(stream, "") + text).split("\n")
             self._unfinished[stream] = rest
-            if lines:
-                self.jobs.settle()
             for line in lines:
-                self._terminal.line(facts.clean(line))
+                self.jobs.cell_line(facts.clean(line))
         return super().output(outs, msg, display_id, cell_index)
 
     def _kernel_pid(self) -> int | None:
@@ -214,6 +212,7 @@ class _Client(NotebookClient):
 
     def _begin_cell(self, cell: Any, cell_index: int) -> None:  # noqa: ARG002 - nbclient passes both by name
         self._cell_number = cell_index + 1
+        self.jobs.begin_cell()
 
     def _end_cell(self, cell: Any, cell_index: int, execute_reply: Any) -> None:  # noqa: ARG002 - likewise
         self._flush_streams()

@@ -5,19 +5,25 @@ Jobs are found by their records, which name the kernel they were called from; a 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
 
 from kale_dist import backends, records
 from kale_dist.backends.base import Backend, JobRef
+from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.notebook.terminal import Terminal
 from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
 
 _LOOK_S = 0.2
+_LOG_LINE = re.compile(r"\[(?:\d+|kale-dist)\] ")
+_REMEMBERED_LINES = 100_000
+"""A log that is longer costs no more memory; a cell that streams it so late doubles some lines."""
 
 
 class KernelJobs:
@@ -35,12 +41,23 @@ class KernelJobs:
         # What is there now belongs to other kernels, though one of them may have had the same process id.
         self._passed_over = {folder.name for folder in records.jobs_dir().iterdir()}
         self._logs: dict[JobRef, threading.Thread] = {}
+        self._lines = _Lines(terminal)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kale_dist kernel jobs", daemon=True)
 
     def start(self) -> None:
         """Begin to look for jobs."""
         self._thread.start()
+
+    def begin_cell(self) -> None:
+        """Note that what cells print from now on comes from another one."""
+        self.settle()
+        self._lines.begin_cell()
+
+    def cell_line(self, text: str) -> None:
+        """Show a line that a cell has printed, unless it is one of a job's log, as `job.stream_logs()` prints them."""
+        self.settle()
+        self._lines.from_cell(text)
 
     def settle(self, timeout_s: float = 1.0) -> None:
         """Wait until the logs of all jobs that have ended are written out: what a cell prints then comes after them."""
@@ -95,7 +112,7 @@ class KernelJobs:
     def _write_log(self, ref: JobRef) -> None:
         try:
             for line in _backend(ref).logs(ref, follow=True):
-                self._terminal.line(f"{plain.prefix(line)} {facts.log_text(line)}")
+                self._lines.from_log(line)
             status = _backend(ref).status(ref)
         except JobNotFoundError:
             self._terminal.line(f"{ref} was deleted")
@@ -113,6 +130,51 @@ class KernelJobs:
                 self._terminal.progress(str(ref), facts.percent(status), bar)
                 return
         self._terminal.clear()
+
+
+class _Lines:
+    """Shows each line of a log once, though a cell that streams the log prints it too, sooner or later than we do.
+
+    Args:
+        terminal: Where to show lines.
+    """
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._lock = threading.Lock()
+        self._from_log: collections.Counter[str] = collections.Counter()
+        self._from_cell: collections.Counter[str] = collections.Counter()
+
+    def from_log(self, line: LogLine) -> None:
+        """Show a line of a log, unless a cell has printed it."""
+        with self._lock:
+            if not _take(self._from_cell, facts.clean(str(line))):
+                if len(self._from_log) >= _REMEMBERED_LINES:
+                    self._from_log.clear()
+                self._from_log[facts.clean(str(line))] += 1
+                self._terminal.line(f"{plain.prefix(line)} {facts.log_text(line)}")
+
+    def from_cell(self, text: str) -> None:
+        """Show a line that a cell has printed, unless it was shown as one of a log."""
+        with self._lock:
+            if not _take(self._from_log, text):
+                if _LOG_LINE.match(text):
+                    self._from_cell[text] += 1
+                self._terminal.line(text)
+
+    def begin_cell(self) -> None:
+        """Forget what the last cell printed: it may have looked like a line of a log without being one."""
+        with self._lock:
+            self._from_cell.clear()
+
+
+def _take(counts: collections.Counter[str], text: str) -> bool:
+    """Take one off the count of a text; false if it is 0."""
+    if not counts[text]:
+        del counts[text]
+        return False
+    counts[text] -= 1
+    return True
 
 
 def _backend(ref: JobRef) -> Backend:

@@ -76,6 +76,11 @@ def test_a_model_is_a_module(model, said):
 
 def test_a_wrapped_model_is_to_be_unwrapped():
     assert "model.module" in refused_training(model=torch.nn.DataParallel(Net())).remedy
+    with torch.device("meta"):
+        hollow = Net()
+    refused = refused_training(model=hollow)
+    assert "on the meta device" in refused.problem
+    assert "to_empty" in refused.remedy
 
 
 @pytest.mark.parametrize("argument", ["train_data_loader", "eval_data_loader"])

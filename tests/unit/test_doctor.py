@@ -42,6 +42,17 @@ def test_a_kubeconfig_is_found(tmp_path, monkeypatch):
     assert str(tmp_path / "config") in doctor._cluster().sentence
 
 
+def test_a_machine_without_interpreter_or_home_is_examined_to_the_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/one:{'a' * 5000}")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    found = {check.name: check for check in doctor.examine()}
+    assert found["torch"].verdict is doctor.Verdict.FAILED
+    assert "/nonexistent/python cannot be run" in found["torch"].sentence
+    assert f"not found: {tmp_path}/one" in found["cluster"].sentence
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

@@ -128,6 +128,25 @@ def test_a_job_that_nobody_waits_for_ends_with_the_notebook(tmp_path):
     assert re.search("local://left-behind: Cancelled.*kernel", out)
 
 
+def test_a_log_that_a_cell_streams_is_shown_once_and_kept_in_the_notebook(tmp_path):
+    cells = (
+        STORY[0],
+        STORY[1].replace("job = ", "print('[0] of my own')\njob = ").replace("from-notebook", "streamed"),
+        "job.stream_logs()\nprint('[0] step 3')\nprint('[0] of my own')",
+        "print('the end')",
+    )
+    running = start(write(tmp_path / "n.ipynb", *cells), "-o", tmp_path / "out.ipynb")
+    lines = running.communicate(timeout=120)[0].splitlines()
+    steps = [f"[0] step {step}" for step in range(40)]
+    assert sorted(line for line in lines if line.startswith("[0] step")) == sorted([*steps, "[0] step 3"])
+    assert sum(line.startswith("[1] step") for line in lines) == 40
+    assert lines.count("[0] of my own") == 2
+    assert "the end" in lines
+    kept = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[3].outputs
+    streamed = "".join(output.text for output in kept)
+    assert [line for line in streamed.splitlines() if line.startswith("[0] step")] == [*steps, "[0] step 3"]
+
+
 def test_the_kernels_death_is_told(tmp_path):
     path = write(tmp_path / "a.ipynb", "print('last words', flush=True)", "import os\nos._exit(3)")
     running = start(path, cwd=tmp_path)

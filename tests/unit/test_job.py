@@ -178,7 +178,7 @@ def test_what_is_no_time_is_refused_also_when_there_is_nothing_to_wait_for(timeo
     job = start(returning)
     job.wait()
     for call in (job.wait, job.result, job.results, job.exception):
-        with pytest.raises(ConfigError, match="timeout: .* is not a number of seconds"):
+        with pytest.raises(ConfigError, match=r"timeout: .* is not a number of seconds"):
             call(timeout=timeout)
     assert job.wait(0).is_final
 

@@ -79,6 +79,21 @@ def test_a_scheduler_moves_on():
     assert scheduler.last_epoch == 7
 
 
+class Refusing(torch.optim.lr_scheduler.ExponentialLR):
+    def load_state_dict(self, state_dict):
+        raise RuntimeError("not mine")
+
+
+def test_an_object_that_refuses_its_state_is_warned_of_and_the_weights_stay():
+    targets = objects()
+    scheduler = Refusing(targets.optimizer, 0.5)
+    targets = weights.remember(targets.model, targets.optimizer, scheduler)
+    result = trained(targets.model, scheduler_state=scheduler.state_dict())
+    found = load(targets, result)
+    assert "scheduler: load_state_dict raised RuntimeError: not mine" in found.warnings[0]
+    assert torch.equal(targets.model.a.weight, result.model_state["a.weight"])
+
+
 def change_weight(model):
     with torch.no_grad():
         model.a.weight.mul_(2)
@@ -149,6 +164,7 @@ def test_a_structure_that_changed_in_the_rank_gives_a_new_object():
     fresh = torch.nn.Sequential(torch.nn.Linear(3, 2))
     found = load(targets, trained(Net(), model=fresh, reason="0.weight got its shape"))
     assert found.model is fresh
+    assert found.optimizer is None
     assert "0.weight got its shape" in found.warnings[0]
 
 
