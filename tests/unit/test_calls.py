@@ -208,6 +208,26 @@ def test_elsewhere_a_model_is_built_from_the_snapshot():
     assert done.stdout.strip() == str(model(torch.ones(1, 3)).tolist())
 
 
+def test_without_its_snapshot_an_attached_job_has_weights_but_no_model():
+    model, *rest = objects()
+    kd.distribute(model, *rest, number_of_processes=1, name="snapshot-gone").wait()
+    code = """
+import kale_dist as kd
+from kale_dist.blobs import FolderStore
+from kale_dist import records
+job, store = kd.attach("snapshot-gone"), FolderStore(records.blobs_dir())
+for blob in job.spec.blobs:
+    store.delete(blob)
+assert "layer.weight" in job.state_dict() and job.result().epochs == 1
+try:
+    job.model
+except kd.KaleDistError as error:
+    print(type(error).__name__, error)
+"""
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert asked.stdout.startswith("ResultUnavailableError The model of local://snapshot-gone cannot be built")
+
+
 def test_without_the_key_a_training_can_be_waited_for_but_gives_no_model():
     kd.distribute(*objects(), number_of_processes=1, name="keyless").wait()
     records.files("keyless").key.unlink()
