@@ -65,7 +65,7 @@ def distribute(
     split_batches: bool = False,
     shard: bool = True,
     eval_sharding: str = "samples",
-    checkpoint_every: int = 1,
+    checkpoint_every: int | None = 1,
     seed: int | None = None,
     name: str | None = None,
     on: str | Backend = "local",
@@ -108,7 +108,7 @@ def distribute(
         shard: False for an iterable dataset that shares itself out.
         eval_sharding: `"samples"`: each process evaluates its share. `"none"`: each evaluates all, for metrics that are
             not means, such as F1.
-        checkpoint_every: Epochs between checkpoints.
+        checkpoint_every: Epochs between checkpoints; None for none.
         seed: Of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
         on: The backend: `"local"`.

@@ -47,17 +47,16 @@ def check(given: Mapping[str, Any]) -> None:
 
 
 def _check_settings(given: Mapping[str, Any]) -> None:
-    for argument in ("epochs", "accumulate", "checkpoint_every"):
+    for argument in ("epochs", "accumulate"):
         check_count(argument, given[argument])
+    if given["checkpoint_every"] is not None:
+        check_count("checkpoint_every", given["checkpoint_every"])
     for argument in ("split_batches", "shard"):
         check_flag(argument, given[argument])
     precision, clip_norm = given["precision"], given["clip_norm"]
     if precision is not None and precision not in _PRECISIONS:
         near = closest(precision, _PRECISIONS)
         raise ConfigError("precision", f"there is no precision {precision!r}", f"{near}Use 'bf16', 'fp16' or None")
-    if precision == "fp16" and given["train_step"] is not None:
-        problem = "'fp16' needs its loss scaled, which only the ready-made step can be sure of"
-        raise ConfigError("precision", problem, "Use 'bf16', or a GradScaler of your own in train_step")
     if clip_norm is not None:
         number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
         if not number or not math.isfinite(clip_norm) or clip_norm <= 0:

@@ -7,10 +7,14 @@ place, and `storages` lists the memory in the order of the numbers.
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import multiprocessing.context
 import pickle
 import sys
 import types
+import typing
+import weakref
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
@@ -91,6 +95,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             return _reduce_context
         if issubclass(kind, BaseException) and _is_plain_error(kind):
             return _reduce_error
+        if kind in _STANDARD:
+            return _STANDARD[kind]
         torch = sys.modules.get("torch")
         if torch is None:
             return None
@@ -137,6 +143,15 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
     def _reduce_typed_storage(self, storage: Any) -> Reduced:
         return reducers.make_typed_storage, (storage._untyped_storage, storage.dtype)  # noqa: SLF001
+
+    def _function_reduce(self, obj: types.FunctionType) -> Reduced:
+        """As cloudpickle's, but a function that was given to `torch.compile` travels as it was before."""
+        reduced = super()._function_reduce(obj)
+        original = getattr(obj, "_torchdynamo_orig_callable", None)
+        if reduced is NotImplemented or original is None:
+            return reduced
+        settings = inspect.getclosurevars(obj).nonlocals.get("self")
+        return reduced if settings is None else (reducers.make_compiled, (settings, original))
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
         """As cloudpickle's, but functions that share a variable of the function around them go on sharing it."""
@@ -185,6 +200,41 @@ def _is_plain_error(kind: type[BaseException]) -> bool:
 
 def _reduce_error(error: BaseException) -> Reduced:
     return reducers.make_error, (type(error), error.args), dict(error.__dict__), None, None, reducers.set_attributes
+
+
+def _reduce_cached(cached: Any) -> Reduced:
+    if _is_importable(cached):
+        return NotImplemented
+    parameters = cached.cache_parameters()
+    return reducers.make_cached, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+
+def _reduce_cached_property(cached: Any) -> Reduced:
+    return reducers.make_cached_property, (cached.func, cached.attrname)
+
+
+def _reduce_new_type(new: Any) -> Reduced:
+    if _is_importable(new):
+        return NotImplemented
+    return reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
+
+
+def _reduce_weak_keys(weak: Any) -> Reduced:
+    return weakref.WeakKeyDictionary, (), dict(weak), None, None, reducers.set_weak_items
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether an object that pickles by its name can be imported by it: not if it was made in a cell."""
+    return internals._lookup_module_and_qualname(value) is not None  # noqa: SLF001
+
+
+_STANDARD: dict[type, Callable[[Any], Reduced]] = {
+    functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001 - the type of what lru_cache gives
+    functools.cached_property: _reduce_cached_property,
+    typing.NewType: _reduce_new_type,
+    weakref.WeakKeyDictionary: _reduce_weak_keys,
+}
+"""What the standard library puts around functions of cells, and cannot pickle there. `singledispatch` has weak keys."""
 
 
 def _reduce_context(context: Any) -> Reduced:

@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.context
 import sys
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,6 +86,35 @@ def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[t
     else:
         namespace = importlib.import_module(module).__dict__
     return types.FunctionType(code, namespace, None, None, closure)
+
+
+def make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:  # noqa: FBT001 - pickles call by position
+    """A function with `functools.lru_cache` around it; what the notebook has cached stays there."""
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def make_cached_property(function: Callable[[Any], Any], name: str | None) -> Any:
+    """A `functools.cached_property`, with a lock of its own where Python has one in it."""
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def make_new_type(name: str, module: str, supertype: Any) -> Any:
+    """A `typing.NewType`."""
+    made = typing.NewType(name, supertype)  # type: ignore[misc] # its checker wants a literal
+    made.__module__ = module
+    return made
+
+
+def make_compiled(context: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """A function that `torch.compile` was called on; it is compiled anew at its first call."""
+    return context(function)
+
+
+def set_weak_items(weak: weakref.WeakKeyDictionary[Any, Any], items: dict[Any, Any]) -> None:
+    """Fill a dictionary with weak keys: those stay that something else holds."""
+    weak.update(items)
 
 
 def make_module(name: str) -> types.ModuleType:

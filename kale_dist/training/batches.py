@@ -48,6 +48,7 @@ class Feed:
     """Samples given to this rank since `begin`."""
     passes: int = 0
     current: Batches | None = None
+    """The pass that gave the latest batch, unless it is exhausted."""
 
     @property
     def is_training(self) -> bool:
@@ -61,9 +62,21 @@ class Feed:
         self.passes = 0
 
     def end(self) -> None:
-        """The call has ended: leave a pass that was not finished."""
+        """The call has ended: leave a pass that was not finished. An iterator that the step keeps goes on later."""
+        self.change_to(None)
+
+    def change_to(self, batches: Batches | None) -> None:
+        """Another pass, or none, gives the next batch. The one before may go on after it: loops may be nested.
+
+        Raises:
+            KaleDistError: Not all ranks changed at the same batch.
+        """
+        if self.current is batches:
+            return
         if self.current is not None:
-            self.current.leave()
+            self.current.pause()
+        self.current = batches
+        self.passes += batches is not None
 
 
 class Batches:
@@ -78,15 +91,14 @@ class Batches:
     def __init__(self, loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> None:
         self._loader = loader
         self._feed = feed
+        # Worker processes are fed at once, and the order is drawn together.
+        feed.change_to(None)
         self._inner = _make(loader, feed, make_iterator)
         self._begin()
 
     def _begin(self) -> None:
         feed = self._feed
-        if feed.current is not None and feed.current is not self:
-            feed.current.leave()
-        feed.current = self
-        feed.passes += 1
+        feed.change_to(self)
         self._queue = None if feed.queue_of is None else feed.queue_of.kale_portions
         self._started = self._told = time.monotonic()
         self._told_index = 0
@@ -103,7 +115,7 @@ class Batches:
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
-        self.leave()
+        self._feed.change_to(None)
         self._inner._reset(loader, first_iter)  # noqa: SLF001
         self._begin()
 
@@ -122,8 +134,11 @@ class Batches:
         if self._is_over:
             raise StopIteration
         feed = self._feed
-        if feed.exchange is not None:
-            feed.exchange.settle()
+        if feed.current is self:
+            if feed.exchange is not None:
+                feed.exchange.settle()
+        else:
+            feed.change_to(self)
         try:
             portion, batch = self._next_agreed() if feed.is_agreed else self._next_planned()
         except StopIteration:
@@ -145,21 +160,22 @@ class Batches:
 
     def _finish(self) -> None:
         self._is_over = True
+        self._tell_rest()
+        self._feed.current = None
+
+    def _tell_rest(self) -> None:
+        """No batch comes from here for now."""
         if self._index and self._told_index != self._index:
             self._tell(time.monotonic())
         if self._feed.pace is not None:
             self._feed.pace.leave()
-        if self._feed.current is self:
-            self._feed.current = None
 
-    def leave(self) -> None:
-        """The loop was left before the loader was exhausted: make sure that all ranks did so at the same batch.
+    def pause(self) -> None:
+        """The loop was left, or gives way to another, before the loader was exhausted: did all ranks do so here?
 
         Raises:
             KaleDistError: Only some did.
         """
-        if self._is_over:
-            return
         feed = self._feed
         portion = feed.pace.portion if feed.pace is not None else None
         if feed.exchange is not None and portion is not None:
@@ -167,7 +183,7 @@ class Batches:
             feed.exchange.settle(left=is_early and not feed.is_agreed)
             if is_early and feed.is_agreed:
                 self._agree(None, left=True)
-        self._finish()
+        self._tell_rest()
 
     # -- where every rank knows what comes -------------------------------------------------------------------------
 

@@ -38,11 +38,11 @@ class Ranks:
         self.world = world
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "kale_dist.training.loop"])
-        folder = tempfile.mkdtemp()
+        self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, f"{folder}/store", there))
+            process = context.Process(target=_serve, args=(rank, world, f"{self.folder.name}/store", there))
             process.start()
             there.close()
             self.connections.append(here)
@@ -68,6 +68,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self.folder.cleanup()
 
 
 _pools = {}

@@ -363,62 +363,6 @@ def test_noise_of_each_ranks_own_is_found_at_the_end_of_the_epoch(ranks):
     assert "Weights were not equal on all ranks after epoch 1 (head.weight, head.bias)" in log
 
 
-@pytest.mark.parametrize("way", ["skip", "leave"])
-def test_ranks_that_do_different_things_are_told(ranks, way):
-    def job():
-        import torch.distributed as dist
-
-        model = Net()
-
-        def step(model, loader, criterion, optimizer, device, args):
-            for number, (x, y) in enumerate(loader):
-                if number == 1 and dist.get_rank() == 1:
-                    if way == "leave":
-                        break
-                    continue
-                by_method(model, x, y, optimizer)
-
-        train(
-            model=model,
-            train_data_loader=DataLoader(data(), 2),
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-        )
-
-    problem = "left the loop over its loader" if way == "leave" else "made no backward pass in batch 2"
-    with pytest.raises(KaleDistError, match=problem):
-        ranks(2, job)
-
-
-def test_all_ranks_may_skip_or_leave_together(ranks):
-    def job():
-        model = Net()
-
-        def step(model, loader, criterion, optimizer, device, args):
-            for number, (x, y) in enumerate(loader):
-                if number == 1:
-                    continue
-                if number == 3:
-                    break
-                by_method(model, x, y, optimizer)
-            return {"loss": 1.0}
-
-        result = train(
-            model=model,
-            train_data_loader=DataLoader(data(), 2),
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            epochs=2,
-        )
-        return result.metrics, model.head.weight.detach().clone()
-
-    (metrics, first), (_, second) = ranks(2, job)
-    assert metrics == {"loss": 1.0}
-    assert first.equal(second)
-
-
 def test_everything_is_as_before_afterwards(ranks):
     def job():
         model = Net()
