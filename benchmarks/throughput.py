@@ -82,6 +82,9 @@ def run_rank(rank: int, store: str, rounds: int) -> None:
     if rank == 0:
         for name, values in speeds.items():
             print(f"{name:25} {statistics.median(values):10,.0f} samples/s (median of {rounds})")
+    # Both must be done with the group before one of them takes it away.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def _prepare_map(
             used = sharding.divide(argument, total, size, world, drop_last=drop, **options)
             whole = sharding.divide(argument, total, size, world, drop_last=False, **options)
             unit = (used.chunk if aligned else size) if drop else 1
-            share = max(whole.share(group.rank), 0)
+            share = max(1, whole.share(group.rank)) if total else 0
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
         else:
             feed.sentence = (
@@ -170,7 +170,7 @@ def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) ->
 def _share_of_batches(dealer: Dealer, loader: DataLoader[Any], batches: int | None, world: int) -> int:
     """Samples dealt to this rank in the latest pass; before the first one, a fair estimate."""
     if dealer.kale_samples is not None:
-        return int(dealer.kale_samples)
+        return max(1, int(dealer.kale_samples))
     size = _length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
     return max(1, (size if size is not None else batches or 0) // world)
 

@@ -182,7 +182,8 @@ class Session:
             if not feed.passes:
                 self.group.say(
                     "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
-                    " divided over the ranks."
+                    " divided over the ranks. A loader made in the step over data_loader.dataset gives all ranks the"
+                    " same first samples; change the loader before the call instead."
                 )
         if self.group.rank == 0 and outcome.values:
             context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=feed.name)

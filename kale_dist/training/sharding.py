@@ -118,7 +118,8 @@ def describe(name: str, division: Division, *, repeats: bool = True, dropped: in
     shares = [division.share(rank) for rank in range(world)]
     full = [portion(division.chunk, rank, world) for rank in range(world)]
     sizes = f"{full[0]} x {world}" if full[0] == full[-1] else " + ".join(map(str, full))
-    words = [f"{name}: {division.samples:,} samples", f"{ranks(world)} x {extremes(shares)}"]
+    count = f"{division.samples:,} sample{'' if division.samples == 1 else 's'}"
+    words = [f"{name}: {count}", f"{ranks(world)} x {extremes(shares)}"]
     words.append(f"batch {sizes} = {division.chunk}" if world > 1 else f"batch {division.chunk}")
     if division.steps and (last := division.total(division.steps - 1)) != division.chunk:
         parts = [portion(last, rank, world) for rank in range(world)]

@@ -104,7 +104,8 @@ class StreamShare(View):
 
     def _length_of_share(self) -> int:
         rank, world_size, _ = self._kale_share
-        return max(0, int(-(-(len(self._kale_inner) - rank) // world_size)))
+        length = len(self._kale_inner)
+        return max(min(1, length), int(-(-(length - rank) // world_size)))
 
     def __iter__(self) -> Iterator[Any]:
         rank, world_size, share_randomness = self._kale_share

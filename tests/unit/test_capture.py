@@ -87,6 +87,50 @@ def test_later_cells_do_not_change_the_job(tmp_path):
     assert all(store.exists(blob) for blob in first.blobs)
 
 
+def test_what_the_standard_library_puts_around_functions_of_cells_travels(tmp_path):
+    play(
+        tmp_path,
+        "import functools, typing, weakref",
+        "@functools.lru_cache(maxsize=7)\ndef fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)",
+        "UserId = typing.NewType('UserId', int)\nfibonacci(3)",
+        """
+class Table:
+    @functools.cached_property
+    def whole(self):
+        return [UserId(4)]
+    @functools.cache
+    def row(self, number):
+        return number + 1
+    @functools.singledispatchmethod
+    def kind(self, value):
+        return "other"
+    @kind.register
+    def _(self, value: int):
+        return "int"
+""",
+        "@functools.singledispatch\ndef kind(value):\n    return 'other'\n@kind.register\ndef _(value: int):\n    return 'int'",
+        "table = Table()\nnotes = weakref.WeakKeyDictionary({table: 'kept'})",
+        """
+def call():
+    assert fibonacci.cache_info() == (0, 0, 7, 0) and fibonacci(30) == 832040 and fibonacci.cache_info().misses == 31
+    assert table.whole is table.whole and table.row(2) == 3
+    assert [kind(1), kind(""), table.kind(1), table.kind("")] == ["int", "other"] * 2
+    assert dict(notes) == {table: "kept"}
+    return UserId.__supertype__, UserId.__module__
+""",
+        after="assert outcome.value == (int, '__main__')",
+    )
+
+
+def test_a_function_that_was_compiled_in_a_cell_is_compiled_in_the_rank(tmp_path):
+    play(
+        tmp_path,
+        "import torch\n@torch.compile(backend='eager')\ndef double(x):\n    return x * factor\nfactor = 2",
+        "def call():\n    return double(torch.ones(2)).tolist(), hasattr(double, '_torchdynamo_orig_callable')",
+        after="assert outcome.value == ([2.0, 2.0], True)",
+    )
+
+
 def test_functions_that_share_a_variable_go_on_sharing_it(tmp_path):
     play(
         tmp_path,

@@ -51,7 +51,7 @@ class Bucket:
                 view.zero_()
             else:
                 views.append(view)
-                gradients.append(_real((gradient.to_dense() if gradient.is_sparse else gradient).detach()))
+                gradients.append(_real(gradient.to_dense() if gradient.is_sparse else gradient))
         if views:
             torch._foreach_copy_(views, gradients)
         if self._divide_first:
@@ -63,6 +63,7 @@ class Bucket:
         self.work.wait()
         self.work = None
 
+    @torch.no_grad()
     def give_back(self, used: Sequence[bool]) -> None:
         """Turn the sums into means and write them into the gradients.
 
@@ -81,7 +82,7 @@ class Bucket:
                 whole = torch.view_as_complex(view) if parameter.is_complex() else view
                 parameter.grad = whole.clone(memory_format=torch.preserve_format)
             else:
-                gradients.append(_real(gradient.detach()))
+                gradients.append(_real(gradient))
                 views.append(view)
         if gradients:
             torch._foreach_copy_(gradients, views)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kale_dist.errors import KaleDistError
 from kale_dist.strategies import AllReduce
 from kale_dist.training.loop import train
 

@@ -53,7 +53,7 @@ def one_in_another(model, loader, criterion, optimizer, device, args):
 
 def two_in_step(model, loader, criterion, optimizer, device, args):
     steps = 0
-    for first, second in zip(loader, loader):
+    for first, second in zip(loader, loader, strict=True):
         learn(model, criterion, optimizer, first, second)
         steps += 1
     return {"steps": steps}
