@@ -1,9 +1,13 @@
 """Real ranks for the tests of training: processes with a gloo group between them, kept for all tests of a run."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
+import time
 import traceback
 
 import cloudpickle
@@ -14,6 +18,7 @@ def _serve(rank, world, store, connection):
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -56,6 +61,9 @@ class Ranks:
         answers = []
         for connection in self.connections:
             if not connection.poll(40):
+                for process in self.processes:
+                    os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
                 pytest.fail("the ranks hang")
             answers.append(pickle.loads(connection.recv_bytes()))
         for is_good, value in answers:

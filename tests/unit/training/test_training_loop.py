@@ -49,7 +49,9 @@ def by_dataset(model, loader, criterion, device, args):
     return {"accuracy": correct / len(loader.dataset), "loss": loss / len(loader.dataset)}
 
 
-@pytest.mark.parametrize(("step", "samples"), [(by_loader, 24), (by_dataset, 24), (by_dataset, 21), (by_dataset, 5), (by_dataset, 1)])
+@pytest.mark.parametrize(
+    ("step", "samples"), [(by_loader, 24), (by_dataset, 24), (by_dataset, 21), (by_dataset, 5), (by_dataset, 1)]
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_both_tutorial_forms_of_a_metric_equal_one_process(ranks, step, samples, world):
     def job():
