@@ -60,8 +60,12 @@ def loading(surroundings: Loading) -> Iterator[None]:
 
 def make(index: int, module: str, qualname: str, constructor: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Make a function or class that travels by value, give it its number, and its name in `__main__`."""
-    made = constructor(*args)
     now = _current.get()
+    # A class that its own metaclass or base keeps in a registry is in the pickle twice; made again, it would register
+    # itself again.
+    with contextlib.suppress(LookupError):
+        return now.references.resolve(index)
+    made = constructor(*args)
     now.references.add(index, made)
     if isinstance(made, type):
         made.__qualname__ = qualname

@@ -65,8 +65,10 @@ class CapturePickler(TensorPickler):
             if tracker is not None:
                 # Loaded in the notebook itself, the id would find the notebook's class and overwrite its methods.
                 args = (*args[:tracker], None, *args[tracker + 1 :])
-        index = len(self.originals)
-        self.originals.add(index, obj)
+        index = self.originals.index_of(obj)
+        if index is None:
+            index = len(self.originals)
+            self.originals.add(index, obj)
         module = getattr(obj, "__module__", None) or ""
         return reducers.make, (index, module, obj.__qualname__, constructor, args), state, None, None, setter
 

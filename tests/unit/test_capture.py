@@ -122,6 +122,31 @@ def call():
     )
 
 
+def test_classes_in_a_registry_of_their_base_or_metaclass_are_the_registered_ones(tmp_path):
+    play(
+        tmp_path,
+        """
+class Layer:
+    kinds = {}
+    def __init_subclass__(cls):
+        Layer.kinds[cls.__name__] = cls
+class Meta(type):
+    kinds = {}
+    def __new__(meta, name, bases, namespace):
+        meta.kinds[name] = super().__new__(meta, name, bases, namespace)
+        return meta.kinds[name]
+""",
+        "class Dense(Layer):\n    def size(self):\n        return 3",
+        "class Plugin(metaclass=Meta):\n    def size(self):\n        return 4",
+        """
+def call():
+    assert Dense.kinds == {"Dense": Dense} and Plugin.kinds == {"Plugin": Plugin}
+    return Dense.kinds["Dense"]().size(), Plugin.kinds["Plugin"]().size()
+""",
+        after="assert outcome.value == (3, 4)",
+    )
+
+
 def test_a_function_that_was_compiled_in_a_cell_is_compiled_in_the_rank(tmp_path):
     play(
         tmp_path,

@@ -84,17 +84,24 @@ _pools = {}
 
 @pytest.fixture
 def ranks(request):
-    """`ranks(n, function, *args)` runs a function in n ranks and gives the list of what they return."""
+    """`ranks(n, function, *args)` runs a function in n ranks and gives the list of what they return.
+
+    With `keep=False` nobody uses these ranks afterwards: for what cannot be taken back.
+    """
     cloudpickle.register_pickle_by_value(request.module)
 
-    def run(world, function, *args):
+    def run(world, function, *args, keep=True):
         if world not in _pools:
             _pools[world] = Ranks(world)
         try:
-            return _pools[world].run(function, *args)
+            answers = _pools[world].run(function, *args)
         except BaseException:
-            _pools.pop(world).close()
+            keep = False
             raise
+        finally:
+            if not keep:
+                _pools.pop(world).close()
+        return answers
 
     yield run
     cloudpickle.unregister_pickle_by_value(request.module)

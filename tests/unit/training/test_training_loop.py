@@ -253,7 +253,7 @@ def in_job(folder):
 
 
 def test_events_and_checkpoints_of_a_job(ranks, tmp_path):
-    events, model, optimizer = ranks(1, in_job, tmp_path)[0]
+    events, model, optimizer = ranks(1, in_job, tmp_path, keep=False)[0]
     by_kind = {}
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)
