@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import secrets
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kale_dist import backends, checks, names, records, training_checks, weights
-from kale_dist.backends.base import Backend, JobRef, Plan, WarmsUp
+from kale_dist.backends.base import Adopts, Backend, Fetches, JobRef, Plan, Prepares, Selects, WarmsUp
 from kale_dist.blobs import FolderStore, MemoryStore, Store
 from kale_dist.checks import Machine, Run
 from kale_dist.errors import ConfigError, JobNotFoundError, warn
@@ -211,14 +212,19 @@ def render(*args: Any, **kwargs: Any) -> Plan:
     call, run = (_training_call if training else _function_call)(bound.arguments)
     name = run.name or names.make(call.label, "x" * _SUFFIX_LENGTH)
     _, spec = _capture(call, run, name, MemoryStore())
+    if isinstance(run.backend, Prepares):
+        spec = run.backend.prepare(spec, submit=False)
     return run.backend.plan(spec)
 
 
-def attach(ref: str) -> Job[Any]:
-    """Find a job again: after a restart of the kernel, or from any other process of the same user.
+def attach(ref: str, *, trust: bool = False) -> Job[Any]:
+    """Find a job again: after a restart of the kernel, from any other process of the same user, from another machine.
 
     Args:
-        ref: A job's reference, such as `local://train-net-x3k9f`, or the name of a local job.
+        ref: A job's reference, such as `local://train-net-x3k9f` or `kubernetes://namespace/train-net-x3k9f`, or the
+            name of a local job.
+        trust: Whether results may be loaded although another user of the cluster submitted the job: to load a result
+            can run that user's code.
 
     Returns:
         The handle that this process already has, if it has one, with the notebook's own model; else a new one, whose
@@ -231,26 +237,52 @@ def attach(ref: str) -> Job[Any]:
     if not isinstance(ref, str):
         raise ConfigError("ref", f"{ref!r} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
     parsed = JobRef.parse(ref)
-    if parsed.backend not in backends.NAMES:
-        near = checks.closest(parsed.backend, backends.NAMES)
-        raise ConfigError("ref", f"there is no backend {parsed.backend!r}", f"{near}Write it as 'local://name'")
-    record = records.read(parsed.name)
-    key = records.read_key(parsed.name)
+    backend = _named_backend("ref", parsed.backend)
+    if isinstance(backend, Adopts):
+        parsed = backend.adopt(parsed, trust=trust)
+    record = records.read(parsed.record_name)
+    key = records.read_key(parsed.record_name)
     with _jobs_lock:
         known = _jobs.get(str(parsed))
     if known is not None and known.has_key(key):
         return known
-    return _handle(backends.get(parsed.backend), parsed, record.spec, key)
+    return _handle(backend, parsed, record.spec, key)
 
 
-def jobs() -> list[Job[Any]]:
-    """All jobs of this user on this machine, oldest first."""
+def jobs(
+    on: str = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
+) -> list[Job[Any]]:
+    """All jobs there are, oldest first.
+
+    Args:
+        on: The backend. `"local"`: those of this user on this machine.
+        namespace: On a cluster, of this namespace; None for the configured one, `"*"` for all.
+        labels: On a cluster, those that have all of these labels.
+
+    Raises:
+        ConfigError: There is no such backend, or it has no namespaces and labels.
+    """
+    backend = _named_backend("on", on)
+    if isinstance(backend, Selects):
+        listed = backend.select(namespace=namespace, labels=labels)
+    elif namespace is not None or labels is not None:
+        raise ConfigError("namespace" if namespace is not None else "labels", f"{on!r} has none", "Leave it out")
+    else:
+        listed = backend.list()
     found = []
-    for ref in backends.get("local").list():
+    for ref in listed:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):
             found.append(attach(str(ref)))
     return found
+
+
+def _named_backend(argument: str, name: Any) -> Backend:
+    if name not in backends.NAMES:
+        near = checks.closest(name, backends.NAMES)
+        example = "Write it as 'local://name'" if argument == "ref" else "Use one of: " + ", ".join(backends.NAMES)
+        raise ConfigError(argument, f"there is no backend {name!r}", f"{near}{example}")
+    return backends.get(name)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
@@ -311,13 +343,15 @@ def _machine(cuda: bool) -> Machine:  # noqa: FBT001 - passed on as a callback
 
 
 def _start(call: _Call, run: Run) -> Job[Any]:
-    if run.name is not None and records.exists(run.name):
+    if run.name is not None and records.exists(JobRef(run.backend.name, run.name).record_name):
         raise records.exists_error(run.name)
     if isinstance(run.backend, WarmsUp):
         run.backend.warm_up()
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
         captured, spec = _capture(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
+        if isinstance(run.backend, Prepares):
+            spec = run.backend.prepare(spec, submit=True)
         # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
         for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
             warn(warning)
@@ -359,8 +393,8 @@ def _handle(
     originals: Originals | None = None,
 ) -> Job[Any]:
     outcomes = OutcomeReader(
-        ref=str(ref), spec=spec, files=records.files(spec.name), key=key, store=FolderStore(records.blobs_dir()),
-        originals=originals,
+        ref=str(ref), spec=spec, files=records.files(ref.record_name), key=key, store=FolderStore(records.blobs_dir()),
+        originals=originals, fetch=functools.partial(backend.fetch, ref) if isinstance(backend, Fetches) else None,
     )  # fmt: skip
     job: Job[Any] = Job(backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show)
     with _jobs_lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kale_dist import blobs, weights
@@ -38,6 +40,7 @@ class OutcomeReader:
         store: Where the snapshot's blobs are, for a job of another process.
         originals: The notebook's own classes and functions that came with the snapshot; None in another process,
             where they are made from the snapshot when they are first needed.
+        fetch: Brings a file of the job, by its name, to this machine; None where all are here.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class OutcomeReader:
         key: bytes | None,
         store: blobs.Store,
         originals: Originals | None = None,
+        fetch: Callable[[str], None] | None = None,
     ) -> None:
         self.files = files
+        self._fetch = fetch
         self._ref = ref
         self._spec = spec
         self._key = key
@@ -97,6 +102,7 @@ class OutcomeReader:
         """
         from kale_dist.training import checkpoint
 
+        self._bring(self.files.checkpoint)
         if not self.files.checkpoint.exists():
             raise ResultUnavailableError(
                 f"{self._ref} has written no checkpoint yet. One is written after every `checkpoint_every` epochs",
@@ -130,6 +136,8 @@ class OutcomeReader:
         with self._lock:
             found = self._read.get((rank, attempt))
             if found is None:
+                if not self.files.outcome(attempt, rank).exists():
+                    self._bring(self.files.outcome(attempt, rank))
                 found = self._read[rank, attempt] = outcome.read(
                     self.files.outcome(attempt, rank),
                     key=self._key,
@@ -139,6 +147,10 @@ class OutcomeReader:
                     resolve=self._resolve,
                 )
             return found
+
+    def _bring(self, path: pathlib.Path) -> None:
+        if self._fetch is not None:
+            self._fetch(path.name)
 
     def _cause(self, status: JobStatus) -> tuple[BaseException, str]:
         """The exception to blame, and its formatted traceback."""

@@ -16,20 +16,21 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any, Self
 
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import JobFiles
-from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError, StoreError
-from kale_dist.names import check as check_name
+from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.spec import JobSpec
 
 BLOBS_WARNING_BYTES = 20 << 30
 """From this size on a call warns that old snapshots fill the disk."""
 
 _DELETED = ".deleted-"
+_FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +39,19 @@ class Record:
 
     ref: str
     name: str
+    """Of its folder: the job's own name, with the backend's name and the namespace in front for other backends."""
     created: float
     """Seconds since 1970."""
     spec: JobSpec
-    agent_pid: int
-    agent_start: int
-    """With the pid this names the agent's process for good: ticks since boot."""
-    agent_socket: str
-    """Where processes other than the notebook's reach the agent."""
     kernel_pid: int
     detach: bool
+    agent_pid: int = 0
+    agent_start: int = 0
+    """With the pid this names the agent's process for good: ticks since boot."""
+    agent_socket: str = ""
+    """Where processes other than the notebook's reach the agent."""
+    place: tuple[tuple[str, str], ...] = ()
+    """What a backend that is not local needs to find the job again."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain object."""
@@ -58,7 +62,8 @@ class Record:
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`. Fields of later versions are passed over."""
         known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        return cls(**{**known, "spec": JobSpec.from_json(data["spec"])})
+        place = tuple((name, value) for name, value in data["place"])
+        return cls(**{**known, "spec": JobSpec.from_json(data["spec"]), "place": place})
 
 
 def state_dir() -> pathlib.Path:
@@ -146,13 +151,8 @@ def read(name: str) -> Record:
     Raises:
         JobNotFoundError: There is no such job, or its record cannot be read.
     """
-    try:
-        check_name(name)
-        folder = files(name).folder
-        found = folder.exists()
-    except ConfigError:
-        found = False
-    if not found:
+    folder = files(name).folder
+    if not _FOLDER_NAME.fullmatch(name) or not folder.exists():
         raise JobNotFoundError(
             f"There is no job {name!r} on this machine. kale_dist.jobs() or `kale-dist jobs` lists those there are"
         )
@@ -180,6 +180,16 @@ def names() -> list[str]:
             with contextlib.suppress(JobNotFoundError):
                 found.append((read(folder.name).created, folder.name))
     return [name for _, name in sorted(found)]
+
+
+def refs(backend: str) -> list[str]:
+    """References of all jobs of a backend with a readable record, oldest first."""
+    found = []
+    for name in names():
+        # Another process may delete a job between the list and the look.
+        with contextlib.suppress(JobNotFoundError):
+            found.append(read(name).ref)
+    return [ref for ref in found if ref.startswith(f"{backend}://")]
 
 
 def withdraw(name: str) -> None:

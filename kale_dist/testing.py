@@ -153,7 +153,7 @@ class FakeBackend:
         """Start the script."""
         spec = plan.spec
         ref = JobRef(self.name, spec.name)
-        run = FakeRun(ref, spec, key, records.create(spec.name, key))
+        run = FakeRun(ref, spec, key, records.create(ref.record_name, key))
         self._runs[ref] = run
         threading.Thread(target=run.run, args=(self._scripts.get(spec.label, self._script),), daemon=True).start()
         return ref
@@ -177,7 +177,7 @@ class FakeBackend:
         """Cancel and forget."""
         self.cancel(ref)
         del self._runs[ref]
-        records.delete(ref.name)
+        records.delete(ref.record_name)
 
     def list(self) -> Sequence[JobRef]:
         """All jobs, oldest first."""

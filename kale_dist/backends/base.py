@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from kale_dist.contract import LogLine
@@ -23,6 +23,11 @@ class JobRef:
     def __str__(self) -> str:
         """The form that `attach` takes."""
         return f"{self.backend}://{self.name}"
+
+    @property
+    def record_name(self) -> str:
+        """The name of its record and folder on this machine: `name`, `kubernetes.namespace.name`."""
+        return self.name if self.backend == "local" else f"{self.backend}.{self.name.replace('/', '.')}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -137,4 +142,64 @@ class WarmsUp(Protocol):
 
         Raises:
             BackendUnavailableError: There is no way to get ready.
+        """
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A backend that has to look at where a job will run before it can plan it."""
+
+    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
+        """Settle what the specification leaves open, and look whether the job could run.
+
+        Args:
+            spec: As the call gave it.
+            submit: Whether a submission follows. Otherwise what cannot be reached is left open.
+
+        Returns:
+            The specification of which `plan` makes a request.
+
+        Raises:
+            ConfigError: Something is left open that only the user can settle.
+            BackendError: The job could not run there; the message says why.
+        """
+
+
+@runtime_checkable
+class Adopts(Protocol):
+    """A backend whose jobs can be found from machines that have no record of them."""
+
+    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+        """Make a record on this machine of a job that was submitted from another one.
+
+        Args:
+            ref: The job; a namespace that is left out is the configured one.
+            trust: Whether results may be loaded although another user submitted the job.
+
+        Returns:
+            The full reference.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+
+@runtime_checkable
+class Fetches(Protocol):
+    """A backend whose jobs' files are brought to this machine when they are asked for."""
+
+    def fetch(self, ref: JobRef, name: str) -> None:
+        """Bring a file of a job up to date: `checkpoint`, or an outcome. What cannot be had is left as it is."""
+
+
+@runtime_checkable
+class Selects(Protocol):
+    """A backend whose jobs lie in namespaces and have labels."""
+
+    def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
+        """Jobs of this library, oldest first, whoever submitted them.
+
+        Args:
+            namespace: None for the configured one, `*` for all.
+            labels: Those that have all of these; None for all.
         """

@@ -16,7 +16,6 @@ from kale_dist import contract, records
 from kale_dist.contract import EventKind, FailureCause, LogLine, RankStateName, StateName
 from kale_dist.errors import JobNotFoundError
 from kale_dist.records import Record
-from kale_dist.runtime import processes
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
 
 _READ_BYTES = 1 << 20
@@ -107,18 +106,47 @@ class LogReader:
             size *= 8
 
 
+def lines(
+    log: LogReader,
+    wanted: Callable[[LogLine], bool],
+    tail: int | None,
+    is_final: Callable[[], bool],
+    wait: Callable[[], None] | None,
+) -> Iterator[LogLine]:
+    """Lines of a log, of those there are only the last `tail`.
+
+    Args:
+        log: At its first line.
+        wanted: Which lines.
+        tail: How many of those there are; None for all.
+        is_final: Whether no more will come.
+        wait: Waits for more; None: those there are will do.
+    """
+    if tail is not None:
+        yield from log.tail(tail, wanted)
+    while wait is not None or tail is None:
+        # Asked before reading: what a job has written before it ended is then read for certain.
+        final = wait is None or is_final()
+        yield from filter(wanted, log.read())
+        if final or wait is None:
+            return
+        wait()
+
+
 class JobReader:
     """The status of one job, kept up to date with as little reading as can be. Safe to use from threads.
 
     Args:
-        name: The job's name.
+        name: The name of its record.
+        lives: Tells from the record whether whoever writes the job's files still does.
 
     Raises:
         JobNotFoundError: There is no such job.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lives: Callable[[Record], bool]) -> None:
         self._name = name
+        self._lives = lives
         self._files = records.files(name)
         self._lock = threading.Lock()
         self._record = records.read(name)
@@ -164,14 +192,10 @@ class JobReader:
             if not self.exists:
                 raise JobNotFoundError(f"{self._record.ref} was deleted")
             # Asked first: an agent that has ended since has written all that it had to say by then.
-            agent_lives = self._status.is_final or self._agent_lives()
+            agent_lives = self._status.is_final or self._lives(self.record())
             self._read_events()
             self._read_progress()
             return self._status if agent_lives or self._status.is_final else self._died()
-
-    def _agent_lives(self) -> bool:
-        record = self.record()
-        return processes.is_running(record.agent_pid, record.agent_start)
 
     def _read_events(self) -> None:
         if self._events.has_more:

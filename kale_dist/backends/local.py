@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kale_dist import records
-from kale_dist.backends import agent_client
+from kale_dist.backends import agent_client, job_reader
 from kale_dist.backends.agent_client import AgentClient, Fingerprint
 from kale_dist.backends.base import JobRef, Plan
 from kale_dist.backends.job_reader import JobReader
 from kale_dist.contract import JobOrder, LogLine
 from kale_dist.errors import BackendError, BackendUnavailableError, JobNotFoundError
 from kale_dist.records import Record
+from kale_dist.runtime import processes
 from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -104,7 +105,14 @@ class LocalBackend:
     ) -> Iterator[LogLine]:
         """Lines of the log, of those there are only the last `tail`; with `follow` until the job has ended."""
         wanted = None if ranks is None else frozenset(ranks)
-        return self._lines(self._reader(ref), lambda line: wanted is None or line.rank in wanted, tail, follow=follow)
+        reader = self._reader(ref)
+        return job_reader.lines(
+            reader.open_log(),
+            lambda line: wanted is None or line.rank in wanted,
+            tail,
+            lambda: reader.status().is_final,
+            (lambda: self._wait_for_lines(reader)) if follow else None,
+        )
 
     def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
         """End a job's ranks. If its agent is gone, so are they."""
@@ -141,7 +149,7 @@ class LocalBackend:
 
     def list(self) -> Sequence[JobRef]:
         """All jobs of this user on this machine, oldest first."""
-        return [JobRef(self.name, name) for name in records.names()]
+        return [JobRef.parse(ref) for ref in records.refs(self.name)]
 
     def close(self) -> None:
         """Leave the agent: it ends with its last job. Another job starts a new one."""
@@ -212,29 +220,22 @@ class LocalBackend:
             reader = self._readers.get(ref.name)
             if reader is None or not reader.exists:
                 self._readers.pop(ref.name, None)
-                reader = self._readers[ref.name] = JobReader(ref.name)
+                reader = self._readers[ref.name] = JobReader(ref.name, _agent_lives)
             return reader
 
-    def _lines(
-        self, reader: JobReader, wanted: Callable[[LogLine], bool], tail: int | None, *, follow: bool
-    ) -> Iterator[LogLine]:
-        log = reader.open_log()
-        if tail is not None:
-            yield from log.tail(tail, wanted)
-        while follow or tail is None:
-            # Asked before reading: what a job has written before it ended is then read for certain.
-            final = not follow or reader.status().is_final
-            yield from filter(wanted, log.read())
-            if final:
-                return
-            client = self._client
-            own = client is not None and client.alive and client.pid == reader.record().agent_pid
-            self._wait_for_change(_OWN_POLL_S if own else _FOREIGN_POLL_S)
+    def _wait_for_lines(self, reader: JobReader) -> None:
+        client = self._client
+        own = client is not None and client.alive and client.pid == reader.record().agent_pid
+        self._wait_for_change(_OWN_POLL_S if own else _FOREIGN_POLL_S)
 
     def _wait_for_change(self, timeout_s: float) -> None:
         with self._changed:
             seen = self._changes
             self._changed.wait_for(lambda: self._changes != seen, timeout_s)
+
+
+def _agent_lives(record: Record) -> bool:
+    return processes.is_running(record.agent_pid, record.agent_start)
 
 
 @functools.cache
