@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
     from kale_dist.runtime.context import context, report
-    from kale_dist.spec import JobSpec, Volume
+    from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
     from kale_dist.status import JobStatus
     from kale_dist.strategies import AllReduce
 
@@ -29,11 +29,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllReduce",
+    "ClusterOptions",
     "Job",
     "JobSpec",
     "JobStatus",
     "KaleDistError",
     "Plan",
+    "Resources",
     "Volume",
     "__version__",
     "attach",
@@ -47,11 +49,13 @@ __all__ = [
 
 _HOMES = {
     "AllReduce": "strategies",
+    "ClusterOptions": "spec",
     "Job": "job",
     "JobSpec": "spec",
     "JobStatus": "status",
     "KaleDistError": "errors",
     "Plan": "backends.base",
+    "Resources": "spec",
     "Volume": "spec",
     "attach": "calls",
     "context": "runtime.context",

@@ -22,11 +22,11 @@ from kale_dist import backends, checks, names, records, training_checks, weights
 from kale_dist.backends.base import Adopts, Backend, Fetches, JobRef, Plan, Prepares, Selects, WarmsUp
 from kale_dist.blobs import FolderStore, MemoryStore, Store
 from kale_dist.checks import Machine, Run
-from kale_dist.errors import ConfigError, JobNotFoundError, warn
+from kale_dist.errors import ConfigError, JobNotFoundError, SnapshotError, warn
 from kale_dist.job import Job
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.snapshot.capture import Captured, Originals, capture
-from kale_dist.spec import JobSpec, Volume
+from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
 from kale_dist.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:
@@ -70,7 +70,12 @@ def distribute(
     seed: int | None = None,
     name: str | None = None,
     on: str | Backend = "local",
+    image: str | None = None,
+    resources: Resources | Mapping[str, Any] | None = None,
+    processes_per_pod: int | None = None,
     volumes: Mapping[str, str] | Sequence[Volume] | None = None,
+    store: str | None = None,
+    cluster: ClusterOptions | Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     threads: int | None = None,
     timeout_s: float | None = None,
@@ -97,7 +102,8 @@ def distribute(
         eval_step: `eval_step(model, data_loader, criterion, device, args)`, as `train_step`. Left out: loss, and
             accuracy for classes.
         epochs: How often the training data is passed over.
-        number_of_processes: None: as many as there are GPUs (with `cuda`) or cores.
+        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; on a cluster two,
+            or those of one pod if `processes_per_pod` is more.
         cuda: Whether each process gets a GPU.
         train_args: Anything; given to `train_step` as `args`.
         eval_args: Anything; given to `eval_step` as `args`.
@@ -112,8 +118,19 @@ def distribute(
         checkpoint_every: Epochs between checkpoints; None for none.
         seed: Of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
-        on: The backend: `"local"`.
-        volumes: Folders that the processes need, as `{path in the process: folder}`.
+        on: The backend: `"local"` or `"kubernetes"`.
+        image: On a cluster, the containers' image: any with PyTorch and this Python's minor version. None: the
+            configured one, or that of the notebook's own pod.
+        resources: What each process asks of a cluster: `Resources`, or a dict such as `{"cpu": 2, "memory_gib": 4,
+            "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"` and `cpu="500m"`. On this
+            machine processes share what there is.
+        processes_per_pod: On a cluster, processes in one pod; None for 1.
+        volumes: Folders that the processes need, as `{path in the process: folder}`. On a cluster the values are
+            `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
+            `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects.
+        store: On a cluster, where bytes travel that do not fit into the request: `"pvc://claim/folder"`, or a URL that
+            fsspec opens. None: the notebook sends and fetches them itself.
+        cluster: On a cluster, where and how pods run: `ClusterOptions`, or a dict of its fields.
         environment: Variables to set in the processes.
         threads: Threads of a process; None for its fair share of the cores.
         timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
@@ -142,7 +159,12 @@ def launch(
     cuda: bool = False,
     name: str | None = None,
     on: str | Backend = "local",
+    image: str | None = None,
+    resources: Resources | Mapping[str, Any] | None = None,
+    processes_per_pod: int | None = None,
     volumes: Mapping[str, str] | Sequence[Volume] | None = None,
+    store: str | None = None,
+    cluster: ClusterOptions | Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     threads: int | None = None,
     seed: int | None = None,
@@ -160,11 +182,23 @@ def launch(
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: None: as many as there are GPUs (with `cuda`) or cores.
+        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; on a cluster two,
+            or those of one pod if `processes_per_pod` is more.
         cuda: Whether each process gets a GPU.
         name: The job's name; None for one made from the function's.
-        on: The backend: `"local"`.
-        volumes: Folders that the processes need, as `{path in the process: folder}`.
+        on: The backend: `"local"` or `"kubernetes"`.
+        image: On a cluster, the containers' image: any with PyTorch and this Python's minor version. None: the
+            configured one, or that of the notebook's own pod.
+        resources: What each process asks of a cluster: `Resources`, or a dict such as `{"cpu": 2, "memory_gib": 4,
+            "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"` and `cpu="500m"`. On this
+            machine processes share what there is.
+        processes_per_pod: On a cluster, processes in one pod; None for 1.
+        volumes: Folders that the processes need, as `{path in the process: folder}`. On a cluster the values are
+            `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
+            `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects.
+        store: On a cluster, where bytes travel that do not fit into the request: `"pvc://claim/folder"`, or a URL that
+            fsspec opens. None: the notebook sends and fetches them itself.
+        cluster: On a cluster, where and how pods run: `ClusterOptions`, or a dict of its fields.
         environment: Variables to set in the processes.
         threads: Threads of a process; None for its fair share of the cores.
         seed: Of rank 0; rank r gets `seed + r`. None: a random one.
@@ -249,9 +283,7 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     return _handle(backend, parsed, record.spec, key)
 
 
-def jobs(
-    on: str = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
-) -> list[Job[Any]]:
+def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Job[Any]]:
     """All jobs there are, oldest first.
 
     Args:
@@ -365,6 +397,11 @@ def _start(call: _Call, run: Run) -> Job[Any]:
 
 def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
     captured = capture(call.fn or _training_loop(), call.args, dict(call.kwargs), store=store, label=call.label)
+    if captured.snapshot.compiled and run.backend.name != "local":
+        raise SnapshotError(
+            f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
+            f"anywhere but on this machine. Make it a package in the image, or use on='local'"
+        )
     return captured, JobSpec(
         name=name,
         label=call.label,
@@ -378,6 +415,10 @@ def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, 
         seed=run.seed,
         volumes=run.volumes,
         environment=run.environment,
+        image=run.image,
+        resources=run.resources,
+        store=run.store,
+        cluster=run.cluster,
         strategy=call.strategy,
         policy=run.policy,
     )

@@ -6,7 +6,6 @@ What a machine has (cores, GPUs) is passed in, so that a check of it is a functi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -16,13 +15,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kale_dist import backends, names
+from kale_dist import backends, cluster_checks, names, volume_checks
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
-from kale_dist.spec import Policy, Topology, Volume
+from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+from kale_dist.wording import closest as closest  # noqa: PLC0414 - other checks know it from here
+from kale_dist.wording import show as show  # noqa: PLC0414 - other checks know it from here
 
-_SHOWN_CHARACTERS = 40
+_CLUSTER = "kubernetes"
+_CLUSTER_PROCESSES = 2
+"""Processes on a cluster where nobody says how many: nobody knows how many it has room for."""
+
+_CLUSTER_ONLY = ("image", "store", "cluster", "processes_per_pod")
+_OWN_PREFIX = "KALE_DIST_"
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )  # fmt: skip
@@ -49,6 +55,12 @@ class Run:
     seed: int | None
     volumes: tuple[Volume, ...]
     environment: tuple[tuple[str, str], ...]
+    image: str
+    """Empty where the backend chooses one."""
+    resources: Resources
+    store: str
+    """Empty where bytes travel by themselves."""
+    cluster: ClusterOptions
     policy: Policy
     warnings: tuple[str, ...]
     """Sentences for the user."""
@@ -78,10 +90,38 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
         check_count("threads", threads)
     if seed is not None:
         check_seed(seed)
-    policy = Policy(**limits, detach=detach)
-    mounted = _volumes(given["volumes"], check_folders=backend.name == "local")
-    variables = _environment(given["environment"])
-    there = machine(cuda)
+    if given["processes_per_pod"] is not None:
+        check_count("processes_per_pod", given["processes_per_pod"])
+    if backend.name == "local":
+        _check_local(given)
+    on_cluster = backend.name == _CLUSTER
+    run = Run(
+        backend=backend,
+        name=name,
+        topology=Topology(number_of_processes=number_of_processes or 1),
+        cuda=cuda,
+        threads=threads,
+        seed=seed,
+        volumes=(volume_checks.pod_volumes if on_cluster else _volumes)(given["volumes"]),
+        environment=_environment(given["environment"], in_pods=on_cluster),
+        image=cluster_checks.image(given["image"]),
+        resources=cluster_checks.resources(given["resources"]),
+        store=cluster_checks.store(given["store"]),
+        cluster=cluster_checks.cluster_options(given["cluster"]),
+        policy=Policy(**limits, detach=detach),
+        warnings=(),
+    )
+    if on_cluster:
+        return _on_cluster(run, number_of_processes, given["processes_per_pod"])
+    if backend.name == "local":
+        for volume in run.volumes:
+            _check_folder(volume)
+    return _on_machine(run, machine(cuda), number_of_processes)
+
+
+def _on_machine(run: Run, there: Machine, number_of_processes: int | None) -> Run:
+    """Lay the ranks out on one machine, if it has what they need."""
+    cuda = run.cuda
     if cuda and there.gpus < 1:
         raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
     world = number_of_processes or (there.gpus if cuda else there.cores)
@@ -92,18 +132,60 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
         f"number_of_processes: {world} processes share {there.cores} cores. More processes than cores make training "
         "slower, not faster"
     )
-    return Run(
-        backend=backend,
-        name=name,
+    return dataclasses.replace(
+        run,
         topology=Topology(number_of_processes=world, processes_per_pod=world),
-        cuda=cuda,
-        threads=threads,
-        seed=seed,
-        volumes=mounted,
-        environment=variables,
-        policy=policy,
         warnings=(crowded,) if world > there.cores and not cuda else (),
     )
+
+
+def _on_cluster(run: Run, number_of_processes: int | None, processes_per_pod: int | None) -> Run:
+    """Lay the ranks out on pods. What the cluster has is not asked here."""
+    per_pod = processes_per_pod or 1
+    world = number_of_processes or max(_CLUSTER_PROCESSES, per_pod)
+    if per_pod > world:
+        problem = f"{per_pod} is more than the {world} of number_of_processes"
+        raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
+    made = dataclasses.replace(
+        run, topology=Topology(number_of_processes=world, processes_per_pod=per_pod), warnings=_unused_gpus(run)
+    )
+    cluster_checks.check_fits(
+        JobSpec(
+            name=run.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
+            label="",
+            kind="",
+            snapshot="",
+            topology=made.topology,
+            cuda=run.cuda,
+            volumes=run.volumes,
+            environment=run.environment,
+            image=run.image,
+            resources=run.resources,
+            cluster=run.cluster,
+            policy=run.policy,
+        )
+    )
+    return made
+
+
+def _unused_gpus(run: Run) -> tuple[str, ...]:
+    if run.cuda or not run.resources.gpus:
+        return ()
+    return (
+        f"resources.gpus: {run.resources.gpus} for each process, which trains on the CPU all the same. Add cuda=True",
+    )
+
+
+def _check_local(given: Mapping[str, Any]) -> None:
+    """Refuse what only containers have."""
+    for argument in _CLUSTER_ONLY:
+        if given[argument] is not None:
+            problem = f"{show(given[argument])} means nothing on this machine, where processes see it as it is"
+            raise ConfigError(argument, problem, 'Leave it out, or run on a cluster with on="kubernetes"')
+    extended = cluster_checks.resources(given["resources"]).extended
+    if extended:
+        problem = f"{extended[0][0]} cannot be asked for on this machine"
+        raise ConfigError("resources", problem, 'Leave it out, or run on a cluster with on="kubernetes"')
 
 
 def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -194,23 +276,11 @@ def title(fn: Any) -> str:
     return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__).rpartition("<locals>.")[2]
 
 
-def show(value: Any) -> str:
-    """A value for a message: its text if that is short, else its type."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"an object of type {type(value).__name__}"
-
-
 def is_model(value: Any) -> bool:
     """Whether this is a module, or a class of modules, without importing torch for it."""
     torch = sys.modules.get("torch")
     kind = value if isinstance(value, type) else type(value)
     return torch is not None and issubclass(kind, torch.nn.Module)
-
-
-def closest(word: Any, words: Sequence[str]) -> str:
-    """`Did you mean ...? ` for a word that is nearly one of `words`, else nothing."""
-    near = difflib.get_close_matches(str(word).lower(), words, n=1)
-    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 def _backend(on: Any) -> Backend:
@@ -226,7 +296,7 @@ def _backend(on: Any) -> Backend:
     raise ConfigError("on", f"there is no backend {on!r}", f"{near}{later}Use one of: {known}")
 
 
-def _volumes(volumes: Any, *, check_folders: bool) -> tuple[Volume, ...]:
+def _volumes(volumes: Any) -> tuple[Volume, ...]:
     if volumes is None:
         return ()
     if isinstance(volumes, Mapping):
@@ -235,13 +305,15 @@ def _volumes(volumes: Any, *, check_folders: bool) -> tuple[Volume, ...]:
         made = tuple(volumes)
     else:
         raise ConfigError("volumes", f"{show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
-    for volume in made if check_folders else ():
-        _check_folder(volume)
     return made
 
 
 def _check_folder(volume: Volume) -> None:
     """On this machine ranks see the folders as they are: nothing can be mounted somewhere else."""
+    if volume.kind not in (None, VolumeKind.FOLDER) or volume.sub_path or volume.read_only:
+        what = "that is not simply a folder" if volume.kind in (None, VolumeKind.FOLDER) else f"of kind {volume.kind}"
+        remedy = 'Name a folder, or run on a cluster with on="kubernetes"'
+        raise ConfigError("volumes", f"there is no volume {what} on this machine ({volume.mount_path!r})", remedy)
     source, mount = pathlib.Path(volume.source).expanduser(), pathlib.Path(volume.mount_path)
     if not source.is_dir():
         what = "is not a folder" if source.exists() else "does not exist"
@@ -254,7 +326,7 @@ def _check_folder(volume: Volume) -> None:
         )
 
 
-def _environment(environment: Any) -> tuple[tuple[str, str], ...]:
+def _environment(environment: Any, *, in_pods: bool) -> tuple[tuple[str, str], ...]:
     if environment is None:
         return ()
     if not isinstance(environment, Mapping):
@@ -265,9 +337,12 @@ def _environment(environment: Any) -> tuple[tuple[str, str], ...]:
         if not isinstance(value, str) or "\0" in value:
             remedy = f"Write {str(value)!r}" if "\0" not in str(value) else "Leave out the NUL character"
             raise ConfigError("environment", f"the value {value!r} of {name} is not text", remedy)
-        if name in _SET_BY_US:
+        if in_pods and not names.is_variable(name):
+            problem = f"{name!r} cannot be a variable's name in a pod"
+            raise ConfigError("environment", problem, "Use letters, digits, '_', '-' and '.', and no digit first")
+        if name in _SET_BY_US or name.startswith(_OWN_PREFIX):
             raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
-        if name.startswith(LOAD_ONLY_PREFIXES):
+        if name.startswith(LOAD_ONLY_PREFIXES) and not in_pods:
             problem = f"{name} is read when libraries are loaded, which has been done before a rank gets its job"
             raise ConfigError("environment", problem, f"Set os.environ[{name!r}] before the call: a new agent starts")
     return tuple(sorted(environment.items()))

@@ -1,4 +1,7 @@
-"""Names of jobs: DNS-1035 labels, so that one name is valid in a folder, a URL and a cluster. Pure."""
+"""Names of jobs, and the forms that a cluster gives to all other names. Pure.
+
+A job's name is a DNS-1035 label, so that one name is valid in a folder, a URL and a cluster.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,20 @@ from kale_dist.errors import ConfigError
 MAX_LENGTH = 50
 """A label may have 63 characters; the rest is kept for what backends append, such as `-worker-123`."""
 
+MAX_LABEL_LENGTH = 63
+"""Characters of a label of a DNS name, and so of a pod's or a Service's name."""
+
+_MAX_SUBDOMAIN_LENGTH = 253
 _VALID = re.compile(r"[a-z](?:[a-z0-9-]*[a-z0-9])?", re.ASCII)
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+_WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
+_DATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,253}")
+_HOST = r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?)*|\[[0-9a-fA-F:]+\])"
+_PATH = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"(?:{_HOST}(?::[0-9]+)?/)?{_PATH}(?:/{_PATH})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?"
+)
 
 
 def check(name: str) -> None:
@@ -27,7 +43,7 @@ def check(name: str) -> None:
     if not name:
         raise ConfigError("name", "it is empty", "Write a name such as 'train-net', or leave it out")
     if len(name) > MAX_LENGTH:
-        remedy = f"Shorten it, such as to {_simplify(name)!r}"
+        remedy = f"Shorten it, such as to {_simplify(name) or 'job'!r}"
         raise ConfigError("name", f"{name!r} has {len(name)} characters, more than {MAX_LENGTH}", remedy)
     if not _VALID.fullmatch(name):
         problem = f"{name!r} is not made of lower-case letters, digits and dashes that begin with a letter"
@@ -46,6 +62,43 @@ def make(label: str, suffix: str) -> str:
     """
     room = MAX_LENGTH - len(suffix) - 1
     return f"{_simplify(label)[:room].rstrip('-') or 'job'}-{suffix}"
+
+
+def is_label(text: str) -> bool:
+    """Whether a namespace may have this name: DNS-1123, at most 63 characters."""
+    return len(text) <= MAX_LABEL_LENGTH and _LABEL.fullmatch(text) is not None
+
+
+def is_object_name(text: str) -> bool:
+    """Whether a claim, Secret, ConfigMap, priority class and the like may have this name: labels joined by dots."""
+    return len(text) <= _MAX_SUBDOMAIN_LENGTH and all(_LABEL.fullmatch(part) for part in text.split("."))
+
+
+def is_qualified_name(text: str) -> bool:
+    """Whether this is a key of a label, an annotation or a resource: `name` or `domain/name`."""
+    domain, separator, word = text.rpartition("/")
+    valid = len(word) <= MAX_LABEL_LENGTH and _WORD.fullmatch(word) is not None
+    return valid and (is_object_name(domain) if separator else True)
+
+
+def is_label_value(text: str) -> bool:
+    """Whether a label may have this value."""
+    return not text or (len(text) <= MAX_LABEL_LENGTH and _WORD.fullmatch(text) is not None)
+
+
+def is_variable(text: str) -> bool:
+    """Whether every version of a cluster takes this as the name of an environment variable."""
+    return _VARIABLE.fullmatch(text) is not None
+
+
+def is_data_key(text: str) -> bool:
+    """Whether this can be a key of a Secret's or a ConfigMap's data."""
+    return _DATA_KEY.fullmatch(text) is not None and text not in (".", "..")
+
+
+def is_image(text: str) -> bool:
+    """Whether this is a reference of an image: `host:port/path:tag@sha256:digest`, of which the path must be there."""
+    return _IMAGE.fullmatch(text) is not None
 
 
 def _simplify(text: str) -> str:

@@ -46,6 +46,10 @@ class ReplicaStatus:
     in_collective: bool | None = None
     """Whether it waited in a collective when last looked at; None if nobody looked."""
     progress: RankProgress | None = None
+    pod: str | None = None
+    """Where it runs, on a cluster."""
+    node: str | None = None
+    """The node of its pod, once it has one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

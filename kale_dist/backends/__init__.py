@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from kale_dist.backends.base import Backend
+from kale_dist.errors import ConfigError
 
-NAMES = ("local",)
+NAMES = ("local", "kubernetes")
 """The words that `on=` takes."""
 
-PLANNED = ("docker", "kubernetes")
+PLANNED = ("docker",)
 """Words that later versions will take; for an honest error message."""
+
+_CLIENT_PACKAGES = ("kubernetes", "websocket", "yaml")
 
 
 def get(name: str) -> Backend:
@@ -16,9 +19,20 @@ def get(name: str) -> Backend:
 
     Raises:
         KeyError: There is none of this name.
+        ConfigError: A package that it needs is not installed.
     """
-    if name != "local":
-        raise KeyError(name)
-    from kale_dist.backends import local
+    if name == "local":
+        from kale_dist.backends import local
 
-    return local.shared()
+        return local.shared()
+    if name == "kubernetes":
+        try:
+            from kale_dist.backends.kubernetes import backend
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in _CLIENT_PACKAGES:
+                raise
+            problem = f"'kubernetes' needs the package {package!r}, which is not installed in this Python"
+            raise ConfigError("on", problem, "Install it: pip install 'kale-dist[kubernetes]'") from None
+        return backend.shared()
+    raise KeyError(name)

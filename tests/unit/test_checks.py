@@ -279,8 +279,8 @@ def test_cuda_needs_gpus_and_one_for_each_process():
 @pytest.mark.parametrize(
     ("on", "said"),
     [
-        ("locl", "Did you mean 'local'?"), ("LOCAL", "Did you mean 'local'?"), ("kubernetes", "not in this version"),
-        ("docker", "not in this version"), ("k8s", "Use one of: 'local'"), ("", "no backend ''"), (None, "None"),
+        ("locl", "Did you mean 'local'?"), ("LOCAL", "Did you mean 'local'?"), ("kubernets", "Did you mean 'kubernetes'?"),
+        ("docker", "not in this version"), ("k8s", "Use one of: 'local', 'kubernetes'"), ("", "no backend ''"), (None, "None"),
         (FakeBackend, "no backend"), (3, "3"), (["local"], "no backend"),
     ],
 )  # fmt: skip

@@ -68,3 +68,49 @@ def test_names_made_of_any_label_are_valid_and_keep_their_suffix(label, made):
     assert name.endswith("-x3k9f")
     assert DNS_1035.fullmatch(name)
     assert made is None or name == made
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (names.is_label, ["a", "1-a", "x" * 63], ["", "A", "a.b", "-a", "x" * 64, "a\n", "é"]),
+        (names.is_object_name, ["a", "a.b-c", "1"], ["", "a..b", ".a", "A", "a_b", "x" * 254, "a\n", "a/b"]),
+        (
+            names.is_qualified_name,
+            ["a", "A_b.c", "x.io/Y", "a.b/" + "x" * 63],
+            ["", "/a", "a/", "a/b/c", "X.io/y", "a b", "a/é"],
+        ),
+        (names.is_label_value, ["", "A", "a_b.c-d", "x" * 63], ["-a", "a b", "x" * 64, "é", "a\n", "a/b"]),
+        (names.is_variable, ["A", "_a", "a.b-c"], ["", "1A", "A B", "A=B", "é", "A\n"]),
+        (names.is_data_key, ["a", "A.b_c-d", "..a"], ["", ".", "..", "a/b", "a b", "x" * 254]),
+        (
+            names.is_image,
+            [
+                "a",
+                "python:3.11-slim",
+                "localhost:5000/a/b:1",
+                "r.io/a__b@sha256:" + "0" * 64,
+                "a:1@sha256:" + "0" * 64,
+                "[::1]:5000/a",
+            ],
+            [
+                "",
+                "A",
+                "a b",
+                "a:",
+                "a//b",
+                "https://r.io/a",
+                "a@sha256:0",
+                "r.io/Team/a",
+                "a:b:c",
+                "-a",
+                "a\n",
+                "a:" + "x" * 129,
+            ],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_names_in_a_cluster(check, good, bad):
+    assert [text for text in good if not check(text)] == []
+    assert [text for text in bad if check(text)] == []

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from kale_dist.errors import ConfigError
-from kale_dist.spec import JobSpec, Policy, Topology, Volume
+from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 from kale_dist.strategies import AllReduce
 
 
@@ -19,8 +19,17 @@ def a_spec(**changes):
 
 def test_a_spec_survives_json():
     spec = a_spec(
-        volumes=(Volume(mount_path="/data", source="/data"),), environment=(("A", "é\n"),), seed=0, threads=2,
+        volumes=(
+            Volume(mount_path="/data", source="/data"),
+            Volume(mount_path="/x", kind=VolumeKind.EMPTY_DIR, size_gib=0.5, in_memory=True),
+        ),
+        environment=(("A", "é\n"),), seed=0, threads=2,
         strategy=AllReduce(bucket_mib=1.0), policy=Policy(timeout_s=1.5, detach=True),
+        image="train:1", store="pvc://results/a", resources=Resources(cpu=0.5, gpus=1, extended=(("rdma/hca", "1"),)),
+        cluster=ClusterOptions(
+            labels=(("a", "b"),), tolerations="[]", patch='[{"op":"remove"}]', image_pull_secrets=("a", "b"), gang=True,
+            secret_environment=(("A", "b", "c"),), min_available=1, run_as_user=-1, master=False, ttl_s=0,
+        ),
     )  # fmt: skip
     again = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec
@@ -58,6 +67,74 @@ def test_time_limits_are_positive_seconds(field, value):
 def test_volumes_name_both_sides(mount, source):
     with pytest.raises(ConfigError, match="volumes"):
         Volume(mount_path=mount, source=source)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mount_path": "/a/../b"}, "'..'"), ({"mount_path": "/a\0"}, "not text"), ({"mount_path": 3}, "not text"),
+        ({"source": None}, "not text"), ({"sub_path": "/a"}, "within the volume"), ({"sub_path": "../a"}, "within the volume"),
+        ({"kind": VolumeKind.EMPTY_DIR}, "has a source"), ({"size_gib": 1}, "only an empty folder"),
+        ({"in_memory": True}, "only an empty folder"),
+        ({"kind": VolumeKind.EMPTY_DIR, "source": "", "size_gib": -1}, "volumes.size_gib"),
+    ],
+)  # fmt: skip
+def test_volumes_lead_somewhere(fields, said):
+    with pytest.raises(ConfigError, match="volumes") as caught:
+        Volume(**{"mount_path": "/data", "source": "datasets", **fields})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cpu", 0), ("cpu", -1), ("cpu", "2"), ("cpu", True), ("cpu", float("nan")), ("cpu", float("inf")), ("memory_gib", "2 GB"),
+        ("memory_gib", "2Gi"), ("memory_gib", 0), ("gpus", -1), ("gpus", 0.5), ("gpus", True), ("shm_gib", 0), ("cpu_limit", "1"),
+    ],
+)  # fmt: skip
+def test_resources_are_numbers_above_0(field, value):
+    with pytest.raises(ConfigError) as caught:
+        Resources(**{field: value})
+    assert caught.value.argument == f"resources.{field}"
+    assert repr(value) in caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cpu": 2, "cpu_limit": 1}, "less than the 2 cores"), ({"memory_gib": 1, "shm_gib": 2}, "more than the 1 GiB"),
+        ({"gpu_resource": "gpu"}, "'gpu'"), ({"extended": (("rdma/hca", "1.5"),)}, "whole"),
+        ({"extended": (("rdma/hca", 1),)}, "whole"), ({"extended": (("rdma hca/", "1"),)}, "not the name"),
+    ],
+)  # fmt: skip
+def test_resources_fit_each_other(fields, said):
+    with pytest.raises(ConfigError, match="resources") as caught:
+        Resources(**fields)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("namespace", "Team", "'Team'"), ("namespace", "a.b", "'a.b'"), ("namespace", "é", "é"), ("namespace", "a" * 64, "namespace"),
+        ("labels", {"a": "b"}, "as a dict"), ("labels", (("a b", "c"),), "'a b'"), ("labels", (("a", "b c"),), "'b c'"),
+        ("labels", (("a", 1),), "Write '1'"), ("labels", (("a", "x" * 64),), "63"), ("labels", (("é", "x"),), "é"),
+        ("annotations", (("a/b/c", "x"),), "'a/b/c'"), ("node_selector", (("pool", "é"),), "é"),
+        ("priority_class", "High", "'High'"), ("service_account", "a b", "'a b'"), ("image_pull_secrets", ("",), "''"),
+        ("image_pull_policy", "always", "Did you mean 'always'?"), ("image_pull_policy", "Sometimes", "'IfNotPresent'"),
+        ("queue", "a b", "'a b'"), ("min_available", 0, "0"), ("min_available", 2, "`gang`"), ("ttl_s", -1, "-1"), ("ttl_s", 1.5, "1.5"),
+        ("run_as_user", -2, "-2"), ("run_as_user", True, "True"), ("pending_timeout_s", 0, "0"), ("input_wait_s", -1, "-1"),
+        ("collect_wait_s", "1h", "'1h'"), ("tolerations", "{}", "list"), ("affinity", "[", "object"), ("patch", "3", "list"),
+        ("secret_environment", (("A B", "s", "k"),), "'A B'"), ("secret_environment", (("A", "S", "k"),), "'S/k'"),
+        ("secret_environment", (("A", "s", "k k"),), "'s/k k'"),
+    ],
+)  # fmt: skip
+def test_options_of_a_cluster_are_what_a_cluster_takes(field, value, said):
+    with pytest.raises(ConfigError) as caught:
+        ClusterOptions(**{field: value})
+    assert caught.value.argument == f"cluster.{field}"
+    assert said in str(caught.value)
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("change", [{"name": "UPPER"}, {"seed": True}, {"seed": "1"}, {"threads": 0}, {"threads": "2"}])

@@ -1,0 +1,212 @@
+"""The pods of a job: what they ask for, see and are told. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from kale_dist.manifests import bootstrap
+from kale_dist.manifests.quantities import cpu_text, memory_text
+from kale_dist.manifests.settings import (
+    CONTAINER,
+    HOME_FOLDER,
+    INPUT_FOLDER,
+    PORT,
+    REPLICA_INDEX_LABEL,
+    START_WAIT_S,
+    STORE_FOLDER,
+    WORK_FOLDER,
+    PodSettings,
+    input_secret_name,
+    own_labels,
+)
+from kale_dist.pod_order import PodVariable
+from kale_dist.spec import JobSpec, Volume, VolumeKind
+
+_USER = "kale-dist"
+_GRACE_S = 30
+_DEFAULT_CPU = 1.0
+_DEFAULT_MEMORY_GIB = 2.0
+_LARGEST_SHM_GIB = 8.0
+_ISTIO = "sidecar.istio.io/inject"
+_DEADLINE_MARGIN_S = 600
+
+
+def pod_template(spec: JobSpec, settings: PodSettings, *, first_pod: int, ranks: int) -> dict[str, Any]:
+    """The template of one replica type's pods.
+
+    Args:
+        spec: The job.
+        settings: What the backend has settled.
+        first_pod: Number of the type's first pod.
+        ranks: Ranks of each of these pods.
+    """
+    cluster = spec.cluster
+    volumes, mounts = _volumes(spec, settings, ranks)
+    container = {
+        "name": CONTAINER,
+        "image": settings.image,
+        **_if("imagePullPolicy", cluster.image_pull_policy),
+        "command": bootstrap.command(settings.python),
+        "env": _environment(spec, first_pod),
+        # The operator gives a port of this name to its Services, or adds its own.
+        "ports": [
+            {"name": "pytorchjob-port", "containerPort": PORT},
+            {"name": "agents", "containerPort": PORT + 1},
+            {"name": "bytes", "containerPort": PORT + 2},
+        ],
+        "resources": _resources(spec, settings, ranks),
+        "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod = {
+        **_if("activeDeadlineSeconds", _deadline_s(spec)),
+        "automountServiceAccountToken": cluster.mount_service_account_token,
+        **_if("serviceAccountName", cluster.service_account),
+        # Otherwise each Service of the namespace adds seven variables.
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "securityContext": _security(settings),
+        **_if("imagePullSecrets", [{"name": name} for name in cluster.image_pull_secrets]),
+        **_if("nodeSelector", dict(cluster.node_selector)),
+        **_if("tolerations", json.loads(cluster.tolerations or "[]")),
+        **_if("affinity", json.loads(cluster.affinity or "{}")),
+        **_if("priorityClassName", cluster.priority_class),
+        **_if("schedulerName", cluster.scheduler),
+        "containers": [container],
+        "volumes": volumes,
+    }
+    labels = {**own_labels(spec.name), _ISTIO: "false", **dict(cluster.labels)}
+    annotations = {_ISTIO: "false", **dict(cluster.annotations)}
+    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
+
+
+def _if(key: str, value: Any) -> dict[str, Any]:
+    """The entry, if there is anything to say."""
+    return {key: value} if value else {}
+
+
+def _deadline_s(spec: JobSpec) -> int | None:
+    """Seconds after which the kubelet ends a pod whose agent should have done so itself long before."""
+    if spec.policy.timeout_s is None:
+        return None
+    waits = START_WAIT_S + spec.cluster.input_wait_s + spec.cluster.collect_wait_s
+    return math.ceil(spec.policy.timeout_s + waits + _DEADLINE_MARGIN_S)
+
+
+def _security(settings: PodSettings) -> dict[str, Any]:
+    """What Pod Security "restricted" asks of a pod."""
+    user, group = settings.run_as_user, settings.fs_group
+    return {
+        "runAsNonRoot": user != 0,
+        **({} if user is None else {"runAsUser": user}),
+        **({} if group is None else {"runAsGroup": group, "fsGroup": group}),
+        **({} if group is None else {"fsGroupChangePolicy": "OnRootMismatch"}),
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
+    given = dict(spec.environment)
+    secret = {variable for variable, _, _ in spec.cluster.secret_environment}
+    # A user that is only a number has no name and no home; torch.compile asks for both.
+    fixed = {
+        "HOME": HOME_FOLDER,
+        "USER": _USER,
+        "LOGNAME": _USER,
+        "TMPDIR": "/tmp",  # noqa: S108 - a volume of the pod's own
+        "XDG_CACHE_HOME": f"{HOME_FOLDER}/.cache",
+        "TORCHINDUCTOR_CACHE_DIR": f"{HOME_FOLDER}/.cache/torchinductor",
+        "TRITON_CACHE_DIR": f"{HOME_FOLDER}/.cache/triton",
+        "PYTHONUNBUFFERED": "1",
+    }
+    told = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
+    index = {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX_LABEL}']"}}
+    request = {"resourceFieldRef": {"containerName": CONTAINER, "resource": "requests.cpu", "divisor": "1m"}}
+    return [
+        *({"name": name, "value": value} for name, value in fixed.items() if name not in given | dict.fromkeys(secret)),
+        *({"name": name.value, "value": value} for name, value in told.items()),
+        {"name": PodVariable.REPLICA_INDEX.value, "valueFrom": index},
+        {"name": PodVariable.CPU_REQUEST.value, "valueFrom": request},
+        # The kubelet would replace $(NAME) by that variable's value.
+        *({"name": name, "value": value.replace("$(", "$$(")} for name, value in given.items()),
+        *(
+            {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+            for variable, name, key in spec.cluster.secret_environment
+        ),
+    ]
+
+
+def _resources(spec: JobSpec, settings: PodSettings, ranks: int) -> dict[str, Any]:
+    asked = spec.resources
+    cores = asked.cpu or min(_DEFAULT_CPU, asked.cpu_limit or _DEFAULT_CPU)
+    memory = memory_text(_memory_gib(spec) * ranks)
+    gpus = asked.gpus if asked.gpus is not None else int(spec.cuda)
+    whole = {**({asked.gpu_resource: str(gpus * ranks)} if gpus else {})}
+    whole.update((name, str(int(amount) * ranks)) for name, amount in asked.extended)
+    limit = asked.cpu_limit or (cores if settings.cpu_limit_needed else None)
+    return {
+        "requests": {"cpu": cpu_text(cores * ranks), "memory": memory, **whole},
+        "limits": {**({"cpu": cpu_text(limit * ranks)} if limit else {}), "memory": memory, **whole},
+    }
+
+
+def _memory_gib(spec: JobSpec) -> float:
+    return spec.resources.memory_gib or max(_DEFAULT_MEMORY_GIB, spec.resources.shm_gib or 0.0)
+
+
+def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Volumes and mounts: those that every pod has, then the user's. Mounts of one source share a volume."""
+    shm = min(_LARGEST_SHM_GIB, _memory_gib(spec) * ranks / 2)
+    if spec.resources.shm_gib is not None:
+        shm = spec.resources.shm_gib * ranks
+    secret = {"secretName": input_secret_name(spec.name), "optional": False}
+    volumes: list[dict[str, Any]] = [
+        {"name": "input", "secret": secret},
+        {"name": "work", "emptyDir": {}},
+        {"name": "home", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory_text(shm)}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True},
+        {"name": "work", "mountPath": WORK_FOLDER},
+        {"name": "home", "mountPath": HOME_FOLDER},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a volume of the pod's own
+        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
+    ]
+    names: dict[str, str] = {}
+    for number, volume in enumerate((*spec.volumes, *_store(settings))):
+        source = _source(volume)
+        shared = json.dumps(source) if volume.kind is not VolumeKind.EMPTY_DIR else f"empty {number}"
+        if shared not in names:
+            names[shared] = f"volume-{len(names)}"
+            volumes.append({"name": names[shared], **source})
+        mount: dict[str, Any] = {"name": names[shared], "mountPath": volume.mount_path}
+        mounts.append({**mount, **_if("subPath", volume.sub_path), **_if("readOnly", volume.read_only)})
+    return volumes, mounts
+
+
+def _store(settings: PodSettings) -> tuple[Volume, ...]:
+    if settings.store is None:
+        return ()
+    return (Volume(mount_path=STORE_FOLDER, source=settings.store.claim, sub_path=settings.store.sub_path),)
+
+
+def _source(volume: Volume) -> dict[str, Any]:
+    match volume.kind:
+        case VolumeKind.HOST_PATH:
+            # Without a type a missing folder would be made, and be empty.
+            return {"hostPath": {"path": volume.source, "type": "Directory"}}
+        case VolumeKind.EMPTY_DIR:
+            medium = _if("medium", "Memory" if volume.in_memory else "")
+            limit = _if("sizeLimit", volume.size_gib and memory_text(volume.size_gib))
+            return {"emptyDir": {**medium, **limit}}
+        case VolumeKind.CONFIG_MAP:
+            return {"configMap": {"name": volume.source}}
+        case VolumeKind.SECRET:
+            return {"secret": {"secretName": volume.source}}
+        case _:
+            return {"persistentVolumeClaim": {"claimName": volume.source}}

@@ -1,0 +1,96 @@
+"""What a backend has found out before a manifest can be made, and the names that follow from it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kale_dist.spec import JobSpec
+
+API_VERSION = "kubeflow.org/v1"
+KIND = "PyTorchJob"
+CONTAINER = "pytorch"
+"""The name by which the operator knows the container that counts."""
+
+REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+MANAGED_BY = "kale-dist"
+SPEC_ANNOTATION = "kale-dist.dev/spec"
+SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
+CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
+
+PORT = 23456
+"""The first of a pod's three ports; an order's `port`. It is also the operator's default."""
+
+START_WAIT_S = 3600.0
+"""How long the agents of a job wait for each other; an order's `start_wait_s`."""
+
+INPUT_FOLDER = "/kale-dist/input"
+WORK_FOLDER = "/kale-dist/work"
+HOME_FOLDER = "/kale-dist/home"
+STORE_FOLDER = "/kale-dist/store"
+"""Where pods see the volume of `StoreMount`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoreMount:
+    """A claim that pods see at `STORE_FOLDER`."""
+
+    claim: str
+    sub_path: str = ""
+    """Folder in the claim that is there already: one that is missing is made by the kubelet, and belongs to root, so that
+    pods cannot write into it. Empty for all of the claim."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PodSettings:
+    """What a specification leaves open and the backend has settled."""
+
+    namespace: str
+    image: str
+    """Reference of the image."""
+    master: bool = True
+    """One master and workers, or workers only. A job of a single pod has a master in any case."""
+    run_as_user: int | None = 1000
+    """None: left to the cluster, as on OpenShift."""
+    fs_group: int | None = 1000
+    """Group of the processes, and of the volumes' files; None: left to the cluster."""
+    python: str = "python3"
+    """The interpreter, as a command."""
+    store: StoreMount | None = None
+    cpu_limit_needed: bool = False
+    """Whether a quota of the namespace refuses pods without a limit of cores."""
+    annotations: tuple[tuple[str, str], ...] = ()
+    """Annotations of the job besides the user's own and that of the specification."""
+
+
+def has_master(spec: JobSpec, *, master: bool) -> bool:
+    """Whether the job has a replica of type Master."""
+    return master or spec.topology.number_of_pods == 1
+
+
+def pod_names(spec: JobSpec, *, master: bool) -> tuple[str, ...]:
+    """Names of the job's pods by their number; pod 0 holds rank 0."""
+    pods = spec.topology.number_of_pods
+    if not has_master(spec, master=master):
+        return tuple(f"{spec.name}-worker-{index}" for index in range(pods))
+    return (f"{spec.name}-master-0", *(f"{spec.name}-worker-{index}" for index in range(pods - 1)))
+
+
+def head_host(spec: JobSpec, *, master: bool) -> str:
+    """Host name of pod 0 within the namespace: that of its headless Service, which the operator makes."""
+    return pod_names(spec, master=master)[0]
+
+
+def input_secret_name(job: str) -> str:
+    """Name of the Secret with the job's input."""
+    return f"{job}-input"
+
+
+def own_labels(job: str) -> dict[str, str]:
+    """The recommended labels, which every object of a job has."""
+    return {
+        "app.kubernetes.io/name": "kale-dist",
+        "app.kubernetes.io/managed-by": MANAGED_BY,
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/component": "training",
+    }

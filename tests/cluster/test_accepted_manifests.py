@@ -1,0 +1,172 @@
+"""What the golden files say, said to a real API server; and pods that really start where Pod Security is strictest."""
+
+import io
+import json
+import os
+import pathlib
+import subprocess
+import time
+import uuid
+import zipfile
+
+import pytest
+import yaml
+
+from kale_dist import manifests
+from kale_dist.manifests import PodSettings, StoreMount
+from kale_dist.spec import JobSpec, Resources, Topology, Volume, VolumeKind
+
+GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("*.yaml"))
+IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
+
+
+def kubectl(*arguments, text=None):
+    ended = subprocess.run(
+        ["kubectl", *arguments], input=text, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    path = os.environ.get("KUBECONFIG", "")
+    if (
+        not pathlib.Path(path).is_file()
+        or subprocess.run(["kubectl", "get", "--raw", "/readyz"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("no cluster answers")
+
+
+@pytest.fixture(scope="module")
+def restricted(cluster):
+    """A namespace that enforces Pod Security "restricted"."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    kubectl("create", "namespace", name)
+    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=20s")
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_an_api_server_takes_every_golden_file(path, restricted):
+    text = path.read_text().replace("namespace: team-a", f"namespace: {restricted}")
+    given = yaml.safe_load(text)
+    taken = json.loads(kubectl("apply", "--dry-run=server", "-o", "json", "-f", "-", text=text))
+    for kind, replica in given["spec"]["pytorchReplicaSpecs"].items():
+        for port in replica["template"]["spec"]["containers"][0]["ports"]:
+            port["protocol"] = "TCP"
+        # The server keeps what it knows and drops the rest without a word.
+        assert taken["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"] == replica["template"]["spec"]
+        assert taken["spec"]["runPolicy"] | given["spec"]["runPolicy"] == taken["spec"]["runPolicy"]
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_pod_security_takes_every_pod_without_a_folder_of_its_node(path, restricted):
+    template = next(iter(yaml.safe_load(path.read_text())["spec"]["pytorchReplicaSpecs"].values()))["template"]
+    template["metadata"]["labels"]["training.kubeflow.org/replica-index"] = "0"
+    pod = template["spec"] | {"restartPolicy": "Never", "serviceAccountName": "default"}
+    pod.pop("priorityClassName", None)
+    for container in pod["containers"][1:]:
+        container["securityContext"] = pod["containers"][0]["securityContext"]
+    pod["volumes"] = [volume | {"hostPath": None} for volume in pod["volumes"]]
+    pod["volumes"] = [
+        ({"emptyDir": {}, **volume} if set(volume) == {"name", "hostPath"} else volume) for volume in pod["volumes"]
+    ]
+    text = json.dumps(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one", **template["metadata"]}, "spec": pod}
+    )
+    taken = json.loads(
+        kubectl("-n", restricted, "apply", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", text=text)
+    )
+    assert taken["spec"]["securityContext"] == pod["securityContext"]
+
+
+def test_texts_arrive_as_they_were_given(restricted):
+    texts = [
+        "1e3",
+        "y",
+        "0o17",
+        "0x1F",
+        "1_000",
+        "12:30:45",
+        "2026-11-21",
+        "~",
+        ".inf",
+        "NO",
+        " a\nb ",
+        "é\n",
+        "a\r\nb",
+        "'\"",
+        "",
+    ]
+    data = {f"key-{number}": text for number, text in enumerate(texts)}
+    sent = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "texts", "namespace": restricted},
+        "data": data,
+    }
+    taken = json.loads(kubectl("apply", "--dry-run=server", "-o", "json", "-f", "-", text=manifests.to_yaml(sent)))
+    assert taken["data"] == data
+
+
+_AGENT = """
+import getpass, json, os, pathlib, socket, tempfile, time
+told = {name: os.environ[name] for name in os.environ if name.startswith("KALE_DIST_")}
+for folder in (pathlib.Path.home(), tempfile.gettempdir(), "/dev/shm", told["KALE_DIST_WORK"], "/kale-dist/store", "/scratch"):
+    (pathlib.Path(folder) / f"file-{told['KALE_DIST_REPLICA_INDEX']}").write_text("x")
+head = ""
+while not head:
+    try:
+        head = socket.gethostbyname("strict-worker-0")
+    except OSError:
+        time.sleep(0.1)
+# A name leads to a pod only as long as that pod runs.
+pathlib.Path(f"/kale-dist/store/found-{told['KALE_DIST_REPLICA_INDEX']}").touch()
+while not pathlib.Path("/kale-dist/store/found-1").exists():
+    time.sleep(0.1)
+token = os.path.exists("/var/run/secrets/kubernetes.io/serviceaccount/token")
+print(json.dumps({**told, "ids": [os.getuid(), os.getgid()], "user": getpass.getuser(), "text": os.environ["TEXT"],
+    "head": bool(head), "token": token, "services": [name for name in os.environ if name.startswith("STRICT_")]}), flush=True)
+"""
+
+
+def a_runtime():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as packed:
+        packed.writestr("kale_dist/__init__.py", "")
+        packed.writestr("kale_dist/runtime/__init__.py", "")
+        packed.writestr("kale_dist/runtime/__main__.py", _AGENT)
+    return buffer.getvalue()
+
+
+def test_workers_start_where_pod_security_is_strictest(restricted):
+    claim = {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "results", "namespace": restricted},
+        "spec": {"storageClassName": "shared", "accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+    }  # fmt: skip
+    kubectl("apply", "-f", "-", text=manifests.to_yaml(claim))
+    spec = JobSpec(
+        name="strict", label="x", kind="call", snapshot="ab" * 32, topology=Topology(number_of_processes=2),
+        resources=Resources(cpu=0.05, memory_gib=0.25), environment=(("TEXT", "a$(HOME)"),),
+        volumes=(Volume(mount_path="/scratch", kind=VolumeKind.EMPTY_DIR, size_gib=0.01),),
+    )  # fmt: skip
+    settings = PodSettings(namespace=restricted, image=IMAGE, master=False, store=StoreMount(claim="results"))
+    text = manifests.to_yaml(manifests.pytorch_job(spec, settings))
+    uid = json.loads(kubectl("create", "-o", "json", "-f", "-", text=text))["metadata"]["uid"]
+    secret = manifests.input_secret("strict", restricted, uid, {"runtime.zip": a_runtime(), "key": b"\0"})
+    kubectl("create", "-f", "-", text=manifests.to_yaml(secret))
+    kubectl("-n", restricted, "wait", "pytorchjob/strict", "--for=condition=Succeeded", "--timeout=40s")
+    for index, name in enumerate(manifests.pod_names(spec, master=False)):
+        told = json.loads(kubectl("-n", restricted, "logs", name))
+        assert (told["KALE_DIST_FIRST_POD"], told["KALE_DIST_REPLICA_INDEX"]) == ("0", str(index))
+        assert told["KALE_DIST_CPU_REQUEST"] == "50"
+        assert (told["ids"], told["user"], told["text"]) == ([1000, 1000], "kale-dist", "a$(HOME)")
+        assert (told["head"], told["token"], told["services"]) == (True, False, [])
+    kubectl("-n", restricted, "delete", "pytorchjob", "strict")
+    deadline = time.monotonic() + 30
+    while "strict-input" in kubectl("-n", restricted, "get", "secrets", "-o", "name"):
+        assert time.monotonic() < deadline, "the Secret outlives its job"
+        time.sleep(0.2)

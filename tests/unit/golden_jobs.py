@@ -1,0 +1,139 @@
+"""The jobs of the golden files, for tests of their text and for those that show them to an API server."""
+
+import json
+
+from kale_dist import manifests
+from kale_dist.manifests import PodSettings, StoreMount
+from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+
+SETTINGS = PodSettings(namespace="team-a", image="registry.example.com/team/train:1")
+
+VOLUMES = (
+    Volume(mount_path="/data", source="datasets", kind=VolumeKind.CLAIM),
+    Volume(mount_path="/images", source="datasets", kind=VolumeKind.CLAIM, sub_path="images", read_only=True),
+    Volume(mount_path="/node", source="/mnt/data", kind=VolumeKind.HOST_PATH, read_only=True),
+    Volume(mount_path="/scratch", kind=VolumeKind.EMPTY_DIR, size_gib=10),
+    Volume(mount_path="/fast", kind=VolumeKind.EMPTY_DIR, size_gib=0.5, in_memory=True),
+    Volume(mount_path="/config", source="settings", kind=VolumeKind.CONFIG_MAP),
+    Volume(mount_path="/token", source="token", kind=VolumeKind.SECRET),
+)
+
+
+def a_spec(**changes):
+    """Two processes; `changes` replaces fields."""
+    return JobSpec(
+        **{
+            "name": "train-net", "label": "train Net", "kind": "training", "snapshot": "ab" * 32,
+            "blobs": ("ab" * 32,), "topology": Topology(number_of_processes=2), **changes,
+        }
+    )  # fmt: skip
+
+
+_AFFINITY = {
+    "podAntiAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "topologyKey": "kubernetes.io/hostname",
+                "labelSelector": {"matchLabels": {"app.kubernetes.io/name": "kale-dist"}},
+            }
+        ]
+    }
+}
+
+_PATCH = {
+    "spec": {
+        "pytorchReplicaSpecs": {
+            "Master": {
+                "template": {
+                    "spec": {
+                        "dnsConfig": {"options": [{"name": "ndots", "value": "1"}]},
+                        "terminationGracePeriodSeconds": None,
+                        "containers": [
+                            {
+                                "name": "pytorch",
+                                "env": [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "USER", "$patch": "delete"}],
+                            },
+                            {"name": "sidecar", "image": "registry.example.com/team/exporter:1"},
+                        ],
+                    }
+                }
+            }
+        }
+    }
+}
+
+_OPERATIONS = [
+    {"op": "add", "path": "/spec/pytorchReplicaSpecs/Worker/template/spec/hostAliases", "value": [{"ip": "10.0.0.1", "hostnames": ["nas"]}]},
+    {"op": "add", "path": "/metadata/labels/example.com~1team", "value": "a"},
+]  # fmt: skip
+
+JOBS = {
+    "default": (a_spec(), SETTINGS),
+    "workers_only": (
+        a_spec(topology=Topology(number_of_processes=3)),
+        PodSettings(namespace="team-a", image=SETTINGS.image, master=False),
+    ),
+    "one_pod": (a_spec(topology=Topology(number_of_processes=1)), SETTINGS),
+    "four_gpus_a_pod": (
+        a_spec(
+            topology=Topology(number_of_processes=10, processes_per_pod=4),
+            cuda=True,
+            resources=Resources(cpu=4, memory_gib=16, extended=(("rdma/hca", "1"),)),
+        ),
+        SETTINGS,
+    ),
+    "volumes": (
+        a_spec(volumes=VOLUMES),
+        PodSettings(namespace="team-a", image=SETTINGS.image, store=StoreMount(claim="results")),
+    ),
+    "patched": (a_spec(cluster=ClusterOptions(patch=json.dumps(_PATCH))), SETTINGS),
+    "patched_by_operations": (a_spec(cluster=ClusterOptions(patch=json.dumps(_OPERATIONS))), SETTINGS),
+    "everything": (
+        a_spec(
+            name="everything-at-once",
+            topology=Topology(number_of_processes=4, processes_per_pod=2),
+            cuda=True,
+            threads=3,
+            seed=1,
+            volumes=VOLUMES,
+            environment=(("GREETING", "grüß dich,\n$(HOME)"), ("LEARNING_RATE", "1e3"), ("OMP_NUM_THREADS", "2")),
+            image=SETTINGS.image,
+            resources=Resources(
+                cpu=0.5, cpu_limit=2, memory_gib=1.5, gpus=2, shm_gib=0.25, extended=(("rdma/hca", "1"),)
+            ),
+            store="pvc://results/kale",
+            policy=Policy(timeout_s=3600.5),
+            cluster=ClusterOptions(
+                namespace="team-a",
+                labels=(("example.com/project", "p1"),),
+                annotations=(("example.com/note", "a note: of any form"),),
+                node_selector=(("pool", "gpu"),),
+                tolerations=json.dumps([{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]),
+                affinity=json.dumps(_AFFINITY),
+                priority_class="high",
+                service_account="trainer",
+                mount_service_account_token=True,
+                image_pull_secrets=("registry", "mirror"),
+                image_pull_policy="IfNotPresent",
+                scheduler="volcano",
+                queue="team-queue",
+                gang=True,
+                secret_environment=(("TOKEN", "tokens", "hub"),),
+                ttl_s=86400,
+            ),
+        ),
+        PodSettings(
+            namespace="team-a",
+            image=SETTINGS.image,
+            run_as_user=1234,
+            fs_group=100,
+            store=StoreMount(claim="results", sub_path="kale"),
+            annotations=(("kale-dist.dev/submitted-by", "system:serviceaccount:team-a:notebook"),),
+        ),
+    ),
+}
+
+
+def job(name):
+    """The object of a golden file."""
+    return manifests.pytorch_job(*JOBS[name])
