@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("ref", metavar="REF", help="a job's name or reference")
     examine = command("doctor", "check what jobs need")
     examine.add_argument("--json", action="store_true", help="as JSON")
+    examine.add_argument("--on", choices=backends.NAMES, default="local", help="where jobs are to run (local)")
+    examine.add_argument("--namespace", default="", metavar="NAME", help="of the cluster (the configured one)")
+    examine.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
     run = command("run", "execute a notebook, and show its jobs' logs and progress")
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
     run.add_argument(
@@ -195,7 +198,12 @@ def _delete(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    found = doctor.examine()
+    if options.on == "kubernetes":
+        found = doctor.examine_cluster(options.namespace, options.context)
+    elif options.namespace or options.context:
+        raise ConfigError("--namespace", "only a cluster has namespaces and contexts", "Add --on kubernetes")
+    else:
+        found = doctor.examine()
     if options.json:
         print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
     else:
@@ -203,7 +211,10 @@ def _doctor(options: argparse.Namespace) -> int:
         for check in found:
             print(f"{check.verdict:<7}  {check.name:<{width}}  {check.sentence}")
             if check.remedy:
-                print(f"{'':7}  {'':{width}}  -> {check.remedy}")
+                first, *more = check.remedy.splitlines()
+                print(f"{'':7}  {'':{width}}  -> {first}")
+                # A Role can be copied from here.
+                print("".join(f"{line}\n" for line in more), end="")
     return _FAILURE if any(check.verdict is doctor.Verdict.FAILED for check in found) else 0
 
 

@@ -9,7 +9,8 @@ messages of the inbox only hasten what the files would tell a little later.
 Events are JSON objects, one a line. Every event has `event` (an `EventKind`), `time` (seconds since 1970), `rank` (None
 when the agent speaks of the whole job) and `attempt`; beyond these:
 
-    state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or "")
+    state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
+                failed_rank (the rank that failed first; None or left out where none has or nobody can tell)
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source ("report", "train", "eval")
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
@@ -292,6 +293,10 @@ class JobOrder:
     first_rank: int = 0
     """The ranks of this agent are `first_rank` to `first_rank + local_world_size - 1`."""
     local_world_size: int
+    group: int = 0
+    """Number of this agent among those of the job, which is that of its pod."""
+    groups: int = 1
+    """Agents of the job."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """0: the agent opens a port itself (all ranks are its own)."""

@@ -70,6 +70,29 @@ def examine() -> tuple[Check, ...]:
     return (_python(), torch, gpus, _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
 
 
+def examine_cluster(namespace: str = "", context: str = "") -> tuple[Check, ...]:
+    """Look at what jobs on a cluster need, and at the cluster. Makes nothing there; never raises for what it finds.
+
+    Args:
+        namespace: Empty for the configured one, that of the kubeconfig's context, or the pod's own.
+        context: Of the kubeconfig; empty for its current one.
+    """
+    here = (_python(), _state_folder())
+    try:
+        from kale_dist.backends.kubernetes import examination
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "kale_dist":
+            raise
+        remedy = "pip install 'kale-dist[kubernetes]'"
+        return (*here, _failed("package", f"{package!r} is not installed in this Python", remedy))
+    found = examination.examine(namespace, context)
+    return (
+        *here,
+        *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
+    )
+
+
 def _python() -> Check:
     version = sys.version_info
     sentence = f"Python {version.major}.{version.minor}.{version.micro} ({sys.executable})"
@@ -201,7 +224,7 @@ def _cluster() -> Check:
     inside = "KUBERNETES_SERVICE_HOST" in os.environ
     there = (f"found: {path}" for path in paths if os.path.exists(path))  # noqa: PTH110 - pathlib raises for a folder we may not enter
     found = "inside a cluster" if inside else next(there, f"not found: {', '.join(paths)}")
-    return _ok("cluster", f"{found}; not used by this version")
+    return _ok("cluster", f"{found}; 'kale-dist doctor --on kubernetes' looks at it")
 
 
 def _size(size: int) -> str:

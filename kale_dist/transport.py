@@ -13,7 +13,8 @@ ends it:
 Numbers are hexadecimal but for attempts and ranks, and count the pod's own lines and events from 0. Parts of one frame
 follow each other; joined they are the frame with its first byte. Whatever is not a frame was written past the agent
 (by the interpreter as it died, say) and is shown as it is. A line of the user's that looks like a frame is none,
-because it stands inside one.
+because it stands inside one. containerd drops a carriage return before the newline; lines of a log have none, because
+it ends a line there (`output.LineCutter`).
 
 The MAC of an event is an HMAC-SHA256 with the job's key over pod, number and JSON. It guards against others who can
 write into the log, not against who holds the key. Requests to an agent are signed over method, path with query and,

@@ -1,4 +1,4 @@
-"""Entry of the processes that serve jobs: `python -m kale_dist.runtime agent|forkserver ...`."""
+"""Entry of the processes that serve jobs: `python -m kale_dist.runtime agent|forkserver|pod ...`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
     forkserver = kinds.add_parser("forkserver")
     forkserver.add_argument("--connection", type=int, required=True)
     forkserver.add_argument("--agent-pid", type=int, required=True)
+    kinds.add_parser("pod")
     given = parser.parse_args(arguments)
     if given.kind == "agent":
         from kale_dist.runtime.agent import Settings
@@ -38,6 +39,10 @@ def main(arguments: list[str]) -> int:
                 kernel_start=given.kernel_start,
             )
         )
+    if given.kind == "pod":
+        from kale_dist.runtime.pod_agent import main as run_pod
+
+        return run_pod()
     from kale_dist.runtime.forkserver import main as run_forkserver
 
     return run_forkserver(given.connection, given.agent_pid)

@@ -14,11 +14,12 @@ import time
 import traceback
 from typing import Any
 
-from kale_dist.contract import FailureCause, JobOrder, Op
+from kale_dist.contract import FailureCause, JobFiles, JobOrder, Op
 from kale_dist.runtime import processes
 from kale_dist.runtime.fork_pool import ForkPool
 from kale_dist.runtime.inbox import Connection
 from kale_dist.runtime.job_run import FAILURE_GRACE_S, JobRun
+from kale_dist.runtime.job_writer import JobWriter
 from kale_dist.runtime.loop import Loop, Timer
 
 WAKE_INTERVAL_S = 0.02
@@ -76,7 +77,7 @@ class Agent:
         while not self._is_finished():
             self._loop.step()
         self._pool.close()
-        _end_orphans(limit_s=2.0)
+        processes.end_orphans(limit_s=2.0)
         for connection in list(self._connections.values()):
             self._drop(connection)
         listener.close()
@@ -106,7 +107,7 @@ class Agent:
         def read() -> None:
             numbers = reader.recv(1 << 12)
             if signal.SIGCHLD in numbers:
-                _reap_orphans()
+                processes.reap_orphans()
             if signal.SIGTERM in numbers:
                 self._is_killed = True
                 self._stopping = True
@@ -206,11 +207,18 @@ class Agent:
             return
         self._ended.pop(name, None)
         try:
-            job = JobRun(order, self._loop, self._pool, lambda: self._changed(name), lambda: self._job_ended(name))
+            writer = JobWriter(JobFiles(order.folder), order.attempt, self._loop, lambda: self._changed(name))
         except OSError:
             # Without a folder there is nowhere to say so; who deleted it wants no job.
             self._wake(name)
             return
+
+        def ended() -> None:
+            with contextlib.suppress(OSError):
+                writer.close()
+            self._job_ended(name)
+
+        job = JobRun(order, self._loop, self._pool, writer, ended)
         self._jobs[name] = job
         if name in self._early_cancels:
             del self._early_cancels[name]
@@ -234,7 +242,7 @@ class Agent:
             del self._ended[next(iter(self._ended))]
         self._wake(name)
         if not self._jobs:
-            _end_orphans(limit_s=0.0, spare=self._pool.pid)
+            processes.end_orphans(limit_s=0.0, spare=self._pool.pid)
 
     # -- wakes ------------------------------------------------------------------------------------------------------
 
@@ -263,32 +271,6 @@ class Agent:
         connection.send(message, optional=optional)
         if connection.is_open:
             self._loop.also_writable(connection.socket.fileno(), wanted=connection.has_unsent)
-
-
-def _reap_orphans() -> None:
-    """Collect the processes that ended ranks have left to us, as their subreaper."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _end_orphans(limit_s: float, spare: int = 0) -> None:
-    """Kill children that are not the forkserver: what ranks have left behind in sessions of their own.
-
-    Args:
-        limit_s: Seconds to go on until no child is left.
-        spare: Process id of the forkserver, if it is to live.
-    """
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = [pid for pid in processes.children(os.getpid()) if pid != spare]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _reap_orphans()
-        if not left or time.monotonic() >= deadline:
-            return
-        time.sleep(0.01)
 
 
 def main(settings: Settings) -> int:

@@ -34,6 +34,8 @@ class End:
     signal: str | None = None
     reason: str = ""
     """Why it never was, or why it went with its forkserver; empty for an end of its own."""
+    memory_limit: str = ""
+    """What ran out, where the kernel killed it for want of memory: `memory.limit_text`."""
 
 
 class ForkPool:
@@ -41,9 +43,12 @@ class ForkPool:
 
     Args:
         loop: The agent's loop.
+        spares: How many ranks are forked ahead.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, spares: int = SPARES) -> None:
+        self.wanted_spares = spares
+        """How many ranks `refill` forks ahead; it may be changed."""
         self._loop = loop
         self._socket: socket.socket | None = None
         self._numbers = 0
@@ -118,7 +123,7 @@ class ForkPool:
 
     def _order_spares(self) -> None:
         self._refill = None
-        while self._socket is not None and len(self._spares) < SPARES:
+        while self._socket is not None and len(self._spares) < self.wanted_spares:
             try:
                 self._spares.append(self._ask())
             except OSError:

@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kale_dist.contract import EventKind, FailureCause
+from kale_dist.contract import EventKind, FailureCause, RankStateName
 from kale_dist.runtime import watchdog
 from kale_dist.runtime.job_writer import JobWriter
 from kale_dist.runtime.loop import Loop, Timer
-from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.rank_run import Rank, RankRun
 from kale_dist.runtime.watchdog import Sample, StallClock
 
 ANSWER_S = 0.15
 """Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
+
+FAR_ANSWER_S = 0.6
+"""The same for ranks of other pods, whose agents hand the stacks on."""
 
 BETWEEN_LOOKS_S = 0.6
 
@@ -30,7 +33,7 @@ class HangWatch:
     """Watches over one job from the moment its ranks have their assignments.
 
     Args:
-        ranks: All ranks of this agent.
+        ranks: All ranks of the job.
         loop: The agent's loop.
         writer: The job's files.
         stall_warn_s: Seconds without progress after which the stacks go into the log; None for never.
@@ -40,7 +43,7 @@ class HangWatch:
 
     def __init__(
         self,
-        ranks: Sequence[RankRun],
+        ranks: Sequence[Rank],
         loop: Loop,
         writer: JobWriter,
         stall_warn_s: float | None,
@@ -48,6 +51,7 @@ class HangWatch:
         fail: Fail,
     ) -> None:
         self._ranks = ranks
+        self._answer_s = ANSWER_S if all(isinstance(rank, RankRun) for rank in ranks) else FAR_ANSWER_S
         self._loop = loop
         self._writer = writer
         self._stall_timeout_s = stall_timeout_s
@@ -81,7 +85,7 @@ class HangWatch:
     def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
         self._timers[name] = self._loop.call_later(delay_s, call)
 
-    def _unfinished(self) -> list[RankRun]:
+    def _unfinished(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.done is None and rank.end is None]
 
     def _look(self, then: Callable[[dict[int, Sample], dict[int, bytes]], None]) -> None:
@@ -95,7 +99,7 @@ class HangWatch:
                 present = [rank for rank in ranks if rank.done is None and rank.end is None]
                 then({rank.rank: rank.sample() for rank in present}, {rank.rank: rank.stacks for rank in present})
 
-        self._loop.call_later(ANSWER_S, answered)
+        self._loop.call_later(self._answer_s, answered)
 
     # -- a rank has ended -------------------------------------------------------------------------------------------
 
@@ -140,6 +144,9 @@ class HangWatch:
 
     def _check_stall(self) -> None:
         now = time.monotonic()
+        if any(rank.state is RankStateName.PENDING for rank in self._ranks):
+            # Torch is still being imported for them, which may take long on a fresh node and is no stall.
+            self._clock.moved(now)
         if self._clock.failure_is_due(now) and not self._in_first_step:
             self._look(self._fail_stalled)
             return

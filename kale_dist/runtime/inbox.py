@@ -15,11 +15,14 @@ class Connection:
 
     Args:
         peer: The socket; set to non-blocking.
+        limit_bytes: A peer that sends a longer message is cut off. None: no limit.
     """
 
-    def __init__(self, peer: socket.socket) -> None:
+    def __init__(self, peer: socket.socket, limit_bytes: int | None = None) -> None:
         self.socket = peer
         self.is_open = True
+        self.limit_bytes = limit_bytes
+        """May be changed once it is known who the peer is."""
         self._chunks: list[bytes] = []
         self._unsent = bytearray()
         peer.settimeout(0)
@@ -48,6 +51,8 @@ class Connection:
                 whole, _, rest = b"".join(self._chunks).rpartition(b"\n")
                 self._chunks = [rest]
                 received.extend(contract.decode_records(whole))
+            elif self.limit_bytes is not None and sum(map(len, self._chunks)) > self.limit_bytes:
+                self.is_open = False
         return received
 
     def send(self, message: dict[str, Any], *, optional: bool = False) -> None:

@@ -25,9 +25,20 @@ class JobWriter:
         attempt: The attempt.
         loop: The agent's loop.
         on_change: Called after anything was written.
+        log_limit_bytes: How much of the log is kept; None: all of it.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
 
-    def __init__(self, files: JobFiles, attempt: int, loop: Loop, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        files: JobFiles,
+        attempt: int,
+        loop: Loop,
+        on_change: Callable[[], None],
+        log_limit_bytes: int | None = None,
+    ) -> None:
         self._files = files
         self._attempt = attempt
         self._loop = loop
@@ -36,7 +47,7 @@ class JobWriter:
         self._progress_due: Timer | None = None
         self._unwritten = bytearray()
         self._retry: Timer | None = None
-        self.log = LogWriter(files.log, attempt, self._log_changed)
+        self.log = LogWriter(files.log, attempt, self._log_changed, log_limit_bytes)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._events = os.open(files.events, flags, 0o600)
 

@@ -126,7 +126,26 @@ def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
         StoreError: It is missing.
     """
     manifest: dict[str, Any] = json.loads(_checked(store, digest))
-    differences = [
+    if found := _differences(manifest):
+        raise ContractError(
+            f"The snapshot of {manifest['label']} was taken by a notebook whose versions this process cannot load: "
+            f"{'; '.join(found)}. Run both with the same versions."
+        )
+    return manifest
+
+
+def version_differences(store: blobs.Store, digest: str) -> list[str]:
+    """Why this process cannot load a snapshot, such as `python is 3.12 there and 3.11 here`; empty if it can.
+
+    Raises:
+        SnapshotDamagedError: The manifest's bytes do not have this digest.
+        StoreError: It is missing.
+    """
+    return _differences(json.loads(_checked(store, digest)))
+
+
+def _differences(manifest: dict[str, Any]) -> list[str]:
+    return [
         f"{what} is {manifest[what]} there and {here} here"
         for what, here, precision in (
             ("contract", str(contract.VERSION), 1),
@@ -135,12 +154,6 @@ def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
         )
         if manifest[what] and here and str(manifest[what]).split(".")[:precision] != here.split(".")[:precision]
     ]
-    if differences:
-        raise ContractError(
-            f"The snapshot of {manifest['label']} was taken by a notebook whose versions this process cannot load: "
-            f"{'; '.join(differences)}. Run both with the same versions."
-        )
-    return manifest
 
 
 def python_version() -> str:

@@ -15,9 +15,13 @@ from collections.abc import Callable
 
 from kale_dist import contract
 from kale_dist.contract import MAX_LINE_BYTES, Stream
+from kale_dist.runtime.log_segments import older
 
 BAR_INTERVAL_S = 0.2
 """Lines that a carriage return ends are kept at most this often, for each rank and stream."""
+
+POD_LOG_BYTES = 1 << 30
+"""How much of its log a pod keeps."""
 
 TAIL_LINES = 3
 TAIL_LINE_BYTES = 200
@@ -33,10 +37,17 @@ class LogWriter:
         path: The log; made if it is not there.
         attempt: The attempt that the lines belong to.
         on_lines: Called after lines were written.
+        limit_bytes: How much of the log is kept on disk, in two files (`log_segments`): beyond it the oldest half
+            goes, and a line says so. None: all of it.
     """
 
-    def __init__(self, path: pathlib.Path, attempt: int, on_lines: Callable[[], None]) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def __init__(
+        self, path: pathlib.Path, attempt: int, on_lines: Callable[[], None], limit_bytes: int | None = None
+    ) -> None:
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._descriptor = self._open(path)
+        self._size = os.fstat(self._descriptor).st_size
         self._attempt = attempt
         self._on_lines = on_lines
         self._sequence = 0
@@ -93,7 +104,29 @@ class LogWriter:
         else:
             self._unwritten += frames
             self._write()
+        if self._limit_bytes is not None and self._size >= self._limit_bytes // 2 and not self._unwritten:
+            self._begin_anew(self._limit_bytes)
         self._on_lines()
+
+    @staticmethod
+    def _open(path: pathlib.Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _begin_anew(self, limit_bytes: int) -> None:
+        """Put the full file aside and begin another; what was put aside before is gone."""
+        aside, fresh = older(self._path), self._path.with_suffix(".new")
+        drops = aside.exists()
+        try:
+            descriptor = self._open(fresh)
+            self._path.replace(aside)
+            fresh.replace(self._path)
+        except OSError:
+            # Better a log that is too long than one that ends; the next line is another chance.
+            return
+        os.close(self._descriptor)
+        self._descriptor, self._size = descriptor, 0
+        if drops:
+            self.say(f"only the last {limit_bytes:,} bytes of this log are kept: older lines that nobody read are lost")
 
     def _write(self) -> None:
         del self._unwritten[: self._try_write(bytes(self._unwritten))]
@@ -105,7 +138,8 @@ class LogWriter:
             while done < len(data):
                 done += os.write(self._descriptor, memoryview(data)[done:])
         except OSError:
-            return done
+            pass
+        self._size += done
         return done
 
 

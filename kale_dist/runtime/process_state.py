@@ -58,15 +58,14 @@ def set_torchrun_environment(order: JobOrder, rank: int, port: int) -> None:
         port: Where rank 0's store listens.
     """
     local_rank = rank - order.first_rank
-    groups = -(-order.world_size // order.local_world_size)
     os.environ.update(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(order.world_size),
             "LOCAL_WORLD_SIZE": str(order.local_world_size),
-            "GROUP_RANK": str(order.first_rank // order.local_world_size),
-            "GROUP_WORLD_SIZE": str(groups),
+            "GROUP_RANK": str(order.group),
+            "GROUP_WORLD_SIZE": str(order.groups),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(order.world_size),

@@ -12,6 +12,9 @@ import signal
 import site
 import sys
 import sysconfig
+import time
+
+from kale_dist.pod_order import PodVariable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -107,6 +110,32 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def reap_orphans() -> None:
+    """Collect the processes that ended ranks have left to us, as their subreaper."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def end_orphans(limit_s: float, spare: int = 0) -> None:
+    """Kill children that are not the forkserver: what ranks have left behind in sessions of their own.
+
+    Args:
+        limit_s: Seconds to go on until no child is left.
+        spare: Process id of the forkserver, if it is to live.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = [pid for pid in children(os.getpid()) if pid != spare]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap_orphans()
+        if not left or time.monotonic() >= deadline:
+            return
+        time.sleep(0.01)
+
+
 def signal_group(group: int, number: int) -> None:
     """Send a signal to a process group; nothing if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -122,13 +151,29 @@ def signal_name(number: int) -> str:
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, cut by the cgroup's quota (rounded up)."""
+    """Cores this process may use: its affinity, cut by the cgroup's quota (rounded up).
+
+    Where there is no quota, a pod that has asked for fewer cores than its node has takes as many as it has asked for.
+    """
     cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, -(-int(quota) // int(period)))
+    quota = _cores_of_quota()
+    if quota is not None:
+        return max(1, min(cores, quota))
+    request = os.environ.get(PodVariable.CPU_REQUEST, "")
+    if request.isdecimal() and int(request):
+        cores = min(cores, -(-int(request) // 1000))
     return max(1, cores)
+
+
+def _cores_of_quota(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> int | None:
+    """The cgroup's quota in whole cores, rounded up; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else -(-int(quota) // int(period))
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return None if quota_us < 0 else -(-quota_us // int((root / "cpu/cpu.cfs_period_us").read_text()))
+    return None
 
 
 def installed_torch() -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kale_dist import contract
 from kale_dist.contract import EventKind, RankStateName, Stream
@@ -14,6 +15,52 @@ from kale_dist.runtime.loop import Loop
 from kale_dist.runtime.output import BAR_INTERVAL_S, LineCutter
 from kale_dist.runtime.watchdog import Sample, parse_main_thread
 from kale_dist.runtime.worker import STACKS_SIGNAL
+
+
+class Rank(Protocol):
+    """What a job's judge knows of a rank and can do to it, wherever it runs."""
+
+    rank: int
+    state: RankStateName
+    done: dict[str, Any] | None
+    """Its own account of how the call went, once the outcome is written."""
+    end: End | None
+    """How its process ended."""
+
+    @property
+    def tail(self) -> list[str]:
+        """Its last lines of output."""
+        ...
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing more will come of it."""
+        ...
+
+    @property
+    def stacks(self) -> bytes:
+        """The answer to `ask_stacks`; empty if there is none."""
+        ...
+
+    def ask_stacks(self) -> None:
+        """Ask for the stacks; `stacks` and `sample` have the answer a moment later."""
+        ...
+
+    def sample(self) -> Sample:
+        """What the answer to `ask_stacks` shows."""
+        ...
+
+    def let_go(self) -> None:
+        """Tell a rank that is done to end."""
+        ...
+
+    def terminate(self) -> None:
+        """End a rank that is at work; it may still clean up."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
 
 
 class RankRun:
@@ -45,6 +92,9 @@ class RankRun:
         """How its process ended."""
         self.moves = 0
         self.process: rank_process.RankProcess | None = None
+        self.is_held = False
+        """Whether its outcome is still on its way to where it is wanted: till then the rank is not gone."""
+        self._pool: ForkPool | None = None
         self._loop = loop
         self._writer = writer
         self._on_change = on_change
@@ -65,6 +115,33 @@ class RankRun:
         """Its last lines of output: of stderr if there are any, else of stdout."""
         return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.process is None or (self.end is not None and not self.is_held)
+
+    def let_go(self) -> None:
+        """Tell a rank that is done to end."""
+        if self.process is not None and self.end is None:
+            self.process.let_go()
+
+    def terminate(self) -> None:
+        """End a rank that is at work; one that has not been forked yet never will be."""
+        if self.process is None or self.end is not None:
+            return
+        if not self.pid and self._pool is not None:
+            self._pool.discard(self.process)
+            self.process = None
+            return
+        self.process.signal_group(signal.SIGTERM)
+        # A stopped process gets no other signal before it goes on.
+        self.process.signal_group(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None and self.end is None:
+            self.process.signal_group(signal.SIGKILL)
+
     def start(self, pool: ForkPool, on_forked: Callable[[RankRun], None]) -> None:
         """Get a process.
 
@@ -77,6 +154,7 @@ class RankRun:
             if self.process is not None:
                 on_forked(self)
 
+        self._pool = pool
         process = pool.take(forked, self._ended)
         self.process = process
         if process.pid:

@@ -127,6 +127,11 @@ def _settle(order: JobOrder, rank: int, assignment: dict[str, Any], events: int,
     if order.cuda:
         import torch
 
+        if not torch.cuda.is_available():
+            raise ContractError(
+                f"cuda=True, but torch {torch.__version__} sees no GPU here. Ask for GPUs, and use a torch that is "
+                "built for CUDA (on a cluster that of the image)"
+            )
         device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
         torch.cuda.set_device(device)
     place = context.Context(

@@ -45,6 +45,8 @@ class Snapshot:
     """Digests of all blobs, the manifest's first."""
     notes: tuple[str, ...]
     """What the user should be told, a sentence or two each."""
+    compiled: tuple[str, ...] = ()
+    """Paths of local modules' files that hold machine code."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,7 @@ def capture(
             new_bytes=sum(size for blob, size in writer.sizes.items() if blob not in writer.before),
             blobs=(digest, *sorted(writer.sizes.keys() - {digest})),
             notes=local.notes,
+            compiled=tuple(str(file.source) for file in local.files if file.source.suffix == ".so"),
         )
     return Captured(snapshot=snapshot, originals=pickler.originals)
 

@@ -5,33 +5,26 @@ All jobs are made at once, in namespaces of this run's own, and each test waits 
 
 import http.server
 import json
-import os
 import subprocess
 import threading
 import time
-import types
 import uuid
 
 import pytest
 
-kubernetes = pytest.importorskip("kubernetes")
+pytest.importorskip("kubernetes")
 
-from kale_dist.backends.kubernetes import states  # noqa: E402
+from on_cluster import IMAGE, run_kubectl  # noqa: E402
+
+from kale_dist.backends.kubernetes import client, states  # noqa: E402
 from kale_dist.backends.kubernetes.watching import NamespaceWatch  # noqa: E402
 from kale_dist.contract import FailureCause, StateName  # noqa: E402
 from kale_dist.spec import ClusterOptions, JobSpec, Topology  # noqa: E402
 from kale_dist.status import JobStatus, ReplicaStatus  # noqa: E402
 
-IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 SLEEP = ("python3", "-c", "import time; time.sleep(300)")
 MOUNT = {"volumeMounts": [{"name": "v", "mountPath": "/v"}]}
 WITHIN_S = 120.0
-
-
-def kubectl(*arguments, text=None):
-    done = subprocess.run(["kubectl", *arguments], input=text, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def job(
@@ -141,9 +134,7 @@ class Scene:
     """Namespaces of this run, watched."""
 
     def __init__(self):
-        kubernetes.config.load_kube_config()
-        self.name = f"h-{uuid.uuid4().hex[:8]}"
-        self.api = kubernetes.client.ApiClient()
+        self.name = f"test-{uuid.uuid4().hex[:8]}"
         self.specs = {}
         self.watches = {}
         self.changed = threading.Condition()
@@ -152,19 +143,14 @@ class Scene:
 
     def namespace(self, suffix=""):
         name = f"{self.name}{suffix}"
-        kubectl("create", "namespace", name)
+        run_kubectl("create", "namespace", name)
         self.undo.append(("delete", "namespace", name, "--wait=false"))
-        kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=20s")
-        cluster = types.SimpleNamespace(
-            core=kubernetes.client.CoreV1Api(self.api),
-            custom=kubernetes.client.CustomObjectsApi(self.api),
-            namespace=name,
-        )
-        self.watches[name] = NamespaceWatch(cluster)
+        run_kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=20s")
+        self.watches[name] = NamespaceWatch(client.connect(namespace=name))
         return name
 
     def apply(self, namespace, *objects):
-        kubectl(
+        run_kubectl(
             "-n", namespace, "apply", "-f", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
         )
 
@@ -213,7 +199,6 @@ class Scene:
             unsubscribe()
         for command in reversed(self.undo):
             subprocess.run(["kubectl", *command], capture_output=True, check=False)
-        self.api.close()
 
 
 class _Refuses(http.server.BaseHTTPRequestHandler):
@@ -242,9 +227,7 @@ def registry():
 
 
 @pytest.fixture(scope="module")
-def scene(registry):
-    if not os.path.exists(os.environ.get("KUBECONFIG", "")):
-        pytest.skip("no cluster: KUBECONFIG is not set")
+def scene(kubeconfig, registry):
     scene = Scene()
     try:
         _play(scene, registry)
@@ -257,7 +240,7 @@ def _play(scene, registry):
     main = scene.namespace()
     quota = scene.namespace("-quota")
     strict = scene.namespace("-strict")
-    kubectl("label", "namespace", strict, "pod-security.kubernetes.io/enforce=restricted")
+    run_kubectl("label", "namespace", strict, "pod-security.kubernetes.io/enforce=restricted")
     policy, hook = scene.namespace("-policy"), scene.namespace("-hook")
     node = f"{scene.name}-tainted"
     elsewhere, single = f"{scene.name}-elsewhere", f"{scene.name}-single"
@@ -493,13 +476,13 @@ def test_a_sidecar_that_stays_does_not_hide_that_the_job_has_ended(scene):
 
 def test_a_deleted_pod(scene):
     scene.wait("pod-deleted", StateName.STARTING, "The pod runs")
-    kubectl("-n", scene.name, "delete", "pod", "pod-deleted-master-0", "--wait=false")
+    run_kubectl("-n", scene.name, "delete", "pod", "pod-deleted-master-0", "--wait=false")
     status = scene.wait("pod-deleted", StateName.FAILED, "pod-deleted-master-0")
     assert status.cause is FailureCause.AGENT_DIED
 
 
 def test_a_deleted_job(scene):
     scene.wait("job-deleted", StateName.STARTING, "The pod runs")
-    kubectl("-n", scene.name, "delete", "pytorchjob", "job-deleted", "--wait=false")
+    run_kubectl("-n", scene.name, "delete", "pytorchjob", "job-deleted", "--wait=false")
     status = scene.wait("job-deleted", StateName.CANCELLED, "Somebody deleted the PyTorchJob job-deleted")
     assert status.cause is FailureCause.USER

@@ -29,10 +29,30 @@ def test_what_is_not_well_has_a_remedy(found):
         assert bool(check.remedy) == (check.verdict is not doctor.Verdict.OK)
 
 
-def test_docker_and_cluster_are_said_not_to_be_used(found):
-    for name in ("docker", "cluster"):
-        assert found[name].verdict is doctor.Verdict.OK
-        assert "not used by this version" in found[name].sentence
+def test_docker_is_said_not_to_be_used(found):
+    assert found["docker"].verdict is doctor.Verdict.OK
+    assert "not used by this version" in found["docker"].sentence
+
+
+def test_how_to_look_at_the_cluster_is_said(found):
+    assert found["cluster"].verdict is doctor.Verdict.OK
+    assert "kale-dist doctor --on kubernetes" in found["cluster"].sentence
+
+
+def test_without_the_package_nothing_can_be_said_of_a_cluster(monkeypatch, no_kubernetes):
+    for name in [name for name in sys.modules if name.startswith("kale_dist.backends.kubernetes")]:
+        monkeypatch.delitem(sys.modules, name)
+    last = doctor.examine_cluster()[-1]
+    assert last.verdict is doctor.Verdict.FAILED
+    assert "pip install 'kale-dist[kubernetes]'" in last.remedy
+
+
+def test_a_kubeconfig_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    last = doctor.examine_cluster()[-1]
+    assert last.verdict is doctor.Verdict.FAILED
+    assert f"there is no file {tmp_path / 'nowhere'}" in last.sentence
 
 
 def test_a_kubeconfig_is_found(tmp_path, monkeypatch):

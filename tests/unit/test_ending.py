@@ -48,6 +48,10 @@ def test_the_first_cause_is_found(failures, rank, cause):
         (failed(0, error_text=""), "Rank 0 failed: ValueError"),
         (died(2, exit_code=3), "exit code 3"),
         (died(2, signal="SIGKILL"), "memory ran out"),
+        (
+            died(2, signal="SIGKILL", memory_limit="a limit of 2.0 GiB"),
+            "memory ran out (its container has a limit of 2.0 GiB)",
+        ),
         (died(2, signal="SIGSEGV", tail=["a", "b"]), 'SIGSEGV. Its last lines: "a / b"'),
         (died(2, signal="SIGKILL", reason="the forkserver went"), "because the forkserver went"),
     ],

@@ -1,0 +1,267 @@
+"""The Kubernetes backend: a job is a PyTorchJob, and everything that is learnt of it goes into a folder of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kale_dist import records
+from kale_dist.backends import job_reader
+from kale_dist.backends.base import JobRef, Plan
+from kale_dist.backends.job_reader import JobReader
+from kale_dist.backends.kubernetes import adoption, client, preparation, states, submission, watching
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.follower import Follower
+from kale_dist.contract import LogLine
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError
+from kale_dist.pod_order import Source
+from kale_dist.records import Record
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+_LOOK_S = 0.5
+_DELETE_TIMEOUT_S = 60.0
+_CANCEL_MARGIN_S = 10.0
+
+
+class KubernetesBackend:
+    """Runs jobs on clusters. One instance serves a whole process (`shared()`); it is safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._followers: dict[str, Follower] = {}
+        self._readers: dict[str, JobReader] = {}
+        self._listeners: list[Callable[[JobRef], None]] = []
+        self._changed = threading.Condition()
+        self._changes = 0
+
+    @property
+    def name(self) -> str:
+        """The word that `on=` takes."""
+        return "kubernetes"
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:
+        """Call `callback` from a thread of this backend whenever a job may have changed."""
+        self._listeners.append(callback)
+
+    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
+        """Settle image, namespace, form of the job and its user; look whether the job could run."""
+        return preparation.prepare(spec, submit=submit)
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """The PyTorchJob and its Secret, as YAML."""
+        return Plan(backend=self.name, spec=spec, text=submission.render(spec))
+
+    def submit(self, plan: Plan, key: bytes) -> JobRef:
+        """Write the job down, create it with its input, and begin to follow it.
+
+        Raises:
+            JobExistsError: The name is taken, here or in the namespace.
+            StoreError: The job's folder, or its store, cannot be written.
+            BackendError: The cluster refused.
+        """
+        spec = plan.spec
+        cluster = client.connect(namespace=spec.cluster.namespace, context=spec.cluster.context)
+        ref = JobRef(self.name, f"{spec.cluster.namespace}/{spec.name}")
+        records.create(ref.record_name, key)
+        try:
+            source = preparation.place_bytes(cluster, spec)
+            data = submission.input_data(spec, key, source, log_is_read=preparation.may_read_logs(cluster, spec))
+            made = submission.create(cluster, spec, data)
+            try:
+                records.write(_record(ref, spec, cluster, made, source))
+            except BaseException:
+                submission.remove(cluster, spec.cluster.namespace, spec.name)
+                raise
+        except BaseException:
+            records.withdraw(ref.record_name)
+            raise
+        self._follow(ref)
+        return ref
+
+    def status(self, ref: JobRef) -> JobStatus:
+        """What the agents have said, and what the cluster says of a job whose agents say nothing (yet)."""
+        ref, reader = self._reader(ref)
+        status = reader.status()
+        if status.is_final:
+            return status
+        follower = self._follow(ref)
+        if follower is None:
+            return status
+        return states.overlay(status, follower.view, reader.record().spec, time.time(), activity=follower.activity)
+
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of all pods, of those there are only the last `tail`; with `follow` until the job has ended."""
+        wanted = None if ranks is None else frozenset(ranks)
+        ref, reader = self._reader(ref)
+        if not reader.status().is_final:
+            self._follow(ref)
+        return job_reader.lines(
+            reader.open_log(),
+            lambda line: wanted is None or line.rank in wanted,
+            tail,
+            lambda: reader.status().is_final,
+            (lambda: self._wait_for_change(_LOOK_S)) if follow else None,
+        )
+
+    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+        """End a job: its agents end the ranks; where they cannot be reached, the job is suspended, which ends the pods."""
+        ref, reader = self._reader(ref)
+        if reader.status().is_final:
+            return
+        spec = reader.record().spec
+        cluster = _cluster(spec)
+        if not submission.mark_cancelled(cluster, spec, _person()):
+            return
+        follower = self._follow(ref)
+        head = submission.head_of(spec)
+        if follower is not None:
+            with contextlib.suppress(BackendError, StoreError, OSError):
+                follower.agent(head).cancel(grace_s)
+                follower.cancel_by(time.monotonic() + grace_s + _CANCEL_MARGIN_S)
+                return
+        submission.suspend(cluster, spec.cluster.namespace, spec.name)
+
+    def delete(self, ref: JobRef) -> None:
+        """End the job and remove every trace of it, on the cluster and here.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: The cluster refused, or pods do not go.
+        """
+        ref, reader = self._reader(ref)
+        spec = reader.record().spec
+        cluster = _cluster(spec)
+        submission.remove(cluster, spec.cluster.namespace, spec.name)
+        with self._lock:
+            follower = self._followers.pop(ref.record_name, None)
+        if follower is not None:
+            follower.stop()
+        submission.wait_until_gone(cluster, spec, _DELETE_TIMEOUT_S)
+        if follower is not None:
+            follower.join()
+        with self._lock:
+            self._readers.pop(ref.record_name, None)
+        records.delete(ref.record_name)
+        self._tell(ref)
+
+    def list(self) -> Sequence[JobRef]:
+        """Jobs of this user's records, and those of the configured namespace, oldest first."""
+        known = [JobRef.parse(ref) for ref in records.refs(self.name)]
+        with contextlib.suppress(BackendError, ConfigError):
+            known += [ref for ref in self.select(namespace=None, labels=None) if ref not in known]
+        return known
+
+    def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
+        """Jobs that the cluster has, whoever submitted them, oldest first."""
+        return adoption.select(client.connect(), namespace, labels or {})
+
+    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+        """Make a record of a job that was submitted from another machine."""
+        ref = self._full(ref)
+        if not records.exists(ref.record_name) or (trust and records.read_key(ref.record_name) is None):
+            adoption.adopt(client.connect(namespace=ref.name.partition("/")[0]), ref, trust=trust)
+        return ref
+
+    def fetch(self, ref: JobRef, name: str) -> None:
+        """Bring the checkpoint or an outcome of a running job here."""
+        ref, reader = self._reader(ref)
+        follower = self._follow(ref) if not reader.status().is_final else None
+        if follower is not None:
+            with contextlib.suppress(BackendError, StoreError, OSError):
+                agent = follower.agent(submission.head_of(reader.record().spec))
+                agent.fetch_file(name, records.files(ref.record_name).folder / name)
+
+    def close(self) -> None:
+        """Follow no job any more. They run on."""
+        with self._lock:
+            followers, self._followers = list(self._followers.values()), {}
+        for follower in followers:
+            follower.stop()
+        for follower in followers:
+            follower.join()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _follow(self, ref: JobRef) -> Follower | None:
+        """The follower of an unfinished job; None while its cluster cannot be reached."""
+        with self._lock:
+            found = self._followers.get(ref.record_name)
+            if found is not None and found.is_alive:
+                return found
+            _, reader = self._reader(ref)
+            record = reader.record()
+            try:
+                cluster = _cluster(record.spec)
+            except BackendError:
+                return None
+            made = Follower(
+                cluster=cluster,
+                watch=watching.shared(cluster),
+                ref=ref,
+                spec=record.spec,
+                key=records.read_key(ref.record_name),
+                reader=JobReader(ref.record_name, lambda _: True),
+                source=Source(dict(record.place)["source"]),
+                on_change=lambda: self._tell(ref),
+            )
+            self._followers[ref.record_name] = made
+            return made
+
+    def _reader(self, ref: JobRef) -> tuple[JobRef, JobReader]:
+        ref = self._full(ref)
+        with self._lock:
+            reader = self._readers.get(ref.record_name)
+            if reader is None or not reader.exists:
+                self._readers.pop(ref.record_name, None)
+                reader = self._readers[ref.record_name] = JobReader(ref.record_name, lambda _: True)
+            return ref, reader
+
+    def _full(self, ref: JobRef) -> JobRef:
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the kubernetes backend")
+        return ref if "/" in ref.name else JobRef(self.name, f"{client.connect().namespace}/{ref.name}")
+
+    def _tell(self, ref: JobRef) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+        for callback in tuple(self._listeners):
+            callback(ref)
+
+    def _wait_for_change(self, timeout_s: float) -> None:
+        with self._changed:
+            seen = self._changes
+            self._changed.wait_for(lambda: self._changes != seen, timeout_s)
+
+
+@functools.cache
+def shared() -> KubernetesBackend:
+    """The backend of this process."""
+    return KubernetesBackend()
+
+
+def _cluster(spec: JobSpec) -> Cluster:
+    return client.connect(namespace=spec.cluster.namespace, context=spec.cluster.context)
+
+
+def _record(ref: JobRef, spec: JobSpec, cluster: Cluster, made: Mapping[str, Any], source: Source) -> Record:
+    place = {"server": cluster.server, "uid": made["metadata"]["uid"], "source": str(source)}
+    return Record(
+        ref=str(ref), name=ref.record_name, created=time.time(), spec=spec, kernel_pid=os.getpid(), detach=True,
+        place=tuple(place.items()),
+    )  # fmt: skip
+
+
+def _person() -> str:
+    with contextlib.suppress(Exception):
+        return getpass.getuser()
+    return "somebody"

@@ -1,0 +1,333 @@
+"""Follows one unfinished job from this process: reads its pods, sends what they lack, fetches what they made.
+
+All that is learnt goes into the job's folder on this machine, so that whoever reads a job reads files. Only one process
+follows a job at a time (the mirror's lock); the others read, and take over when that one has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+from kale_dist import records
+from kale_dist.backends.base import JobRef
+from kale_dist.backends.job_reader import JobReader
+from kale_dist.backends.kubernetes import port_forward, states, submission
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.pod_log import PodLog
+from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
+from kale_dist.backends.mirror import Mirror
+from kale_dist.backends.pod_client import PodClient
+from kale_dist.blobs import FolderStore
+from kale_dist.contract import EventKind, FailureCause, StateName
+from kale_dist.errors import BackendError, StoreError
+from kale_dist.pod_order import Source
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+_LOOK_S = 1.0
+_LOCK_S = 2.0
+_SETTLE_S = 3.0
+"""From the cluster's word that a job has failed until it is believed: the agents' own account may still be on its way."""
+
+_DRAIN_S = 20.0
+_FETCH_AGAIN_S = 1.0
+_MIB = 1 << 20
+
+
+class Follower:
+    """One job's follower; its thread ends with the job.
+
+    Args:
+        cluster: Where the job runs.
+        watch: Of the job's namespace.
+        ref: The job.
+        spec: What was submitted.
+        key: The job's secret bytes; None if this user has none.
+        reader: Of the job's folder.
+        source: Where the pods get the snapshot from.
+        on_change: Called when something about the job has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        watch: NamespaceWatch,
+        ref: JobRef,
+        spec: JobSpec,
+        key: bytes | None,
+        reader: JobReader,
+        source: Source,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.activity = ""
+        """What it is doing that takes time, as a sentence."""
+        self._cluster = cluster
+        self._watch = watch
+        self._ref = ref
+        self._spec = spec
+        self._key = key
+        self._reader = reader
+        self._source = source
+        self._on_change = on_change
+        self._created = reader.record().created
+        self._woken = threading.Event()
+        self._stopped = threading.Event()
+        self._logs: dict[str, PodLog] = {}
+        self._sending: threading.Thread | None = None
+        self._sent = False
+        self._suspend_at: float | None = None
+        self._failing_since: float | None = None
+        self._mirror = Mirror(
+            records.files(ref.record_name),
+            key,
+            job=spec.name,
+            world_size=spec.topology.number_of_processes,
+            fill=self._fill,
+        )
+        self._unsubscribe = watch.subscribe(spec.name, lambda _name: self._wake())
+        self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def view(self) -> JobView:
+        """What the cluster says of the job."""
+        return self._watch.view(self._spec.name)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still follows."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Follow no more; what the job does from here on is found later."""
+        self._stopped.set()
+        self._woken.set()
+
+    def join(self, timeout_s: float = 10.0) -> None:
+        """Wait until it has stopped."""
+        self._thread.join(timeout_s)
+
+    def cancel_by(self, moment: float) -> None:
+        """Suspend the job if its agents have not ended it by then.
+
+        Args:
+            moment: Of `time.monotonic()`.
+        """
+        self._suspend_at = moment
+
+    def agent(self, pod: str) -> PodClient:
+        """Requests to the agent of a pod.
+
+        Raises:
+            BackendError: Nobody knows the key.
+        """
+        if self._key is None:
+            raise BackendError(f"The key of {self._ref} cannot be read, and its agents answer nobody without it")
+        order = submission.order_of(self._spec, self._source)
+        return PodClient(
+            lambda: port_forward.connect(self._cluster, self._spec.cluster.namespace, pod, order.port + 2), self._key
+        )
+
+    # -- inside, in the thread ----------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._woken.set()
+        self._on_change()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set() and not self._mirror.try_lock():
+                if self._reader.status().is_final:
+                    return
+                self._woken.wait(_LOCK_S)
+                self._woken.clear()
+            with contextlib.closing(self._mirror):
+                while not self._stopped.is_set() and not self._step():
+                    self._woken.wait(_LOOK_S)
+                    self._woken.clear()
+        except BackendError:
+            # The job's folder was deleted.
+            return
+        finally:
+            self._unsubscribe()
+            for log in self._logs.values():
+                log.stop()
+            self.activity = ""
+            self._on_change()
+
+    def _step(self) -> bool:
+        """Look at everything once; whether the job is over."""
+        if self._reader.status().is_final:
+            return True
+        view = self.view
+        for pod in view.pods:
+            if pod.has_started and pod.uid not in self._logs:
+                self._logs[pod.uid] = self._open_log(pod)
+        self._send(view)
+        if self._suspend_at is not None and time.monotonic() > self._suspend_at:
+            self._suspend_at = None
+            with contextlib.suppress(BackendError):
+                submission.suspend(self._cluster, self._spec.cluster.namespace, self._spec.name)
+        if self._mirror.verdict is not None:
+            return self._end_well(view)
+        return self._end_badly(view)
+
+    def _open_log(self, pod: PodView) -> PodLog:
+        def has_ended() -> bool:
+            now = next((other for other in self.view.pods if other.uid == pod.uid), None)
+            return now is None or now.has_ended
+
+        return PodLog(
+            cluster=self._cluster,
+            namespace=self._spec.cluster.namespace,
+            pod=pod.name,
+            uid=pod.uid,
+            number=self._number(pod),
+            mirror=self._mirror,
+            key=self._key,
+            has_ended=has_ended,
+            agent=lambda: self.agent(pod.name),
+            on_items=self._wake,
+        )
+
+    def _number(self, pod: PodView) -> int:
+        return pod.index + (1 if pod.replica_type == "worker" and self._spec.cluster.master is not False else 0)
+
+    def _head(self, view: JobView) -> PodView | None:
+        running = [pod for pod in view.pods if self._number(pod) == 0 and pod.has_started and not pod.has_ended]
+        return running[-1] if running else None
+
+    # -- bytes in -----------------------------------------------------------------------------------------------------
+
+    def _send(self, view: JobView) -> None:
+        """Stream the snapshot to pod 0, once it runs."""
+        head = self._head(view)
+        if self._source is not Source.STREAM or self._sent or head is None:
+            return
+        if self._sending is None or not self._sending.is_alive():
+            self._sending = threading.Thread(
+                target=self._send_to, args=(head.name,), name=f"kale_dist send {self._spec.name}", daemon=True
+            )
+            self._sending.start()
+
+    def _send_to(self, pod: str) -> None:
+        try:
+            agent = self.agent(pod)
+            missing = agent.status()["missing"]
+            if missing:
+                size = agent.upload(FolderStore(records.blobs_dir()), missing, self._progress("Sending the snapshot"))
+                self._mirror.say(
+                    f"The snapshot was sent to {pod}: {size / _MIB:,.1f} MiB in {len(missing)} of "
+                    f"{len(self._spec.blobs)} blobs"
+                )
+            self._sent = True
+        except (BackendError, StoreError, OSError) as error:
+            self.activity = f"The snapshot could not be sent yet: {error}"
+            # The agent may not listen yet; it waits for `input_wait_s`.
+            self._stopped.wait(_FETCH_AGAIN_S)
+        else:
+            self.activity = ""
+
+    def _progress(self, doing: str) -> Callable[[int, int], None]:
+        def show(done: int, total: int) -> None:
+            self.activity = f"{doing}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB"
+            self._on_change()
+
+        return show
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_well(self, view: JobView) -> bool:
+        """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
+        files = records.files(self._ref.record_name)
+        wanted = [name for name in self._mirror.outcomes if not (files.folder / name).exists()]
+        head = self._head(view)
+        if wanted and head is not None:
+            try:
+                agent = self.agent(head.name)
+                there = agent.status()["outcomes"]
+                for name in wanted:
+                    if name.removeprefix("outcome-") in there:
+                        agent.fetch_file(name, files.folder / name, self._progress("Fetching the results"))
+                agent.ack()
+            except (BackendError, StoreError, OSError) as error:
+                self.activity = f"The results could not be fetched yet: {error}"
+            wanted = [name for name in wanted if not (files.folder / name).exists()]
+        elif head is not None and all(log.is_drained or log.number == 0 for log in self._logs.values()):
+            with contextlib.suppress(BackendError, StoreError, OSError):
+                if self._mirror.waits_for_acknowledgement:
+                    self.agent(head.name).ack()
+        if wanted and not self._is_drained(view):
+            return False
+        for name in wanted:
+            self._from_store(name)
+        self._mirror.release_final()
+        return True
+
+    def _from_store(self, name: str) -> None:
+        """Take an outcome from the job's store, if it has one that this process can read."""
+
+    def _is_drained(self, view: JobView) -> bool:
+        alive = {pod.uid for pod in view.pods if not pod.has_ended}
+        return not alive and all(log.is_drained for log in self._logs.values())
+
+    def _end_badly(self, view: JobView) -> bool:
+        """The cluster may know of an end that no agent could tell of."""
+        now = time.time()
+        base = self._reader.status()
+        status = states.overlay(base, view, self._spec, now)
+        limit_s = self._spec.cluster.pending_timeout_s
+        waiting = status.state in (StateName.PENDING, StateName.STARTING) and base.started is None
+        if limit_s is not None and waiting and now - self._created > limit_s:
+            reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s. {status.reason}"
+            self._write(dataclasses.replace(status, state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason))
+            with contextlib.suppress(BackendError):
+                submission.suspend(self._cluster, self._spec.cluster.namespace, self._spec.name)
+            return True
+        if not status.is_final:
+            self._failing_since = None
+            return False
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        waited_s = time.monotonic() - self._failing_since
+        drained = all(log.is_drained for log in self._logs.values())
+        if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
+            return False
+        self._write(status)
+        return True
+
+    def _write(self, status: JobStatus) -> None:
+        """Keep the cluster's verdict."""
+        for replica in status.replicas:
+            self._mirror.record_event(
+                {
+                    "event": EventKind.RANK, "time": time.time(), "rank": replica.rank, "attempt": status.attempt,
+                    "state": str(replica.state), "pid": None, "exit_code": replica.exit_code, "signal": replica.signal,
+                }
+            )  # fmt: skip
+        self._mirror.say(status.reason)
+        self._mirror.record_event(
+            {
+                "event": EventKind.STATE, "time": time.time(), "rank": None, "attempt": status.attempt,
+                "state": str(status.state), "reason": status.reason, "cause": str(status.cause or ""),
+            }
+        )  # fmt: skip
+        self._mirror.release_final()
+
+    def _fill(self, uid: str, number: int, first: int, last: int) -> bytes | None:
+        """Lines that a pod's stream has skipped, from its agent."""
+        del number
+        pod = next((pod for pod in self.view.pods if pod.uid == uid and pod.has_started and not pod.has_ended), None)
+        if pod is None:
+            return None
+        try:
+            data: bytes = self.agent(pod.name).log(first)
+        except (BackendError, StoreError, OSError):
+            return None
+        del last
+        return data

@@ -1,0 +1,251 @@
+"""What the cluster says of one job, as frozen values made of the API's plain objects. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Mapping
+from typing import Any
+
+JOB_LABEL = "training.kubeflow.org/job-name"
+_TYPE_LABEL = "training.kubeflow.org/replica-type"
+_INDEX_LABEL = "training.kubeflow.org/replica-index"
+
+_NOTHING: Mapping[str, Any] = {}
+
+MAIN = "pytorch"
+"""Name of the container that runs the agent; the operator demands it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerView:
+    """One container of a pod."""
+
+    name: str
+    image: str = ""
+    is_init: bool = False
+    state: str = ""
+    """`waiting`, `running`, `terminated`; empty while the node has not looked at the pod."""
+    reason: str = ""
+    message: str = ""
+    exit_code: int | None = None
+    """Of a terminated container."""
+    ended: float | None = None
+    """When it terminated, in seconds since 1970."""
+    restarts: int = 0
+    last_reason: str = ""
+    """Why it ended before it was started again."""
+    last_message: str = ""
+    last_exit_code: int | None = None
+    requests: tuple[tuple[str, str], ...] = ()
+    """Resources asked for, as quantities."""
+    limits: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PodView:
+    """One pod. Pods are told apart by UID: a deleted name comes back."""
+
+    uid: str
+    name: str
+    replica_type: str
+    """`master` or `worker`."""
+    index: int
+    """Within its replica type."""
+    owner: str = ""
+    """UID of its PyTorchJob."""
+    created: float = 0.0
+    """Seconds since 1970."""
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    node: str = ""
+    """Empty while the pod has no node."""
+    scheduling: str = ""
+    """Why it has no node, in the scheduler's words: `Reason: message`."""
+    disruption: str = ""
+    """Why the cluster ends it, in the cluster's words: `Reason: message`."""
+    is_ending: bool = False
+    """Whether somebody has deleted it; its processes may run on for their grace period."""
+    is_gone: bool = False
+    """Whether it was deleted and is no longer there; the rest is as last seen."""
+    containers: tuple[ContainerView, ...] = ()
+    claims: tuple[str, ...] = ()
+    """Names of the claims it mounts."""
+
+    @property
+    def main(self) -> ContainerView:
+        """The agent's container."""
+        return next((item for item in self.containers if item.name == MAIN), ContainerView(name=MAIN))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the agent runs."""
+        return self.main.state == "running" and not self.has_ended
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the agent's container was started, so that it has a log."""
+        main = self.main
+        return main.state == "running" or main.exit_code is not None or main.restarts > 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the agent runs no longer, and will not again in this pod."""
+        return self.is_gone or self.phase in ("Succeeded", "Failed") or self.main.state == "terminated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EventView:
+    """What a part of the cluster has said about an object."""
+
+    uid: str
+    kind: str
+    """Of the object it is about."""
+    name: str
+    object_uid: str
+    is_warning: bool
+    reason: str
+    message: str
+    time: float
+    """When it was said last, in seconds since 1970."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NodeView:
+    """What a node has to give."""
+
+    name: str
+    allocatable: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobView:
+    """All that the cluster says of one job at one moment."""
+
+    name: str
+    namespace: str = ""
+    job: Mapping[str, Any] | None = None
+    """The PyTorchJob; not to be changed."""
+    pods: tuple[PodView, ...] = ()
+    """Oldest first, those that are gone among them."""
+    events: tuple[EventView, ...] = ()
+    """About the job, its pods and their claims; oldest first."""
+    nodes: tuple[NodeView, ...] | None = None
+    """None where they were not asked for, or nobody may list them."""
+    is_deleted: bool = False
+    """Whether the PyTorchJob is known to be gone."""
+    healthy: bool = True
+    """Whether this is up to date."""
+    problem: str = ""
+    """Why it is not, in a sentence."""
+    degraded: tuple[str, ...] = ()
+    """What cannot be seen with the user's rights, and what that costs; a sentence each."""
+
+    @property
+    def latest_pods(self) -> tuple[PodView, ...]:
+        """The newest pod of each replica, masters first."""
+        newest = {(pod.replica_type, pod.index): pod for pod in sorted(self.pods, key=lambda pod: pod.created)}
+        return tuple(newest[key] for key in sorted(newest))
+
+    def number(self, pod: PodView, *, has_master: bool) -> int:
+        """A pod's number in the job: worker 0 is number 1 beside a master."""
+        return pod.index + (1 if has_master and pod.replica_type != "master" else 0)
+
+
+def pod_view(data: Mapping[str, Any]) -> PodView:
+    """A pod of the API."""
+    meta, spec, status = data["metadata"], data.get("spec") or {}, data.get("status") or {}
+    labels = meta.get("labels") or {}
+    conditions = {item["type"]: item for item in status.get("conditions") or ()}
+    scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
+    index = labels.get(_INDEX_LABEL, "0")
+    return PodView(
+        uid=meta.get("uid", ""),
+        name=meta["name"],
+        replica_type=labels.get(_TYPE_LABEL, "worker").lower(),
+        index=int(index) if index.isdigit() else 0,
+        owner=next((item["uid"] for item in meta.get("ownerReferences") or () if item.get("controller")), ""),
+        created=seconds(meta.get("creationTimestamp")) or 0.0,
+        phase=status.get("phase") or "Pending",
+        reason=status.get("reason") or "",
+        message=(status.get("message") or "").strip(),
+        node=spec.get("nodeName") or "",
+        scheduling=_said(scheduled) if scheduled.get("status") == "False" else "",
+        disruption=_said(disruption) if disruption.get("status") == "True" else "",
+        is_ending="deletionTimestamp" in meta,
+        containers=(
+            *_containers(spec.get("initContainers"), status.get("initContainerStatuses"), is_init=True),
+            *_containers(spec.get("containers"), status.get("containerStatuses"), is_init=False),
+        ),
+        claims=tuple(
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in spec.get("volumes") or ()
+            if "persistentVolumeClaim" in volume
+        ),
+    )
+
+
+def event_view(data: Mapping[str, Any]) -> EventView:
+    """An event of the API."""
+    about, series = data.get("involvedObject") or {}, data.get("series") or {}
+    times = (
+        series.get("lastObservedTime"),
+        data.get("lastTimestamp"),
+        data.get("eventTime"),
+        data["metadata"].get("creationTimestamp"),
+    )
+    return EventView(
+        uid=data["metadata"].get("uid", ""),
+        kind=about.get("kind") or "",
+        name=about.get("name") or "",
+        object_uid=about.get("uid") or "",
+        is_warning=data.get("type") == "Warning",
+        reason=data.get("reason") or "",
+        message=(data.get("message") or "").strip(),
+        time=max(seconds(time) or 0.0 for time in times),
+    )
+
+
+def node_view(data: Mapping[str, Any]) -> NodeView:
+    """A node of the API; one that takes no pods has nothing to give."""
+    is_closed = (data.get("spec") or {}).get("unschedulable")
+    allocatable = {} if is_closed else (data.get("status") or {}).get("allocatable") or {}
+    return NodeView(name=data["metadata"]["name"], allocatable=tuple(allocatable.items()))
+
+
+def seconds(text: str | None) -> float | None:
+    """A time of the API, such as `2026-01-31T08:00:00Z`, in seconds since 1970; None for none."""
+    return dt.datetime.fromisoformat(text).timestamp() if text else None
+
+
+def _said(condition: Mapping[str, Any]) -> str:
+    return f"{condition.get('reason') or ''}: {condition.get('message') or ''}"
+
+
+def _containers(specs: Any, statuses: Any, *, is_init: bool) -> tuple[ContainerView, ...]:
+    by_name = {status["name"]: status for status in statuses or ()}
+    return tuple(_container(spec, by_name.get(spec["name"], {}), is_init=is_init) for spec in specs or ())
+
+
+def _container(spec: Mapping[str, Any], status: Mapping[str, Any], *, is_init: bool) -> ContainerView:
+    resources = spec.get("resources") or {}
+    states: Mapping[str, Mapping[str, Any]] = status.get("state") or {}
+    state, details = next(iter(states.items()), ("", _NOTHING))
+    last = (status.get("lastState") or {}).get("terminated") or {}
+    return ContainerView(
+        name=spec["name"],
+        image=spec.get("image") or "",
+        is_init=is_init,
+        state=state,
+        reason=details.get("reason") or "",
+        message=(details.get("message") or "").strip(),
+        exit_code=details.get("exitCode"),
+        ended=seconds(details.get("finishedAt")),
+        restarts=status.get("restartCount") or 0,
+        last_reason=last.get("reason") or "",
+        last_message=(last.get("message") or "").strip(),
+        last_exit_code=last.get("exitCode"),
+        requests=tuple((resources.get("requests") or {}).items()),
+        limits=tuple((resources.get("limits") or {}).items()),
+    )

@@ -1,0 +1,149 @@
+"""Settings that hold for all calls: from a file, and from the environment, which beats it. Arguments of a call beat both."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kale_dist import names
+from kale_dist.errors import ConfigError
+from kale_dist.wording import closest, shorten, show
+
+FILE_VARIABLE = "KALE_DIST_CONFIG"
+"""Names the file; without it, `kale-dist/config.toml` in `$XDG_CONFIG_HOME` (`~/.config`), which need not be there."""
+
+_PREFIX = "KALE_DIST_"
+_OBJECT_REMEDY = "Write the name as `kubectl get` lists it: lower-case letters, digits, dashes and dots"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Settings. An empty one is not set. Each can be a line of the file, and a variable such as `KALE_DIST_IMAGE`."""
+
+    image: str = ""
+    """Container image of ranks on a cluster."""
+    namespace: str = ""
+    """Of the cluster."""
+    context: str = ""
+    """Of the kubeconfig; its current one if not set."""
+    kubeconfig: str = ""
+    """Path of the kubeconfig; else `$KUBECONFIG` or `~/.kube/config`."""
+    service_account: str = ""
+    """Of the pods."""
+    store: str = ""
+    """Where bytes travel: `pvc://claim/folder`, or a URL that fsspec opens."""
+    queue: str = ""
+    """Kueue's local queue."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """A list in the file, separated by commas in the environment."""
+    origins: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
+    """(setting, where it comes from), for each that is set."""
+
+
+KEYS = tuple(field.name for field in dataclasses.fields(Config) if field.name != "origins")
+"""The settings there are."""
+
+
+def path(environment: Mapping[str, str] | None = None) -> pathlib.Path:
+    """The file that is read, whether it is there or not."""
+    environment = os.environ if environment is None else environment
+    named = environment.get(FILE_VARIABLE, "")
+    if named:
+        return pathlib.Path(os.path.expanduser(named))  # noqa: PTH111 - pathlib raises for a user without a home
+    folder = environment.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(folder):  # noqa: PTH117 - the XDG specification says to pass over relative ones
+        folder = os.path.expanduser("~/.config")  # noqa: PTH111 - pathlib raises for a user without a home
+    return pathlib.Path(folder, "kale-dist", "config.toml")
+
+
+def load(environment: Mapping[str, str] | None = None) -> Config:
+    """Read the file and the environment.
+
+    Args:
+        environment: In place of the process's own.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is unknown or wrong. Names the file or the variable.
+    """
+    environment = os.environ if environment is None else environment
+    file = path(environment)
+    found: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value in _read(file, must_exist=bool(environment.get(FILE_VARIABLE))).items():
+        found[key], origins[key] = _checked(key, value, f"{key} in {file}"), str(file)
+    for key in KEYS:
+        variable = f"{_PREFIX}{key.upper()}"
+        text = environment.get(variable, "").strip()
+        if text:
+            value = [part.strip() for part in text.split(",") if part.strip()] if key == "image_pull_secrets" else text
+            found[key], origins[key] = _checked(key, value, variable), variable
+    return Config(**found, origins=tuple((key, origins[key]) for key in KEYS if found.get(key)))
+
+
+def _read(file: pathlib.Path, *, must_exist: bool) -> dict[str, Any]:
+    try:
+        data = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if must_exist:
+            raise ConfigError(FILE_VARIABLE, f"there is no file {file}", "Correct the path, or unset it") from None
+        return {}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("configuration", f"{file} cannot be read: {reason}", "Mend or remove it") from error
+    try:
+        settings = tomllib.loads(data.decode())
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError("configuration", f"{file}, line {line}, is not UTF-8", "Save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        remedy = 'A line of it looks like this: image = "registry.example.com/team/train:1"'
+        raise ConfigError("configuration", f"{file} is not valid TOML: {error}", remedy) from None
+    for key in settings:
+        if key not in KEYS:
+            remedy = f"{closest(key, KEYS)}Use one of: {', '.join(KEYS)}"
+            raise ConfigError("configuration", f"{file} has an unknown setting {shorten(key)}", remedy)
+    return settings
+
+
+def _checked(key: str, value: Any, argument: str) -> Any:
+    """A setting in its own type, if its form is right."""
+    if key == "image_pull_secrets":
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise ConfigError(argument, f"{show(value)} is not a list of names", "Write it as ['registry']")
+        for item in listed:
+            _check_form(names.is_object_name, item, argument, "cannot be the name of a Secret", _OBJECT_REMEDY)
+        return tuple(listed)
+    if not isinstance(value, str):
+        raise ConfigError(argument, f"{show(value)} is not text", "Write it in quotes")
+    if not value:
+        return value
+    if "\0" in value or "\n" in value:
+        raise ConfigError(argument, f"{show(value)} is more than one line", "Write it on one line")
+    if key in _FORMS:
+        _check_form(_FORMS[key][0], value, argument, *_FORMS[key][1:])
+    return value
+
+
+def _check_form(is_valid: Callable[[str], bool], value: str, argument: str, problem: str, remedy: str) -> None:
+    if not is_valid(value):
+        raise ConfigError(argument, f"{shorten(value)} {problem}", remedy)
+
+
+_FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
+    "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
+    "namespace": (
+        names.is_label, "cannot be a namespace", "Write lower-case letters, digits and dashes, such as 'team-a'"
+    ),
+    "service_account": (names.is_object_name, "cannot be the name of a service account", _OBJECT_REMEDY),
+    "queue": (names.is_object_name, "cannot be the name of a queue", _OBJECT_REMEDY),
+    "store": (
+        lambda text: bool(text.partition("://")[0] and text.partition("://")[2]),
+        "names no store",
+        "Write it as 'pvc://claim/folder' or a URL such as 's3://bucket/folder'",
+    ),
+}  # fmt: skip

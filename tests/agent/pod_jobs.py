@@ -1,0 +1,204 @@
+"""Pods as processes of this machine, each at a loopback address of its own, read through their standard output."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pathlib
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kale_dist import contract, transport
+from kale_dist.blobs import FolderStore
+from kale_dist.contract import EventKind, JobFiles
+from kale_dist.pod_order import InputFiles, PodOrder, PodVariable, Source
+from kale_dist.runtime import outcome
+from kale_dist.runtime.pod_site import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE
+from kale_dist.snapshot.capture import capture
+from kale_dist.transport import EventItem, FrameReader, Line, OutcomeItem, Plain
+
+
+def free_ports() -> int:
+    """The first of three ports in a row that nobody listens on."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000) * 3 % 30_000
+        try:
+            for number in range(port, port + 3):
+                socket.create_server(("", number)).close()
+        except OSError:
+            continue
+        return port
+
+
+class Pod:
+    """One pod's process and what it has written."""
+
+    def __init__(self, number: int, folder: pathlib.Path, key: bytes, job: PodJob, environment: dict[str, str]) -> None:
+        self.number = number
+        self.folder = folder
+        self.address = f"127.0.0.{number + 1}"
+        self.termination_log = folder / "termination"
+        self.items: list[Any] = []
+        self.job = job
+        folder.mkdir()
+        told = {
+            PodVariable.INPUT: str(job.input.folder),
+            PodVariable.WORK: str(folder / "work"),
+            PodVariable.FIRST_POD: "0" if number == 0 else "1",
+            PodVariable.REPLICA_INDEX: str(max(0, number - 1)),
+            LISTEN_VARIABLE: self.address,
+            TERMINATION_LOG_VARIABLE: str(self.termination_log),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kale_dist.runtime", "pod"],
+            env=os.environ | told | environment,
+            stdout=subprocess.PIPE,
+            cwd=folder,
+        )
+        self._reader = FrameReader(key, number)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self.process.stdout.fileno(), 1 << 16):
+            self.items.extend(self._reader.feed_block(data))
+
+    def end(self, timeout_s: float = 60.0) -> int:
+        """Wait for the end of the process and of its output; the exit code."""
+        code = self.process.wait(timeout_s)
+        self._thread.join(10)
+        return code
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """A signed request to the pod's server."""
+        digest = "" if method != "POST" else contract_digest(body or b"")
+        headers = {transport.MAC_HEADER: transport.sign_request(self.job.key, method, path, digest)}
+        if method == "PUT":
+            headers[transport.SIZE_HEADER] = str(len(body))
+        peer = http.client.HTTPConnection(self.address, self.job.order.port + 2, timeout=30)
+        try:
+            peer.request(method, path, body, headers)
+            answer = peer.getresponse()
+            return answer.status, answer.read()
+        finally:
+            peer.close()
+
+    @property
+    def last_words(self) -> dict[str, Any]:
+        return json.loads(self.termination_log.read_bytes())
+
+    def pids(self) -> dict[int, int]:
+        found = [item.event for item in self.items if isinstance(item, EventItem)]
+        return {event["rank"]: event["pid"] for event in found if event["event"] == "rank" and event["pid"]}
+
+
+def contract_digest(body: bytes) -> str:
+    from kale_dist.blobs import digest_of
+
+    return digest_of([body])
+
+
+class PodJob:
+    """A job whose pods are started one by one."""
+
+    def __init__(
+        self, root: pathlib.Path, function: Callable[..., Any], *args: Any, ranks: int, **options: Any
+    ) -> None:
+        self.root = root / f"t-{secrets.token_hex(4)}"
+        self.root.mkdir()
+        self.store = FolderStore(self.root / "notebook")
+        snapshot = capture(function, args, {}, store=self.store, label=function.__name__).snapshot
+        self.key = secrets.token_bytes(32)
+        self.input = InputFiles(self.root / "input")
+        values: dict[str, Any] = {
+            "job": self.root.name, "world_size": ranks, "processes_per_pod": 1, "head": "127.0.0.1",
+            "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
+            "collect_wait_s": 20.0, "stall_warn_s": None,
+        }  # fmt: skip
+        self.order = PodOrder(**values | options)
+        self.pods: list[Pod] = []
+
+    @property
+    def number_of_pods(self) -> int:
+        return -(-self.order.world_size // self.order.processes_per_pod)
+
+    def put_input(self) -> PodJob:
+        """What the Secret would bring, all at once."""
+        parts = self.root / "parts"
+        parts.mkdir()
+        files = InputFiles(parts)
+        files.key.write_bytes(self.key)
+        files.order.write_text(json.dumps(self.order.to_json()))
+        if self.order.source is Source.INPUT:
+            files.snapshot.write_bytes(transport.pack_blobs(self.store, self.order.blobs))
+        parts.rename(self.input.folder)
+        return self
+
+    def start(self, number: int, key: bytes | None = None, **environment: str) -> Pod:
+        pod = Pod(number, self.root / f"pod-{number}-{len(self.pods)}", key or self.key, self, environment)
+        self.pods.append(pod)
+        return pod
+
+    def start_all(self) -> PodJob:
+        for number in range(self.number_of_pods):
+            self.start(number)
+        return self
+
+    def end(self) -> list[int]:
+        """Exit codes of all pods, once they have ended."""
+        return [pod.end() for pod in self.pods]
+
+    def close(self) -> None:
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.process.send_signal(signal.SIGKILL)
+            pod.end()
+            pod.process.stdout.close()
+
+    # -- what the notebook sees --------------------------------------------------------------------------------------
+
+    def items(self, kind: type) -> list[Any]:
+        return [item for pod in self.pods for item in pod.items if isinstance(item, kind)]
+
+    def events(self, kind: EventKind) -> list[dict[str, Any]]:
+        return [item.event for item in self.items(EventItem) if item.event["event"] == kind]
+
+    def state(self) -> dict[str, Any]:
+        states = self.events(EventKind.STATE)
+        return states[-1] if states else {"state": "pending"}
+
+    def text(self) -> str:
+        return "\n".join(str(contract.parse_line(item.framed)) for item in self.items(Line))
+
+    def outcome(self, rank: int) -> outcome.Outcome:
+        """From the frames; as a notebook that has only the pods' logs reads it."""
+        (item,) = [item for item in self.items(OutcomeItem) if item.rank == rank]
+        return self.read_outcome(rank, item.data)
+
+    def read_outcome(self, rank: int, data: bytes) -> outcome.Outcome:
+        files = JobFiles(self.root)
+        files.outcome(0, rank).write_bytes(data)
+        return outcome.read(
+            files.outcome(0, rank), key=self.key, job=self.order.job, attempt=0, rank=rank, resolve=lambda index: None
+        )
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            time.sleep(0.02)
+        plain = [item.text for item in self.items(Plain)]
+        raise AssertionError(f"not in {timeout_s} s; state: {self.state()}; log: {self.text()}; plain: {plain}")
+
+    def until_running(self) -> None:
+        self.until(lambda: self.state()["state"] == "running")

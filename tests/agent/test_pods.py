@@ -1,0 +1,394 @@
+"""Pods of one job, as processes of this machine: how they find each other, how jobs end, how bytes come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+from agent_jobs import add_ranks, gone_within
+from pod_jobs import PodJob
+
+from kale_dist.contract import EventKind
+from kale_dist.pod_order import Source
+from kale_dist.transport import EventItem
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make_job(function, *args, **options):
+        made.append(PodJob(tmp_path, function, *args, **options))
+        return made[-1]
+
+    yield make_job
+    for job in made:
+        job.close()
+
+
+@pytest.mark.parametrize(("ranks", "per_pod"), [(1, 1), (2, 1), (5, 2)])
+def test_ranks_of_all_pods_work_together(make, ranks, per_pod):
+    job = make(add_ranks, 10, ranks=ranks, processes_per_pod=per_pod).put_input().start_all()
+    assert job.end() == [0] * job.number_of_pods
+    assert (job.state()["state"], job.state()["reason"]) == ("succeeded", "")
+    expected = float(sum(10 + rank for rank in range(ranks)))
+    assert [job.outcome(rank).value for rank in range(ranks)] == [expected] * ranks
+    assert {event["rank"]: event["state"] for event in job.events(EventKind.RANK)} == dict.fromkeys(
+        range(ranks), "succeeded"
+    )
+    assert [pod.last_words["state"] for pod in job.pods] == ["succeeded"] * job.number_of_pods
+
+
+def surroundings():
+    import torch
+
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MY_SETTING",
+        "OPENBLAS_NUM_THREADS",
+    )
+    return [os.environ.get(name) for name in names], torch.get_num_threads(), torch.get_default_dtype() == torch.float64
+
+
+def test_a_rank_has_the_pods_environment_and_the_notebooks_flags(make):
+    job = make(surroundings, ranks=3, processes_per_pod=2, torch_flags=(("default_dtype", "float64"),)).put_input()
+    for number in range(2):
+        job.start(number, MY_SETTING="seven", KALE_DIST_CPU_REQUEST="1500")
+    assert job.end() == [0, 0]
+    assert job.outcome(1).value == (["1", "1", "0", "2", "2", "seven", None], 1, True)
+    assert job.outcome(2).value == (["2", "0", "1", "2", "1", "seven", None], 2, True)
+
+
+# -- endings ---------------------------------------------------------------------------------------------------------
+
+
+def fail_on_last():
+    import torch.distributed as dist
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("the seventh batch is empty")
+    dist.barrier()
+
+
+def test_an_exception_in_another_pod_is_the_cause(make):
+    job = make(fail_on_last, ranks=3).put_input().start_all()
+    assert job.end() == [1, 1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"], state["failed_rank"]) == ("failed", "error", 2)
+    assert state["reason"] == "Rank 2 failed: ValueError: the seventh batch is empty"
+    assert isinstance(job.outcome(2).error, ValueError)
+    told = {"state": "failed", "cause": "error", "rank": 2, "error_type": "ValueError", "last_line": ""}
+    assert [pod.last_words for pod in job.pods] == [told | {"message": state["reason"]}] * 3
+
+
+def wait_for_all():
+    import torch
+    import torch.distributed as dist
+
+    print("last words", dist.get_rank())
+    dist.barrier()
+    time.sleep(0.3)
+    if dist.get_rank() == 0:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_killed_in_another_pod_ends_all(make):
+    job = make(wait_for_all, ranks=4, processes_per_pod=2).put_input().start_all()
+    job.until_running()
+    os.kill(job.pods[1].pids()[3], signal.SIGKILL)
+    assert job.end() == [1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"], state["failed_rank"]) == ("failed", "died", 3)
+    assert "Rank 3 was killed by SIGKILL" in state["reason"]
+    assert "last words 3" in state["reason"]
+    ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
+    assert ends == {0: "stopped", 1: "stopped", 2: "stopped", 3: "failed"}
+    assert job.pods[1].last_words["last_line"] == "last words 3"
+
+
+def wait_in_barrier():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 2:
+        time.sleep(600)
+    dist.barrier()
+
+
+def test_an_agent_that_is_killed_takes_its_pod_along_and_is_named(make):
+    job = make(wait_in_barrier, ranks=3).put_input().start_all()
+    job.until_running()
+    ranks = [pid for pod in job.pods for pid in pod.pids().values()]
+    job.pods[1].process.kill()
+    assert job.end() == [1, -signal.SIGKILL, 1]
+    assert gone_within(ranks, 2)
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "died")
+    assert state["reason"].startswith("Pod 1 (rank 1) is gone")
+
+
+def test_a_head_that_is_killed_ends_the_other_pods(make):
+    job = make(wait_in_barrier, ranks=3).put_input().start_all()
+    job.until_running()
+    ranks = [pid for pod in job.pods for pid in pod.pids().values()]
+    job.pods[0].process.kill()
+    assert job.end() == [-signal.SIGKILL, 1, 1]
+    assert gone_within(ranks, 0.1)
+    assert "The agent of 127.0.0.1 is gone" in job.pods[1].last_words["message"]
+
+
+@pytest.mark.parametrize("told", [(0, 1), (0,), (1,)])
+def test_a_pod_that_is_told_to_end_cancels_the_job(make, told):
+    job = make(wait_in_barrier, ranks=3, processes_per_pod=2).put_input().start_all()
+    job.until_running()
+    for number in told:
+        job.pods[number].process.terminate()
+    codes = job.end()
+    assert [codes[number] for number in told] == [143] * len(told)
+    assert all(codes)
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("cancelled", "user")
+    assert "was told to end (SIGTERM)" in state["reason"]
+    ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
+    assert ends == dict.fromkeys(range(3), "stopped")
+
+
+def test_a_pod_that_waits_for_others_can_be_told_to_end(make):
+    job = make(add_ranks, 0, ranks=2).put_input()
+    head = job.start(0)
+    job.until(lambda: head.termination_log.parent.joinpath("work/job/log").exists())
+    time.sleep(0.5)
+    head.process.terminate()
+    assert job.end() == [143]
+    assert job.state()["state"] == "cancelled"
+
+
+def test_a_cancel_by_request(make):
+    job = make(wait_in_barrier, ranks=3).put_input().start_all()
+    job.until_running()
+    assert job.pods[0].ask("POST", "/cancel", b'{"grace_s": 0.2}')[0] == 200
+    assert job.end() == [1, 1, 1]
+    assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")
+
+
+def test_a_time_limit(make):
+    job = make(wait_in_barrier, ranks=3, timeout_s=0.5).put_input().start_all()
+    assert job.end() == [1, 1, 1]
+    assert (job.state()["state"], job.state()["cause"]) == ("failed", "timeout")
+
+
+def leave_early():
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        return
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_left_ranks_of_other_pods_in_a_collective(make):
+    job = make(leave_early, ranks=3).put_input().start_all()
+    assert job.end() == [1, 1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "left")
+    assert state["reason"].startswith("Rank 0 ended while ranks 1 and 2 wait for it in a collective")
+    assert "in leave_early" in state["reason"]
+
+
+def test_a_stall_shows_the_stacks_of_all_pods(make):
+    job = make(wait_in_barrier, ranks=3, stall_warn_s=1.0, stall_timeout_s=4.0).put_input().start_all()
+    assert job.end() == [1, 1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "stalled")
+    assert "Ranks 0 and 1 wait in a collective, rank 2 is not" in state["reason"]
+    waiting = job.events(EventKind.WAITING)[0]
+    assert (waiting["waiting"], waiting["busy"]) == ([0, 1], [2])
+    assert job.text().count("in wait_in_barrier") >= 3
+
+
+# -- who joins -------------------------------------------------------------------------------------------------------
+
+
+def test_pods_and_their_input_may_be_late(make):
+    job = make(add_ranks, 0, ranks=3)
+    job.start(1)
+    time.sleep(0.5)
+    job.put_input().start(0)
+    time.sleep(1.5)
+    job.start(2)
+    assert job.end() == [0, 0, 0]
+    assert job.outcome(2).value == 3.0
+
+
+def test_pods_that_never_come_are_named(make):
+    job = make(add_ranks, 0, ranks=3, start_wait_s=2.0).put_input()
+    job.start(0)
+    job.start(1)
+    assert job.end() == [1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "not-started")
+    assert "Missing: 2. Look at their state" in state["reason"]
+
+
+def test_who_does_not_hold_the_key_is_not_let_in(make, tmp_path):
+    job = make(add_ranks, 0, ranks=2).put_input()
+    job.start(0)
+    other = make(add_ranks, 0, ranks=2, port=job.order.port, start_wait_s=2.0).put_input()
+    stranger = other.start(1)
+    assert other.end() == [1]
+    assert "does not hold this job's key" in stranger.last_words["message"]
+    assert job.state()["state"] == "pending"
+    job.start(1)
+    assert job.end() == [0, 0]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000])
+def test_noise_at_the_agents_port_harms_nobody(make, sent):
+    job = make(add_ranks, 0, ranks=2).put_input()
+    head = job.start(0)
+    job.until(lambda: _status(head))
+    with socket.create_connection(("127.0.0.1", job.order.port + 1)) as noise:
+        noise.sendall(sent + b'{"op": "hello", "pod": 1, "version": 1, "nonce": ""}\n{"op": "proof", "mac": ""}\n')
+        job.start(1)
+        assert job.end() == [0, 0]
+
+
+def change_manifest(job, **changes):
+    """The snapshot of a notebook that has something else."""
+    import dataclasses
+
+    manifest = json.loads(bytes(job.store.open(job.order.snapshot))) | changes
+    digest = job.store.put([json.dumps(manifest).encode()])
+    rest = tuple(blob for blob in job.order.blobs if blob != job.order.snapshot)
+    job.order = dataclasses.replace(job.order, snapshot=digest, blobs=(digest, *rest))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"python": "3.9"}, "The image does not fit the notebook: python is 3.9 in the notebook and 3."),
+        ({"torch": "1.13.1"}, "The image does not fit the notebook: torch is 1.13.1 in the notebook and "),
+    ],
+)
+def test_an_image_that_does_not_fit_is_told_in_a_sentence(make, changes, sentence):
+    job = make(add_ranks, 0, ranks=2)
+    change_manifest(job, **changes)
+    job.put_input().start_all()
+    assert job.end() == [1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "not-started")
+    assert sentence in state["reason"]
+    assert sentence in job.pods[0].last_words["message"]
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def sum_of(data):
+    import torch.distributed as dist
+
+    return float(data.sum()) + dist.get_rank()
+
+
+def large_tensor():
+    import torch
+
+    return torch.arange(5_000_000, dtype=torch.float32) % 7
+
+
+def test_streamed_bytes_reach_all_pods(make):
+    data = large_tensor()
+    job = make(sum_of, data, ranks=3, source=Source.STREAM).put_input().start_all()
+    head = job.pods[0]
+    job.until(lambda: not head.process.poll() and _status(head))
+    assert _status(head)["state"] == "waiting-for-input"
+    assert sorted(_status(head)["missing"]) == sorted(job.order.blobs)
+    for digest in job.order.blobs:
+        assert head.ask("PUT", f"/blobs/{digest}?offset=0", bytes(job.store.open(digest)))[0] == 201
+    assert job.end() == [0, 0, 0]
+    assert [job.outcome(rank).value for rank in range(3)] == [float(data.sum()) + rank for rank in range(3)]
+
+
+def _status(pod):
+    try:
+        return json.loads(pod.ask("GET", "/status")[1])
+    except OSError:
+        return None
+
+
+def test_a_notebook_that_is_gone_before_its_bytes_arrived(make):
+    job = make(sum_of, 1, ranks=2, source=Source.STREAM, input_wait_s=1.0).put_input().start_all()
+    assert job.end() == [1, 1]
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "not-started")
+    assert "The notebook was gone before its bytes had arrived" in state["reason"]
+    assert "nothing more came from the notebook for 1 s (input_wait_s)" in state["reason"]
+
+
+def test_a_shared_folder_gives_the_bytes_and_keeps_the_results(make, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    job = make(large_result, ranks=2, source=Source.FOLDER, store=str(shared)).put_input().start_all()
+    for digest in job.order.blobs:
+        (shared / "new").write_bytes(job.store.open(digest))
+        (shared / "new").rename(shared / digest)
+    assert job.end() == [0, 0]
+    for rank in range(2):
+        data = (shared / "jobs" / job.order.job / f"outcome-0-{rank}").read_bytes()
+        assert float(job.read_outcome(rank, data).value.sum()) == rank * 200_000
+
+
+def test_a_url_gives_the_bytes_and_keeps_the_results(make, tmp_path):
+    shared = tmp_path / "shared"
+    job = make(large_result, ranks=2, source=Source.URL, store=f"file://{shared}").put_input()
+    shared.mkdir()
+    for digest in job.order.blobs:
+        (shared / digest).write_bytes(job.store.open(digest))
+    job.start_all()
+    assert job.end() == [0, 0]
+    data = (shared / "jobs" / job.order.job / "outcome-0-1").read_bytes()
+    assert float(job.read_outcome(1, data).value.sum()) == 200_000
+
+
+def large_result():
+    import torch
+    import torch.distributed as dist
+
+    return torch.full((200_000,), float(dist.get_rank()))
+
+
+@pytest.mark.parametrize("log_is_read", [True, False])
+def test_the_head_keeps_results_until_they_are_fetched(make, log_is_read):
+    job = make(large_result if log_is_read else add_one, ranks=3, log_is_read=log_is_read).put_input().start_all()
+    assert [job.pods[number].end() for number in (1, 2)] == [0, 0]
+    head = job.pods[0]
+    status = job.until(lambda: _status(head)["state"] == "ended" and _status(head))
+    assert status["verdict"] == {"state": "succeeded", "reason": ""}
+    assert sorted(status["outcomes"]) == ["0-0", "0-1", "0-2"]
+    for rank in range(3):
+        value = job.read_outcome(rank, head.ask("GET", f"/files/outcome-0-{rank}")[1]).value
+        assert (float(value.sum()) if log_is_read else value) == (rank * 200_000 if log_is_read else rank + 1)
+    assert head.process.poll() is None
+    assert head.ask("POST", "/ack", b"")[0] == 200
+    assert head.end() == 0
+
+
+def add_one():
+    import torch.distributed as dist
+
+    return dist.get_rank() + 1
+
+
+def test_results_that_nobody_fetches_are_given_up_in_a_sentence(make):
+    job = make(large_result, ranks=1, collect_wait_s=0.5).put_input().start_all()
+    assert job.end() == [0]
+    assert "The results were not fetched within 0.5 s and are lost" in job.text()
+    assert job.items(EventItem)[-1].event["state"] == "succeeded"

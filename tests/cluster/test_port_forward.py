@@ -1,0 +1,119 @@
+"""Connections to a port of a pod: whole bytes both ways, by port-forward and by exec, and what ends them."""
+
+import collections
+import contextlib
+import http.client
+
+import pytest
+from on_cluster import run_kubectl
+
+from kale_dist.backends.kubernetes import client, port_forward, roles
+from kale_dist.config import Config
+from kale_dist.errors import BackendError
+
+SIZE = 200_000_000
+PORT = 8000
+
+
+def role(namespace, *resources):
+    """What makes a Role with some of the rights, for `make_user`."""
+    rights = [right for right in roles.RIGHTS if right.resource in resources]
+    return lambda identity: roles.role_yaml(namespace, identity, rights).replace(
+        "name: kale-dist", f"name: {identity.rpartition(':')[2]}"
+    )
+
+
+@pytest.fixture(params=["portforward", "exec"])
+def connect(request, namespace, server_pod, make_user):
+    """A function that connects as a user who may use one of the two ways only."""
+    path = make_user(namespace, role(namespace, f"pods/{request.param}"))
+    user = client.connect(namespace=namespace, config=Config(kubeconfig=str(path)))
+    return lambda port=PORT: port_forward.connect(user, namespace, server_pod, port)
+
+
+@contextlib.contextmanager
+def http_over(connection):
+    made = http.client.HTTPConnection("pod")
+    made.sock = connection
+    with contextlib.closing(made):
+        yield made
+
+
+def get(pod, path):
+    pod.request("GET", path)
+    return pod.getresponse()
+
+
+def incomplete():
+    raise http.client.IncompleteRead(b"")
+
+
+def test_many_requests_on_one_connection(connect):
+    with http_over(connect()) as pod:
+        for size in (0, 1, 255, 1 << 20, 3):
+            pod.request("GET", f"/{size}")
+            assert pod.getresponse().read() == (bytes(range(256)) * 4096)[:size]
+
+
+def test_200_megabytes_down_and_up(connect):
+    with http_over(connect()) as pod:
+        pod.request("GET", f"/{SIZE}")
+        response, total = pod.getresponse(), 0
+        while block := response.read(1 << 20):
+            assert block[0] == total % 256
+            total += len(block)
+        assert total == SIZE
+        pod.request("PUT", "/", body=memoryview(bytes(SIZE)))
+        assert pod.getresponse().status == 200
+
+
+def test_two_connections_at_once(connect):
+    with http_over(connect()) as one, http_over(connect()) as other:
+        one.request("GET", "/100000")
+        other.request("GET", "/10")
+        assert len(other.getresponse().read()) == 10
+        assert len(one.getresponse().read()) == 100_000
+
+
+def test_nothing_listens_at_the_port(connect):
+    with (
+        http_over(connect(PORT + 1)) as pod,
+        pytest.raises(ConnectionRefusedError, match=r"Nothing listens at this port"),
+    ):
+        get(pod, "/1")
+
+
+def test_silence_has_a_limit(connect):
+    with connect() as connection:
+        connection.settimeout(0.2)
+        with pytest.raises(TimeoutError, match=r"silent for too long"):
+            connection.recv(1)
+
+
+def test_reading_after_closing_is_at_the_end(connect):
+    connection = connect()
+    connection.close()
+    connection.close()
+    assert connection.recv(10) == b""
+
+
+def test_neither_way_is_allowed(namespace, server_pod, make_user):
+    user = client.connect(namespace=namespace, config=Config(kubeconfig=str(make_user(namespace))))
+    with pytest.raises(BackendError, match=r"may not (get|create) pods/portforward(.|\n)*kind: Role"):
+        port_forward.connect(user, namespace, server_pod, PORT)
+
+
+def test_a_pod_that_is_not_there(cluster, namespace):
+    with pytest.raises(BackendError, match='pods "no-such" not found'):
+        port_forward.connect(cluster, namespace, "no-such", PORT)
+
+
+def test_a_pod_that_is_killed_ends_the_connection_or_falls_silent(cluster, namespace, server_pod, make_server_pod):
+    make_server_pod("short")
+    with http_over(port_forward.connect(cluster, namespace, "short", PORT, timeout_s=2.0)) as pod:
+        pod.request("GET", "/100000000000")
+        response = pod.getresponse()
+        assert response.read(10)
+        run_kubectl("-n", namespace, "delete", "pod", "short", "--now", "--wait=false")
+        with pytest.raises((OSError, http.client.IncompleteRead)):
+            collections.deque(iter(lambda: response.read(1 << 20) or incomplete(), b""), maxlen=0)

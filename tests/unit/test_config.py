@@ -1,0 +1,97 @@
+"""Settings from the file and the environment, and what is said of those that are wrong."""
+
+import pathlib
+
+import pytest
+
+from kale_dist import config
+from kale_dist.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path):
+    folder = tmp_path / "kale-dist"
+    folder.mkdir()
+    return folder / "config.toml"
+
+
+def load(tmp_path, **environment):
+    return config.load({"XDG_CONFIG_HOME": str(tmp_path), **environment})
+
+
+def test_without_file_and_variables_nothing_is_set(tmp_path):
+    assert load(tmp_path) == config.Config()
+
+
+def test_the_file_is_read(tmp_path, file):
+    file.write_text('image = "r.example.com/a/b:1"\nnamespace = "team-a"\nimage_pull_secrets = ["one", "two"]\n')
+    found = load(tmp_path)
+    assert (found.image, found.namespace) == ("r.example.com/a/b:1", "team-a")
+    assert found.image_pull_secrets == ("one", "two")
+    assert dict(found.origins)["image"] == str(file)
+
+
+def test_the_environment_beats_the_file(tmp_path, file):
+    file.write_text('image = "from/file:1"\nstore = "s3://bucket/folder"\n')
+    found = load(tmp_path, KALE_DIST_IMAGE="from/variable:2", KALE_DIST_IMAGE_PULL_SECRETS="a, b")
+    assert (found.image, found.store, found.image_pull_secrets) == ("from/variable:2", "s3://bucket/folder", ("a", "b"))
+    assert dict(found.origins)["image"] == "KALE_DIST_IMAGE"
+
+
+def test_an_empty_variable_sets_nothing(tmp_path, file):
+    file.write_text('namespace = "team-a"\n')
+    assert load(tmp_path, KALE_DIST_NAMESPACE="").namespace == "team-a"
+
+
+def test_another_file_can_be_named(tmp_path):
+    other = tmp_path / "other.toml"
+    other.write_text('queue = "gpus"\n')
+    assert load(tmp_path, KALE_DIST_CONFIG=str(other)).queue == "gpus"
+
+
+def test_a_named_file_has_to_be_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"KALE_DIST_CONFIG: there is no file .*gone.toml"):
+        load(tmp_path, KALE_DIST_CONFIG=str(tmp_path / "gone.toml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'imgae = "x"', ["imgae", "Did you mean 'image'?", "config.toml"]),
+        (b'[kubernetes]\nimage = "x"', ["'kubernetes'", "Use one of: image, namespace"]),
+        (b'a = "1"\nimage = x', ["not valid TOML", "line 2"]),
+        (b'image = "\xff"', ["line 1, is not UTF-8"]),
+        (b"image = 3", ["image in", "3 is not text", "quotes"]),
+        (b'namespace = "Team A"', ["namespace in", "'Team A' cannot be a namespace"]),
+        (b'image = "Not An Image"', ["'Not An Image' is not an image's reference"]),
+        (b'store = "bucket"', ["'bucket' names no store", "pvc://claim/folder"]),
+        (b"image_pull_secrets = [1]", ["not a list of names"]),
+        (b'image_pull_secrets = ["A B"]', ["'A B' cannot be the name of a Secret"]),
+        ('service_account = "Träger"'.encode(), ["cannot be the name of a service account"]),
+        (b'context = "a\\nb"', ["more than one line"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path, file, content, words):
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["Team A", "a" * 64, "team_a", "-team", "ü"])
+def test_a_wrong_variable_is_named(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"^KALE_DIST_NAMESPACE: "):
+        load(tmp_path, KALE_DIST_NAMESPACE=value)
+
+
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path, file):
+    file.mkdir()
+    with pytest.raises(ConfigError, match=r"config.toml cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_the_page_names_all_settings():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for key in config.KEYS:
+        assert f"| `{key}` | `KALE_DIST_{key.upper()}` |" in page
