@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("kubernetes")
 
-from on_cluster import IMAGE, run_kubectl  # noqa: E402
+from on_cluster import IMAGE, run_kubectl
 
-from kale_dist.backends.kubernetes import client, states  # noqa: E402
-from kale_dist.backends.kubernetes.watching import NamespaceWatch  # noqa: E402
-from kale_dist.contract import FailureCause, StateName  # noqa: E402
-from kale_dist.spec import ClusterOptions, JobSpec, Topology  # noqa: E402
-from kale_dist.status import JobStatus, ReplicaStatus  # noqa: E402
+from kale_dist.backends.kubernetes import client, states
+from kale_dist.backends.kubernetes.watching import NamespaceWatch
+from kale_dist.contract import FailureCause, StateName
+from kale_dist.spec import ClusterOptions, JobSpec, Topology
+from kale_dist.status import JobStatus, ReplicaStatus
 
 SLEEP = ("python3", "-c", "import time; time.sleep(300)")
 MOUNT = {"volumeMounts": [{"name": "v", "mountPath": "/v"}]}

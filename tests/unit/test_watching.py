@@ -297,6 +297,17 @@ def test_a_server_that_does_not_answer_is_told_and_asked_again(server, watch):
     watch.until(lambda view: view.healthy and view.job is not None)
 
 
+def test_a_watch_that_is_refused_for_a_while_is_well_again_without_a_new_list(server, watch):
+    server.items[JOBS] = [made("x")]
+    watch.follow()
+    watch.until(lambda view: view.job is not None)
+    server.refusals[PODS, True] = [(500, {}), (500, {}), (500, {})]
+    server.streams[PODS].put(CUT)
+    watch.until(lambda view: not view.healthy)
+    watch.until(lambda view: view.healthy)
+    assert server.count(PODS, is_watch=False) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "part"),
     [

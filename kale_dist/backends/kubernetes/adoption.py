@@ -39,6 +39,7 @@ def select(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -
     selector = ",".join([MANAGED_BY, *(f"{name}={value}" for name, value in labels.items())])
     place = (submission.GROUP, submission.VERSION)
     where = cluster.namespace if namespace is None else namespace
+    found: Any
     try:
         if where == "*":
             found = cluster.custom.list_cluster_custom_object(*place, submission.PLURAL, label_selector=selector)
@@ -103,9 +104,9 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
         )  # fmt: skip
 
 
-def _read_job(cluster: Cluster, ref: JobRef, namespace: str, name: str) -> dict[str, Any]:
+def _read_job(cluster: Cluster, ref: JobRef, namespace: str, name: str) -> Any:
     try:
-        job: dict[str, Any] = cluster.custom.get_namespaced_custom_object(
+        job: Any = cluster.custom.get_namespaced_custom_object(
             submission.GROUP, submission.VERSION, namespace, submission.PLURAL, name
         )
     except Exception as error:
@@ -129,4 +130,3 @@ def _read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]
     except ApiException:
         return {}
     return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
-

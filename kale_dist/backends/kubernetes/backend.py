@@ -72,7 +72,7 @@ class KubernetesBackend:
         records.create(ref.record_name, key)
         try:
             source = preparation.place_bytes(cluster, spec)
-            data = submission.input_data(spec, key, source, log_is_read=preparation.may_read_logs(cluster, spec))
+            data = submission.input_data(spec, key, source, log_is_read=preparation.may_read_logs(cluster))
             made = submission.create(cluster, spec, data)
             try:
                 records.write(_record(ref, spec, cluster, made, source))

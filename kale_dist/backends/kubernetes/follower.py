@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kale_dist import records
 from kale_dist.backends.base import JobRef
@@ -27,6 +28,10 @@ from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
+from kale_dist.transport import EventItem, Line
+from kale_dist.url_store import UrlStore
+
+T = TypeVar("T")
 
 _LOOK_S = 1.0
 _LOCK_S = 2.0
@@ -88,6 +93,7 @@ class Follower:
             job=spec.name,
             world_size=spec.topology.number_of_processes,
             fill=self._fill,
+            fill_events=self._fill_events,
         )
         self._unsubscribe = watch.subscribe(spec.name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
@@ -120,8 +126,12 @@ class Follower:
         """
         self._suspend_at = moment
 
-    def agent(self, pod: str) -> PodClient:
+    def agent(self, pod: str, number: int = 0) -> PodClient:
         """Requests to the agent of a pod.
+
+        Args:
+            pod: The pod's name.
+            number: Which of the job's pods it is.
 
         Raises:
             BackendError: Nobody knows the key.
@@ -130,7 +140,9 @@ class Follower:
             raise BackendError(f"The key of {self._ref} cannot be read, and its agents answer nobody without it")
         order = submission.order_of(self._spec, self._source)
         return PodClient(
-            lambda: port_forward.connect(self._cluster, self._spec.cluster.namespace, pod, order.port + 2), self._key
+            lambda: port_forward.connect(self._cluster, self._spec.cluster.namespace, pod, order.port + 2),
+            self._key,
+            number,
         )
 
     # -- inside, in the thread ----------------------------------------------------------------------------------------
@@ -191,7 +203,7 @@ class Follower:
             mirror=self._mirror,
             key=self._key,
             has_ended=has_ended,
-            agent=lambda: self.agent(pod.name),
+            agent=lambda: self.agent(pod.name, self._number(pod)),
             on_items=self._wake,
         )
 
@@ -270,7 +282,12 @@ class Follower:
         return True
 
     def _from_store(self, name: str) -> None:
-        """Take an outcome from the job's store, if it has one that this process can read."""
+        """Take an outcome from the job's store, if that is a URL."""
+        store = self._spec.store
+        if store and not store.startswith(submission.CLAIM_SCHEME):
+            with contextlib.suppress(StoreError):
+                path = records.files(self._ref.record_name).folder / name
+                UrlStore(store).get_file(f"jobs/{self._spec.name}/{name}", path)
 
     def _is_drained(self, view: JobView) -> bool:
         alive = {pod.uid for pod in view.pods if not pod.has_ended}
@@ -319,15 +336,19 @@ class Follower:
         )  # fmt: skip
         self._mirror.release_final()
 
-    def _fill(self, uid: str, number: int, first: int, last: int) -> bytes | None:
+    def _fill(self, uid: str, number: int, first: int, _last: int) -> Sequence[Line] | None:
         """Lines that a pod's stream has skipped, from its agent."""
-        del number
-        pod = next((pod for pod in self.view.pods if pod.uid == uid and pod.has_started and not pod.has_ended), None)
+        return self._ask(uid, number, lambda agent: agent.log(first))
+
+    def _fill_events(self, uid: str, number: int, first: int, _last: int) -> Sequence[EventItem] | None:
+        """Events that a pod's stream has skipped, from its agent."""
+        return self._ask(uid, number, lambda agent: agent.events(first))
+
+    def _ask(self, uid: str, number: int, question: Callable[[PodClient], Sequence[T]]) -> Sequence[T] | None:
+        pod = next((pod for pod in self.view.pods if pod.uid == uid and pod.is_running), None)
         if pod is None:
             return None
         try:
-            data: bytes = self.agent(pod.name).log(first)
+            return question(self.agent(pod.name, number))
         except (BackendError, StoreError, OSError):
             return None
-        del last
-        return data

@@ -10,7 +10,7 @@ from typing import Any
 
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.mirror import Mirror
-from kale_dist.errors import BackendError, StoreError
+from kale_dist.errors import BackendError, JobNotFoundError, StoreError
 from kale_dist.transport import FrameReader, Item
 
 _SILENCE_S = 45.0
@@ -99,6 +99,8 @@ class PodLog:
                 elif ended and error.status is not None:
                     # Nobody has the log any more: the pod is gone, or its node is.
                     break
+            except JobNotFoundError:
+                break
             except Exception:  # noqa: BLE001 - whatever broke the stream, it is taken up again
                 whole = False
             if ended and (whole or read == self._poll_agent):
@@ -122,11 +124,16 @@ class PodLog:
             **arguments,
         )
         reader = FrameReader(self._key, self.number)
+        rejected = 0
+        self._mirror.begin(self._uid, self.number)
         try:
             for data in self._response.stream(_READ_BYTES):
                 if self._stopped.is_set():
                     return False
                 self._take(reader.feed_block(data))
+                if reader.rejected > rejected:
+                    rejected = reader.rejected
+                    self._mirror.refuse(self._uid, self.number)
             self._take(reader.finish())
         finally:
             self._response.release_conn()
@@ -147,4 +154,3 @@ class PodLog:
                 self._take(items)
         self._stopped.wait(_POLL_S)
         return False
-

@@ -1,21 +1,21 @@
-"""Before a job is planned: what its specification leaves open is settled, and the cluster is asked whether it would run."""
+"""Before a job is created: what its specification leaves open is settled, and the cluster is asked whether it would run."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 
-from kale_dist import config, records
+from kale_dist import config, manifests, records
 from kale_dist.backends.kubernetes import client, preflight, self_pod, submission
 from kale_dist.backends.kubernetes.client import Cluster
-from kale_dist.backends.kubernetes.preflight import Findings, Wanted
+from kale_dist.backends.kubernetes.preflight import Wanted
 from kale_dist.backends.kubernetes.self_pod import SelfPod
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.pod_order import Source
 from kale_dist.runtime import loading
-from kale_dist.spec import JobSpec, VolumeKind
+from kale_dist.spec import JobSpec
 from kale_dist.url_store import UrlStore
 
 _MIB = 1 << 20
@@ -37,25 +37,134 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         BackendError: The job could not run; the message says why.
     """
     configured = config.load()
-    cluster = _reach(spec, required=submit)
+    cluster = _reach(spec, configured, required=submit)
     own = self_pod.find(cluster) if cluster is not None else None
     options = spec.cluster
+    namespace = cluster.namespace if cluster is not None else options.namespace or configured.namespace or "default"
     settled = dataclasses.replace(
         spec,
         image=_image(spec, configured, own),
-        store=spec.store or configured.store or (_own_volume(own) if own is not None else ""),
+        store=spec.store or configured.store or _own_volume(own),
         cluster=dataclasses.replace(
             options,
-            namespace=cluster.namespace if cluster is not None else options.namespace or configured.namespace or "default",
+            namespace=namespace,
             service_account=options.service_account or configured.service_account,
             queue=options.queue or configured.queue,
-            image_pull_secrets=options.image_pull_secrets or configured.image_pull_secrets,
-            run_as_user=_user(options.run_as_user, own),
+            image_pull_secrets=options.image_pull_secrets
+            or configured.image_pull_secrets
+            or (own.image_pull_secrets if own is not None and not spec.image else ()),
+            run_as_user=own.run_as_user if options.run_as_user is None and own is not None else options.run_as_user,
         ),
     )
     if cluster is None:
         return settled
-    findings = preflight.check(cluster, wanted(settled))
+    first = preflight.check(cluster)
+    if settled.cluster.master is None and first.forbids_master:
+        settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
+        if submit and settled.topology.number_of_pods > 1:
+            warn(
+                f"The namespace {namespace!r} enforces Pod Security 'restricted', which refuses the container that the "
+                "operator puts before workers beside a master: the job has workers only"
+            )
+    if first.cpu_limit_needed and settled.resources.cpu_limit is None:
+        limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
+        settled = dataclasses.replace(settled, resources=limit)
     if submit:
-        _tell(findings, settled)
-    return _fit(settled, findings)
+        _look(cluster, settled, own)
+    return settled
+
+
+def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
+    """Put the snapshot where the pods will find it, if that is not the job's own input.
+
+    Returns:
+        Where they find it.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    source = submission.source_of(spec)
+    if source is Source.URL:
+        _put(spec, UrlStore(spec.store))
+    elif source is Source.STREAM:
+        own = self_pod.find(cluster)
+        folder = _claim_here(spec, own)
+        if folder is not None:
+            _put(spec, FolderStore(folder))
+            return Source.FOLDER
+        warn(
+            f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB, and notebook and pods share no store: it is sent "
+            "when the pods run. Until a line of the log says that it was sent, this kernel has to live"
+        )
+    return source
+
+
+def may_read_logs(cluster: Cluster) -> bool:
+    """Whether this user may read the logs of pods."""
+    return "get pods/log" in preflight.granted(cluster)
+
+
+def _reach(spec: JobSpec, configured: Config, *, required: bool) -> Cluster | None:
+    try:
+        return client.connect(spec.cluster.namespace, spec.cluster.context, configured)
+    except (BackendError, ConfigError):
+        if required:
+            raise
+        return None
+
+
+def _image(spec: JobSpec, configured: Config, own: SelfPod | None) -> str:
+    image = spec.image or configured.image or (own.image if own is not None else "")
+    if not image:
+        python = loading.python_version()
+        raise ConfigError(
+            "image",
+            "none is named, and this process does not run in a pod whose own image could be used",
+            f"Name any image with Python {python} and torch: image='registry/name:tag', `image = ...` in the "
+            "configuration file, or the variable KALE_DIST_IMAGE",
+        )
+    return image
+
+
+def _own_volume(own: SelfPod | None) -> str:
+    """A volume of the notebook's pod that other pods can write into, too."""
+    shared = [claim for claim in (own.claims if own is not None else ()) if claim.is_shared]
+    return (
+        f"{submission.CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist" if shared else ""
+    )
+
+
+def _claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
+    """The store's folder as this process sees it; None if it does not."""
+    claim, folder = submission.claim_of(spec)
+    for mounted in own.claims if own is not None and claim else ():
+        inside = pathlib.PurePosixPath("/", folder)
+        root = pathlib.PurePosixPath("/", mounted.sub_path)
+        if mounted.claim == claim and not mounted.read_only and inside.is_relative_to(root):
+            return pathlib.Path(mounted.path) / inside.relative_to(root)
+    return None
+
+
+def _put(spec: JobSpec, store: Store) -> None:
+    """Copy what the store lacks of the snapshot."""
+    ours = FolderStore(records.blobs_dir())
+    for digest in spec.blobs:
+        if not store.exists(digest):
+            store.put([ours.open(digest)])
+
+
+def _look(cluster: Cluster, spec: JobSpec, own: SelfPod | None) -> None:
+    """Ask the cluster whether the job would run, and tell the user what it would lack."""
+    job = manifests.pytorch_job(spec, submission.settings_of(spec))
+    findings = preflight.check(cluster, Wanted.of(job))
+    findings.check()
+    for finding in findings.warnings:
+        warn(f"{finding}")
+    if own is not None and own.image_warning and spec.image == own.image:
+        warn(own.image_warning)
+    if spec.policy.timeout_s is not None and spec.policy.timeout_s > _LONG_S and not spec.store:
+        warn(
+            f"The job may run for {spec.policy.timeout_s / _LONG_S:.1f} hours, and its results are lost if this kernel "
+            f"does not fetch them within {spec.cluster.collect_wait_s:g} s of its end: give a store, such as "
+            "store='pvc://claim'"
+        )

@@ -40,7 +40,7 @@ class Sink(Protocol):
         """An object was `ADDED`, `MODIFIED` or `DELETED`."""
 
     def troubled(self, error: Exception | None, *, is_watch: bool) -> None:
-        """Nothing can be learnt now, because of this error; None when it can again.
+        """Nothing can be learnt now, because of this error; None whenever a list or watch has begun well.
 
         Args:
             error: What went wrong.
@@ -151,6 +151,7 @@ class ResourceWatch:
             _request_timeout=(_CONNECT_S, _SILENT_S),
         )
         self._response = response
+        self._sink.troubled(None, is_watch=True)
         try:
             # `stop` may have come between the request and its response.
             for line in () if self._stopped.is_set() else _lines(response):

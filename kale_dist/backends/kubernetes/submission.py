@@ -140,7 +140,7 @@ def input_data(spec: JobSpec, key: bytes, source: Source, *, log_is_read: bool) 
     return data
 
 
-def create(cluster: Cluster, spec: JobSpec, data: Mapping[str, bytes]) -> dict[str, Any]:
+def create(cluster: Cluster, spec: JobSpec, data: Mapping[str, bytes]) -> Any:
     """Create the job, then at once its Secret, which the job owns. If the Secret is refused, the job goes again.
 
     Args:
@@ -158,14 +158,14 @@ def create(cluster: Cluster, spec: JobSpec, data: Mapping[str, bytes]) -> dict[s
     namespace = spec.cluster.namespace
     job = manifests.pytorch_job(spec, settings_of(spec, cluster.identity))
     try:
-        made: dict[str, Any] = cluster.custom.create_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, job)
+        made: Any = cluster.custom.create_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, job)
     except Exception as error:
         raise refusals.explain(
             error, doing=Doing(verb="create", resource=PLURAL, namespace=namespace, name=spec.name)
         ) from error
     secret = manifests.input_secret(spec.name, namespace, made["metadata"]["uid"], data)
     try:
-        cluster.core.create_namespaced_secret(namespace, secret)
+        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
     except BaseException as error:
         remove(cluster, namespace, spec.name)
         if not isinstance(error, Exception):
@@ -207,7 +207,9 @@ def mark_cancelled(cluster: Cluster, spec: JobSpec, person: str) -> bool:
     Raises:
         BackendError: The cluster refused.
     """
-    return _patch(cluster, spec.cluster.namespace, spec.name, {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}})
+    return _patch(
+        cluster, spec.cluster.namespace, spec.name, {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}}
+    )
 
 
 def suspend(cluster: Cluster, namespace: str, name: str) -> bool:
@@ -244,7 +246,10 @@ def wait_until_gone(cluster: Cluster, spec: JobSpec, timeout_s: float) -> None:
     namespace, selector = spec.cluster.namespace, f"training.kubeflow.org/job-name={spec.name}"
     while True:
         try:
-            left = [pod.metadata.name for pod in cluster.core.list_namespaced_pod(namespace, label_selector=selector).items]
+            left = [
+                str(pod.metadata and pod.metadata.name)
+                for pod in cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
+            ]
         except Exception as error:
             raise refusals.explain(
                 error, doing=Doing(verb="list", resource="pods", namespace=namespace, name="")
