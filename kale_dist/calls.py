@@ -121,9 +121,9 @@ def distribute(
         on: The backend: `"local"` or `"kubernetes"`.
         image: On a cluster, the containers' image: any with PyTorch and this Python's minor version. None: the
             configured one, or that of the notebook's own pod.
-        resources: What each process asks of a cluster: `Resources`, or a dict such as `{"cpu": 2, "memory_gib": 4,
-            "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"` and `cpu="500m"`. On this
-            machine processes share what there is.
+        resources: What each process asks of a cluster: `Resources`, or a dict such as
+            `{"cpu": 2, "memory_gib": 4, "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"`
+            and `cpu="500m"`. On this machine processes share what there is.
         processes_per_pod: On a cluster, processes in one pod; None for 1.
         volumes: Folders that the processes need, as `{path in the process: folder}`. On a cluster the values are
             `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
@@ -189,9 +189,9 @@ def launch(
         on: The backend: `"local"` or `"kubernetes"`.
         image: On a cluster, the containers' image: any with PyTorch and this Python's minor version. None: the
             configured one, or that of the notebook's own pod.
-        resources: What each process asks of a cluster: `Resources`, or a dict such as `{"cpu": 2, "memory_gib": 4,
-            "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"` and `cpu="500m"`. On this
-            machine processes share what there is.
+        resources: What each process asks of a cluster: `Resources`, or a dict such as
+            `{"cpu": 2, "memory_gib": 4, "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"`
+            and `cpu="500m"`. On this machine processes share what there is.
         processes_per_pod: On a cluster, processes in one pod; None for 1.
         volumes: Folders that the processes need, as `{path in the process: folder}`. On a cluster the values are
             `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or

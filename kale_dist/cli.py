@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kale_dist import __version__, backends, checks, doctor, records, view
-from kale_dist.backends.base import Backend, JobRef
+from kale_dist.backends.base import Adopts, Backend, JobRef, Selects
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.view import facts, plain
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(command=globals()[f"_{name}"])
         return made
 
-    command("jobs", "list all jobs, with what they take on the disk")
+    listed = command("jobs", "list all jobs, with what they take on the disk of this machine")
+    listed.add_argument("--on", choices=backends.NAMES, default="local", help="where jobs run (local)")
+    listed.add_argument("--namespace", metavar="NAME", help="of the cluster (the configured one); * for all")
     status = command("status", "show how a job is")
     logs = command("logs", "print a job's log, each line behind its rank")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
@@ -112,6 +114,8 @@ def _find(text: str) -> tuple[Backend, JobRef]:
         near = checks.closest(ref.backend, backends.NAMES)
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
     backend = backends.get(ref.backend)
+    if isinstance(backend, Adopts):
+        ref = backend.adopt(ref, trust=False)
     backend.status(ref)
     return backend, ref
 
@@ -119,19 +123,24 @@ def _find(text: str) -> tuple[Backend, JobRef]:
 # -- the commands ----------------------------------------------------------------------------------------------------
 
 
-def _jobs(_: argparse.Namespace) -> int:
-    backend, now, rows = backends.get("local"), time.time(), []
-    for ref in backend.list():
+def _jobs(options: argparse.Namespace) -> int:
+    backend, now, rows = backends.get(options.on), time.time(), []
+    chosen = (
+        backend.select(namespace=options.namespace, labels=None) if isinstance(backend, Selects) else backend.list()
+    )
+    for ref in chosen:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):
-            status, record = backend.status(ref), records.read(ref.name)
+            if isinstance(backend, Adopts):
+                backend.adopt(ref, trust=False)
+            status, record = backend.status(ref), records.read(ref.record_name)
             percent, elapsed = facts.percent(status), facts.elapsed_s(status, now)
             created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
-            size = _folder_size(records.files(ref.name).folder) + record.spec.snapshot_bytes
+            size = _folder_size(records.files(ref.record_name).folder) + record.spec.snapshot_bytes
             done = f" {percent} %" if percent is not None and not status.is_final else ""
             rows.append(
                 (
-                    ref.name,
+                    ref.name if options.on == "local" else str(ref),
                     f"{status.state.value}{done}",
                     str(record.spec.topology.number_of_processes),
                     created,
@@ -178,7 +187,7 @@ def _cancel(options: argparse.Namespace) -> int:
 
 def _render(options: argparse.Namespace) -> int:
     backend, ref = _find(options.ref)
-    print(backend.plan(records.read(ref.name).spec).text, end="")
+    print(backend.plan(records.read(ref.record_name).spec).text, end="")
     return 0
 
 

@@ -177,6 +177,9 @@ def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     changed = dataclasses.replace(
         status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None
     )
+    if isinstance(event.get("failed_rank"), int):
+        # Events of several agents come interleaved: the one that judges the job knows who failed first.
+        changed = dataclasses.replace(changed, failed_rank=event["failed_rank"])
     if state is StateName.RUNNING and status.started is None:
         return dataclasses.replace(changed, started=time)
     return dataclasses.replace(changed, ended=time) if changed.is_final else changed

@@ -183,8 +183,7 @@ class Follower:
         self._send(view)
         if self._suspend_at is not None and time.monotonic() > self._suspend_at:
             self._suspend_at = None
-            with contextlib.suppress(BackendError):
-                submission.suspend(self._cluster, self._spec.cluster.namespace, self._spec.name)
+            self._free(view)
         if self._mirror.verdict is not None:
             return self._end_well(view)
         return self._end_badly(view)
@@ -303,8 +302,7 @@ class Follower:
         if limit_s is not None and waiting and now - self._created > limit_s:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s. {status.reason}"
             self._write(dataclasses.replace(status, state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason))
-            with contextlib.suppress(BackendError):
-                submission.suspend(self._cluster, self._spec.cluster.namespace, self._spec.name)
+            self._free(view)
             return True
         if not status.is_final:
             self._failing_since = None
@@ -316,7 +314,14 @@ class Follower:
         if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
             return False
         self._write(status)
+        self._free(view)
         return True
+
+    def _free(self, view: JobView) -> None:
+        """Nobody waits any more for pods that could not start, or cannot end: they may hold GPUs."""
+        if view.job is not None and any(not pod.has_ended for pod in view.pods):
+            with contextlib.suppress(BackendError):
+                submission.suspend(self._cluster, self._spec.cluster.namespace, self._spec.name)
 
     def _write(self, status: JobStatus) -> None:
         """Keep the cluster's verdict."""

@@ -1,0 +1,64 @@
+"""What ranks of the cluster tests do. The pods have PyTorch and no pytest."""
+
+import os
+import signal
+import time
+
+import kale_dist as kd
+
+
+def summed(factor):
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(value)
+    print(f"rank {dist.get_rank()} has {value.item()}")
+    return value.item() * factor
+
+
+def fails_on_1():
+    if kd.context().rank == 1:
+        raise KeyError("no such column")
+    time.sleep(60)
+
+
+def dies_on_1():
+    if kd.context().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def waits():
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+def size_and_more(weights):
+    return weights + 1
+
+
+def prints_much():
+    for number in range(100_000):
+        print(f"line {number:06} of rank {kd.context().rank}")
+    print("\x1b[31mred\x1b[0m \udcff".encode("utf-8", "surrogateescape"))
+    print("x" * 3_000_000)
+
+
+def succeed():
+    print(f"rank {kd.context().rank} of 2")
+
+
+def fail():
+    if kd.context().rank == 1:
+        raise ValueError("boom")
+
+
+def exit_with_3():
+    if kd.context().rank == 1:
+        os._exit(3)
+
+
+def hang():
+    print("ready", flush=True)
+    time.sleep(600)
