@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from kale_dist import transport
 from kale_dist.errors import StoreError
+from kale_dist.pod_order import Source
 from kale_dist.runtime.pod_site import Site
 from kale_dist.runtime.rank_run import RankRun
 from kale_dist.transport import SMALL_OUTCOME_BYTES
@@ -35,6 +36,7 @@ class Delivery:
         self._site = site
         self._on_shipped = on_shipped
         self._store_works = bool(site.order.store)
+        self._notebook_sees_store = "://" in site.order.store or site.order.source is Source.FOLDER
 
     def ship(self, rank: RankRun) -> bool:
         """Begin to bring a rank's outcome away, if it has to be; gives whether that takes time."""
@@ -67,7 +69,7 @@ class Delivery:
         Args:
             succeeded: Whether the job has: then its outcomes say all, and nobody needs its last checkpoint.
         """
-        if self._store_works:
+        if self._store_works and self._notebook_sees_store:
             return False
         outcomes = list(self._site.files.folder.glob("outcome-*"))
         if not self._site.order.log_is_read:
@@ -76,12 +78,17 @@ class Delivery:
             return True
         return any(path.stat().st_size > SMALL_OUTCOME_BYTES for path in outcomes)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the store has everything, whoever can read it."""
+        return self._store_works
+
     def _must_go_to_head(self, path: pathlib.Path) -> bool:
         is_small = path.stat().st_size <= SMALL_OUTCOME_BYTES
         return self._site.place.pod != 0 and not (is_small and self._site.order.log_is_read)
 
     def _carry(self, path: pathlib.Path) -> None:
-        if self._store_works and self._put_into_store(path):
+        if self._store_works and self._put_into_store(path) and self._notebook_sees_store:
             return
         if self._must_go_to_head(path):
             self._put_to_head(path)

@@ -27,6 +27,7 @@ GIVE_UP_AFTER_S = 0.5
 """A pod that was blamed for errors of others does not hold up the end for longer."""
 
 _LOOK_EACH_S = 0.1
+_KEPT_COLLECT_S = 60.0
 
 
 class PodHead:
@@ -188,13 +189,17 @@ class PodHead:
             return
         waited_s = time.monotonic() - self._ended_at
         is_awaited = self._is_awaited()
-        if self._members_are_there(waited_s) or (is_awaited and waited_s < self._site.order.collect_wait_s):
+        limit_s = self._collect_limit_s()
+        if self._members_are_there(waited_s) or (is_awaited and waited_s < limit_s):
             self._site.loop.call_later(_LOOK_EACH_S, self._leave_if_possible)
             return
         if is_awaited:
+            order = self._site.order
             self._site.say(
-                f"The results were not fetched within {self._site.order.collect_wait_s:g} s and are lost; give a store "
-                "with store='pvc://...' to keep them"
+                f"The results were not fetched within {limit_s:g} s. They lie in {order.store}/jobs/{order.job}"
+                if self._delivery.is_kept
+                else f"The results were not fetched within {limit_s:g} s and are lost; give a store with "
+                "store='pvc://...' to keep them"
             )
         self._site.end(verdict)
 
@@ -206,6 +211,11 @@ class PodHead:
             return waited_s < LEAVE_LIMIT_S
         still_expected = time.monotonic() - self._began_at < self._site.order.start_wait_s
         return not self._is_killed and self._members.untold > 0 and still_expected and waited_s < STRAGGLER_LIMIT_S
+
+    def _collect_limit_s(self) -> float:
+        """How long results are held here. What a store keeps is not worth a GPU for long."""
+        limit_s = self._site.order.collect_wait_s
+        return min(limit_s, _KEPT_COLLECT_S) if self._delivery.is_kept else limit_s
 
     def _is_awaited(self) -> bool:
         """Whether the notebook still has to come for something."""

@@ -131,8 +131,10 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(on, namespace):
         job.result(60)
     job.cancel()
     assert any(line.text == "ready" for line in job.logs())
-    phases = run_kubectl("-n", namespace, "get", "pods", "-o", "jsonpath={.items[*].status.phase}").split()
-    assert "Running" not in phases
+    deadline = time.monotonic() + 60
+    while "Running" in run_kubectl("-n", namespace, "get", "pods", "-o", "jsonpath={.items[*].status.phase}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
     job.delete()
     assert left_in(namespace, job.name) == []
 

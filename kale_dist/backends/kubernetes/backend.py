@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import getpass
 import os
@@ -18,7 +19,7 @@ from kale_dist.backends.job_reader import JobReader
 from kale_dist.backends.kubernetes import adoption, client, preparation, states, submission, watching
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.follower import Follower
-from kale_dist.contract import LogLine
+from kale_dist.contract import LogLine, StateName
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.records import Record
@@ -94,7 +95,12 @@ class KubernetesBackend:
         follower = self._follow(ref)
         if follower is None:
             return status
-        return states.overlay(status, follower.view, reader.record().spec, time.time(), activity=follower.activity)
+        seen = states.overlay(status, follower.view, reader.record().spec, time.time(), activity=follower.activity)
+        if not seen.is_final:
+            return seen
+        # Whoever sees a job end finds all of its log and its results: the follower writes that down when it has them.
+        reason = follower.activity or "The pods have ended. Their last lines and results are being read"
+        return dataclasses.replace(seen, state=StateName.RUNNING, cause=None, reason=reason, ended=None)
 
     def logs(
         self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import TypeVar
 from kale_dist import records
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import port_forward, states, submission
+from kale_dist.backends.kubernetes import port_forward, preparation, self_pod, states, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.pod_log import PodLog
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
@@ -87,6 +88,7 @@ class Follower:
         self._sent = False
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
+        self._last_item = 0.0
         self._mirror = Mirror(
             records.files(ref.record_name),
             key,
@@ -151,6 +153,10 @@ class Follower:
         self._woken.set()
         self._on_change()
 
+    def _took(self) -> None:
+        self._last_item = time.monotonic()
+        self._wake()
+
     def _run(self) -> None:
         try:
             while not self._stopped.is_set() and not self._mirror.try_lock():
@@ -203,7 +209,7 @@ class Follower:
             key=self._key,
             has_ended=has_ended,
             agent=lambda: self.agent(pod.name, self._number(pod)),
-            on_items=self._wake,
+            on_items=self._took,
         )
 
     def _number(self, pod: PodView) -> int:
@@ -281,12 +287,17 @@ class Follower:
         return True
 
     def _from_store(self, name: str) -> None:
-        """Take an outcome from the job's store, if that is a URL."""
+        """Take an outcome from the job's store, if that is a URL or a claim that this process's pod mounts."""
         store = self._spec.store
-        if store and not store.startswith(submission.CLAIM_SCHEME):
-            with contextlib.suppress(StoreError):
-                path = records.files(self._ref.record_name).folder / name
-                UrlStore(store).get_file(f"jobs/{self._spec.name}/{name}", path)
+        path = records.files(self._ref.record_name).folder / name
+        kept = f"jobs/{self._spec.name}/{name}"
+        with contextlib.suppress(StoreError, OSError):
+            if store and not store.startswith(submission.CLAIM_SCHEME):
+                UrlStore(store).get_file(kept, path)
+            elif (folder := preparation.claim_here(self._spec, self_pod.find(self._cluster))) is not None:
+                part = path.with_name(f".{name}.part")
+                shutil.copyfile(folder / kept, part)
+                part.replace(path)
 
     def _is_drained(self, view: JobView) -> bool:
         alive = {pod.uid for pod in view.pods if not pod.has_ended}
@@ -309,7 +320,7 @@ class Follower:
             return False
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-        waited_s = time.monotonic() - self._failing_since
+        waited_s = time.monotonic() - max(self._failing_since, self._last_item)
         drained = all(log.is_drained for log in self._logs.values())
         if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
             return False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kale_dist.backends.kubernetes.client import Cluster
@@ -24,6 +25,7 @@ _OVERLAP_S = 5
 
 _FORBIDDEN = 403
 _READ_BYTES = 1 << 16
+_MOST_PIECES = 10_000
 
 Ask = Callable[[], Any]
 
@@ -127,7 +129,7 @@ class PodLog:
         rejected = 0
         self._mirror.begin(self._uid, self.number)
         try:
-            for data in self._response.stream(_READ_BYTES):
+            for data in _gathered(self._response):
                 if self._stopped.is_set():
                     return False
                 self._take(reader.feed_block(data))
@@ -154,3 +156,33 @@ class PodLog:
                 self._take(items)
         self._stopped.wait(_POLL_S)
         return False
+
+
+def _gathered(response: Any) -> Iterator[bytes]:
+    """What a stream brings, in as few pieces as can be without waiting: it comes line by line, and each piece costs."""
+    arrived: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for data in response.stream(_READ_BYTES):
+                arrived.put(data)
+        except BaseException as error:  # noqa: BLE001 - raised where the pieces are taken
+            arrived.put(error)
+        else:
+            arrived.put(None)
+
+    threading.Thread(target=read, name="kale_dist log stream", daemon=True).start()
+    while True:
+        item = arrived.get()
+        pieces = []
+        while isinstance(item, bytes):
+            pieces.append(item)
+            if arrived.empty() or len(pieces) >= _MOST_PIECES:
+                break
+            item = arrived.get()
+        if pieces:
+            yield b"".join(pieces)
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            return

@@ -88,7 +88,7 @@ def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
         _put(spec, UrlStore(spec.store))
     elif source is Source.STREAM:
         own = self_pod.find(cluster)
-        folder = _claim_here(spec, own)
+        folder = claim_here(spec, own)
         if folder is not None:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
@@ -97,6 +97,22 @@ def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
             "when the pods run. Until a line of the log says that it was sent, this kernel has to live"
         )
     return source
+
+
+def claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
+    """The store's folder as this process sees it, if the claim is mounted in its own pod.
+
+    Args:
+        spec: The job.
+        own: This process's pod; None outside of the cluster.
+    """
+    claim, folder = submission.claim_of(spec)
+    for mounted in own.claims if own is not None and claim else ():
+        inside = pathlib.PurePosixPath("/", folder)
+        root = pathlib.PurePosixPath("/", mounted.sub_path)
+        if mounted.claim == claim and not mounted.read_only and inside.is_relative_to(root):
+            return pathlib.Path(mounted.path) / inside.relative_to(root)
+    return None
 
 
 def may_read_logs(cluster: Cluster) -> bool:
@@ -132,17 +148,6 @@ def _own_volume(own: SelfPod | None) -> str:
     return (
         f"{submission.CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist" if shared else ""
     )
-
-
-def _claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
-    """The store's folder as this process sees it; None if it does not."""
-    claim, folder = submission.claim_of(spec)
-    for mounted in own.claims if own is not None and claim else ():
-        inside = pathlib.PurePosixPath("/", folder)
-        root = pathlib.PurePosixPath("/", mounted.sub_path)
-        if mounted.claim == claim and not mounted.read_only and inside.is_relative_to(root):
-            return pathlib.Path(mounted.path) / inside.relative_to(root)
-    return None
 
 
 def _put(spec: JobSpec, store: Store) -> None:
