@@ -62,3 +62,8 @@ def exit_with_3():
 def hang():
     print("ready", flush=True)
     time.sleep(600)
+
+
+def bytes_of(size):
+    print(f"rank {kd.context().rank} is here")
+    return bytes(size)

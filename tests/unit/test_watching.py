@@ -162,10 +162,15 @@ def watch(server):
     api.close()
 
 
+def _ours():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kale_dist ")]
+
+
 class Followed:
     """A watch, and a way to wait until its view of a job is as it should be."""
 
     def __init__(self, watch):
+        self.before = _ours()
         self.watch = watch
         self.changed = threading.Condition()
         self.calls = []
@@ -191,8 +196,8 @@ class Followed:
             end()
             end()
         deadline = time.monotonic() + WITHIN_S
-        while any(thread.name.startswith("kale_dist ") for thread in threading.enumerate()):
-            assert time.monotonic() < deadline, threading.enumerate()
+        while left := [thread for thread in _ours() if thread not in self.before]:
+            assert time.monotonic() < deadline, left
             time.sleep(0.01)
 
 

@@ -262,6 +262,9 @@ class Follower:
     def _end_well(self, view: JobView) -> bool:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
         files = records.files(self._ref.record_name)
+        for name in self._mirror.outcomes:
+            if self._spec.store and not (files.folder / name).exists():
+                self._from_store(name)
         wanted = [name for name in self._mirror.outcomes if not (files.folder / name).exists()]
         head = self._head(view)
         if wanted and head is not None:
@@ -281,8 +284,6 @@ class Follower:
                     self.agent(head.name).ack()
         if wanted and not self._is_drained(view):
             return False
-        for name in wanted:
-            self._from_store(name)
         self._mirror.release_final()
         return True
 

@@ -1,0 +1,160 @@
+"""A notebook that runs in a pod, with the rights of docs/rbac.md and no more, trains on two other pods."""
+
+import json
+import pathlib
+import re
+import time
+
+import kubernetes
+import nbformat
+import pytest
+from on_cluster import IMAGE, grant, run_kubectl
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+PACKAGES = pathlib.Path(kubernetes.__file__).parents[1]
+HOME = "/home/me"
+
+TRAINING = """
+import torch
+import kale_dist as kd
+
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+model = torch.nn.Linear(4, 1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pods = {"on": "kubernetes", "number_of_processes": 2, "resources": {"cpu": 0.1, "memory_gib": 1}}
+job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, **pods)
+status = job.wait(200)
+print("training", status.state, [round(value, 1) for value in job.model.weight.flatten().tolist()])
+print("ranks:", [f"{replica.rank} {replica.state}" for replica in status.replicas])
+"""
+
+LARGE = """
+import os
+
+def add_one(weights):
+    print("host", os.uname().nodename)
+    return weights + 1
+
+weights = torch.arange(1_000_000, dtype=torch.float32)
+large = kd.launch(add_one, weights, **pods)
+print("large", [torch.equal(value, weights + 1) for value in large.results(200)])
+print("sent through the API server:", any("snapshot was sent" in line.text for line in large.logs()))
+print("hosts:", sorted(line.text for line in large.logs() if line.text.startswith("host ")))
+print("names:", job.name, large.name)
+"""
+
+RUN = f"""
+import json, pathlib, shutil, sys
+import nbclient.cli
+notebook = pathlib.Path("{HOME}/train.ipynb")
+shutil.copy("/notebook/train.ipynb", notebook)
+sys.argv = ["jupyter-execute", "--inplace", "--allow-errors", "--timeout=300", str(notebook)]
+try:
+    nbclient.cli.main()
+finally:
+    print()
+    print("executed", json.dumps(json.loads(notebook.read_text())), flush=True)
+"""
+
+
+def notebook_pod(account):
+    mounts = [
+        ("home", HOME, False),
+        ("notebook", "/notebook", True),
+        ("packages", "/packages", True),
+        ("repository", "/repository", True),
+    ]
+    return {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "notebook"},
+        "spec": {
+            "serviceAccountName": account, "restartPolicy": "Never",
+            "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+            "containers": [
+                {
+                    "name": "notebook", "image": IMAGE, "command": ["python3", "-c", RUN],
+                    "env": [
+                        {"name": "PYTHONPATH", "value": "/repository:/packages"}, {"name": "HOME", "value": HOME},
+                        {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
+                    ],
+                    "volumeMounts": [
+                        {"name": name, "mountPath": path, "readOnly": read_only} for name, path, read_only in mounts
+                    ],
+                },
+            ],
+            "volumes": [
+                {"name": "home", "persistentVolumeClaim": {"claimName": "home"}},
+                {"name": "notebook", "configMap": {"name": "notebook"}},
+                {"name": "packages", "hostPath": {"path": str(PACKAGES)}},
+                {"name": "repository", "hostPath": {"path": str(REPOSITORY)}},
+            ],
+        },
+    }  # fmt: skip
+
+
+def least_role(namespace, account):
+    """The Role and binding of the documentation, for another namespace and account."""
+    page = (REPOSITORY / "docs" / "rbac.md").read_text()
+    text = re.search(r"^```yaml\n(apiVersion: rbac.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    return text.replace("team-a", namespace).replace('name: "notebook"', f'name: "{account}"')
+
+
+def log_of_ended(namespace, pod, timeout_s=240):
+    deadline = time.monotonic() + timeout_s
+    phase = ("-n", namespace, "get", "pod", pod, "-o", "jsonpath={.status.phase}")
+    while run_kubectl(*phase) not in ("Succeeded", "Failed"):
+        assert time.monotonic() < deadline, run_kubectl("-n", namespace, "describe", "pod", pod)
+        time.sleep(1)
+    return run_kubectl("-n", namespace, "logs", pod)
+
+
+@pytest.fixture(scope="module")
+def executed(namespace):
+    """The notebook's output, by cell."""
+    spec = {
+        "accessModes": ["ReadWriteMany"], "storageClassName": "shared",
+        "resources": {"requests": {"storage": "100Mi"}},
+    }  # fmt: skip
+    cells = [nbformat.v4.new_code_cell(source) for source in (TRAINING, LARGE)]
+    text = nbformat.writes(nbformat.v4.new_notebook(cells=cells))
+    objects = [
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "home"}, "spec": spec},
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "notebook"}, "data": {"train.ipynb": text}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "jo"}},
+    ]
+    for made in objects:
+        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
+    grant(namespace, f"system:serviceaccount:{namespace}:jo", least_role(namespace, "jo"))
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(notebook_pod("jo")))
+    log = log_of_ended(namespace, "notebook")
+    found = re.search(r"^executed (.*)$", log, re.MULTILINE)
+    assert found, log
+    notebook = nbformat.reads(found[1], as_version=4)
+    errors = [output for cell in notebook.cells for output in cell.outputs if output.output_type == "error"]
+    assert errors == [], "\n".join(errors[0].traceback)
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+
+
+def test_a_model_is_trained_by_two_other_pods(executed):
+    assert "training succeeded [1.0, 1.0, 1.0, 1.0]" in executed[0]
+    assert "ranks: ['0 succeeded', '1 succeeded']" in executed[0]
+
+
+def test_what_is_large_travels_by_the_notebook_s_own_volume(executed):
+    assert "large [True, True]" in executed[1]
+    assert "sent through the API server: False" in executed[1]
+
+
+def test_the_pods_ran_the_notebook_s_image_without_a_token(executed, namespace):
+    small, large = re.search(r"^names: (\S+) (\S+)$", executed[1], re.MULTILINE).groups()
+    assert f"hosts: ['host {large}-master-0', 'host {large}-worker-0']" in executed[1]
+    pods = json.loads(
+        run_kubectl("-n", namespace, "get", "pods", "-l", "app.kubernetes.io/name=kale-dist", "-o", "json")
+    )
+    assert sorted(pod["metadata"]["name"] for pod in pods["items"]) == sorted(
+        f"{name}-{role}-0" for name in (small, large) for role in ("master", "worker")
+    )
+    for pod in pods["items"]:
+        assert "kale-dist/torch-cpu" in pod["spec"]["containers"][0]["image"]
+        assert pod["spec"]["automountServiceAccountToken"] is False
