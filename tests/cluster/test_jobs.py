@@ -160,6 +160,29 @@ def test_200_mb_go_up_and_come_back_where_nothing_is_shared(on):
     job.delete()
 
 
+def test_a_claim_keeps_what_was_sent_for_the_next_run(on, namespace):
+    import torch
+
+    claim = {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "kept"},
+        "spec": {
+            "storageClassName": "shared", "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }  # fmt: skip
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(claim))
+    weights = torch.arange(1_000_000, dtype=torch.float32)
+    said = []
+    for _ in range(2):
+        with pytest.warns(kd.errors.KaleDistWarning, match="4 MiB"):
+            job = kd.launch(size_and_more, weights, store="pvc://kept/team", **on)
+        assert all(torch.equal(value, weights + 1) for value in job.results(120))
+        said.append(" ".join(line.text for line in job.logs() if line.rank is None))
+        job.delete()
+    assert "The snapshot was sent" in said[0]
+    assert "nothing had to be sent" in said[1]
+
+
 def test_a_flood_of_lines_arrives_whole_and_in_order(on):
     job = kd.launch(prints_much, **on)
     assert job.wait(180).state is StateName.SUCCEEDED

@@ -125,8 +125,12 @@ class KubernetesBackend:
             return
         spec = reader.record().spec
         cluster = _cluster(spec)
-        if not submission.mark_cancelled(cluster, spec, _person()):
-            return
+        refusal: BackendError | None = None
+        try:
+            if not submission.mark_cancelled(cluster, spec, _person()):
+                return
+        except BackendError as error:
+            refusal = error
         follower = self._follow(ref)
         head = submission.head_of(spec)
         if follower is not None:
@@ -134,6 +138,8 @@ class KubernetesBackend:
                 follower.agent(head).cancel(grace_s)
                 follower.cancel_by(time.monotonic() + grace_s + _CANCEL_MARGIN_S)
                 return
+        if refusal is not None:
+            raise refusal
         submission.suspend(cluster, spec.cluster.namespace, spec.name)
 
     def delete(self, ref: JobRef) -> None:

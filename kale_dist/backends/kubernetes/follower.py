@@ -24,7 +24,7 @@ from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodV
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, FailureCause, StateName
+from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
@@ -89,6 +89,7 @@ class Follower:
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
         self._last_item = 0.0
+        self._verdict_at: float | None = None
         self._mirror = Mirror(
             records.files(ref.record_name),
             key,
@@ -242,6 +243,8 @@ class Follower:
                     f"The snapshot was sent to {pod}: {size / _MIB:,.1f} MiB in {len(missing)} of "
                     f"{len(self._spec.blobs)} blobs"
                 )
+            else:
+                self._mirror.say("The snapshot lies in the job's store already: nothing had to be sent")
             self._sent = True
         except (BackendError, StoreError, OSError) as error:
             self.activity = f"The snapshot could not be sent yet: {error}"
@@ -261,31 +264,49 @@ class Follower:
 
     def _end_well(self, view: JobView) -> bool:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
-        files = records.files(self._ref.record_name)
-        for name in self._mirror.outcomes:
-            if self._spec.store and not (files.folder / name).exists():
-                self._from_store(name)
-        wanted = [name for name in self._mirror.outcomes if not (files.folder / name).exists()]
+        missing = self._missing()
+        for name in missing if self._spec.store else ():
+            self._from_store(name)
         head = self._head(view)
-        if wanted and head is not None:
+        if head is not None and (self._missing() or self._mirror.waits_for_acknowledgement):
             try:
-                agent = self.agent(head.name)
-                there = agent.status()["outcomes"]
-                for name in wanted:
-                    if name.removeprefix("outcome-") in there:
-                        agent.fetch_file(name, files.folder / name, self._progress("Fetching the results"))
-                agent.ack()
+                self._fetch_from(self.agent(head.name))
             except (BackendError, StoreError, OSError) as error:
                 self.activity = f"The results could not be fetched yet: {error}"
-            wanted = [name for name in wanted if not (files.folder / name).exists()]
-        elif head is not None and all(log.is_drained or log.number == 0 for log in self._logs.values()):
-            with contextlib.suppress(BackendError, StoreError, OSError):
-                if self._mirror.waits_for_acknowledgement:
-                    self.agent(head.name).ack()
-        if wanted and not self._is_drained(view):
+        if not self._is_drained(view) and (self._missing() or not self._is_told()):
             return False
         self._mirror.release_final()
         return True
+
+    def _missing(self) -> list[str]:
+        """Names of the outcomes that there are and that are not here."""
+        verdict = self._mirror.verdict or {}
+        names = set(self._mirror.outcomes)
+        if self._key is not None and verdict.get("state") == StateName.SUCCEEDED:
+            ranks = range(self._spec.topology.number_of_processes)
+            names |= {f"outcome-{verdict.get('attempt', 0)}-{rank}" for rank in ranks}
+        folder = records.files(self._ref.record_name).folder
+        return sorted(name for name in names if not (folder / name).exists())
+
+    def _fetch_from(self, agent: PodClient) -> None:
+        """Take all that pod 0's agent holds, and tell it that it may go."""
+        folder = records.files(self._ref.record_name).folder
+        status = agent.status()
+        names = [name for name in self._missing() if name.removeprefix("outcome-") in status["outcomes"]]
+        failed = (self._mirror.verdict or {}).get("state") != StateName.SUCCEEDED
+        if failed and status.get("checkpoint") is not None:
+            names.append("checkpoint")
+        for name in names:
+            agent.fetch_file(name, folder / name, self._progress("Fetching the results"))
+        agent.ack()
+
+    def _is_told(self) -> bool:
+        """Whether every rank's end is here, which its agent tells after the rank's last line."""
+        if self._verdict_at is None:
+            self._verdict_at = time.monotonic()
+        ended = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED)
+        told = all(replica.state in ended for replica in self._reader.status().replicas)
+        return told or time.monotonic() > self._verdict_at + _DRAIN_S
 
     def _from_store(self, name: str) -> None:
         """Take an outcome from the job's store, if that is a URL or a claim that this process's pod mounts."""

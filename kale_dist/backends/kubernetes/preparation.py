@@ -93,8 +93,8 @@ def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
         warn(
-            f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB, and notebook and pods share no store: it is sent "
-            "when the pods run. Until a line of the log says that it was sent, this kernel has to live"
+            f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
+            "Until a line of the log says so, this kernel has to live"
         )
     return source
 
