@@ -240,9 +240,8 @@ class PodAgent:
 
     def acknowledged(self) -> None:
         """The notebook has all it wants."""
-        role = self._role
-        if isinstance(role, PodHead):
-            self._mailbox.post(role.acknowledged)
+        if self._role is not None:
+            self._mailbox.post(self._role.acknowledged)
 
     def blob_arrived(self) -> None:
         """A blob is whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kale_dist.contract import FailureCause, StateName
@@ -16,6 +17,11 @@ from kale_dist.runtime.rank_run import RankRun
 
 REFUSED_LIMIT_S = 60.0
 """A pod that cannot run its part waits so long for the head to end the job."""
+
+UNREAD_LIMIT_S = 15.0
+"""A pod whose log nobody reads stays so long at the end for the notebook to ask for it; the head waits longer."""
+
+_LOOK_EACH_S = 0.1
 
 
 class PodMember:
@@ -32,7 +38,8 @@ class PodMember:
         self._is_ready = False
         self._refusal = ""
         self._cancelled: dict[str, Any] | None = None
-        self._is_over = False
+        self._ended_at: float | None = None
+        self._is_acknowledged = False
         self._delivery = Delivery(site, self._shipped)
         self._run = MemberRun(site, self._send, self._delivery.ship, self._check_end)
         self._link = HeadLink(
@@ -49,8 +56,8 @@ class PodMember:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How the job has ended, once the head has said so or is lost."""
-        return self._verdict
+        """How the job has ended, once the head has said so or is lost and the last line of this pod is written."""
+        return self._verdict if self._ended_at is not None else None
 
     def blobs_are_here(self) -> None:
         """This pod can start its ranks."""
@@ -75,6 +82,10 @@ class PodMember:
         self._send(self._cancelled)
         self._run.end(grace_s)
         self._site.loop.call_later(FAILURE_GRACE_S, self._check_end)
+
+    def acknowledged(self) -> None:
+        """The notebook has this pod's log."""
+        self._is_acknowledged = True
 
     def outcome_arrived(self) -> None:
         """Nobody brings outcomes here."""
@@ -133,15 +144,17 @@ class PodMember:
         """Leave if the job has ended and no rank is left."""
         if self._verdict is None and self._cancelled is not None:
             # Who was told to end does not wait for the head to say so too.
-            reason = str(self._cancelled["reason"])
-            verdict = Verdict(StateName.CANCELLED, FailureCause.USER, reason)
-        elif self._verdict is not None:
-            verdict = self._verdict
-        else:
-            return
-        if self._run.is_gone and not self._is_over:
-            self._is_over = True
+            self._verdict = Verdict(StateName.CANCELLED, FailureCause.USER, str(self._cancelled["reason"]))
+        if self._verdict is not None and self._run.is_gone and self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self._leave_if_possible(self._verdict, self._ended_at)
+
+    def _leave_if_possible(self, verdict: Verdict, since: float) -> None:
+        is_read = self._site.order.log_is_read or self._is_acknowledged or self._cancelled is not None
+        if is_read or time.monotonic() - since > UNREAD_LIMIT_S:
             self._site.end(verdict)
+        else:
+            self._site.loop.call_later(_LOOK_EACH_S, lambda: self._leave_if_possible(verdict, since))
 
 
 def _not_started(reason: str) -> Verdict:

@@ -105,7 +105,8 @@ class PodLog:
                 break
             except Exception:  # noqa: BLE001 - whatever broke the stream, it is taken up again
                 whole = False
-            if ended and (whole or read == self._poll_agent):
+            polls = read == self._poll_agent
+            if (ended and (whole or polls)) or (whole and polls):
                 break
             self._stopped.wait(_AGAIN_S)
         self.is_drained = True
@@ -148,12 +149,20 @@ class PodLog:
         self._on_items()
 
     def _poll_agent(self) -> bool:
-        """Ask the pod's agent itself, where `pods/log` is forbidden."""
+        """Ask the pod's agent itself, where `pods/log` is forbidden; whether it has told all that it has."""
         with contextlib.suppress(BackendError, StoreError, OSError):
             agent = self._agent()
-            items = [*agent.log(self._mirror.next_line(self._uid)), *agent.events(self._mirror.next_event(self._uid))]
-            if items:
+            # Asked before reading: what the agent has told before it said that it has ended is then read for certain.
+            has_ended = agent.status()["state"] == "ended"
+            while items := [
+                *agent.log(self._mirror.next_line(self._uid)),
+                *agent.events(self._mirror.next_event(self._uid)),
+            ]:
                 self._take(items)
+            if has_ended and self.number != 0:
+                # Pod 0 is told by whoever fetches the results.
+                agent.ack()
+                return True
         self._stopped.wait(_POLL_S)
         return False
 
