@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from kale_dist import names
 from kale_dist.errors import ConfigError
+from kale_dist.recipe import Recipe
 from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.wording import closest, show
 
@@ -235,6 +236,9 @@ class Policy:
     """Seconds without progress after which the job fails; None for never."""
     detach: bool = False
     """Whether the job outlives the notebook."""
+    max_restarts: int = 0
+    """How often all ranks are started again, from the last checkpoint, after one was lost. Never after an exception of
+    the user's code, and never for lack of memory."""
 
     def __post_init__(self) -> None:
         for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):
@@ -271,6 +275,8 @@ class JobSpec:
     """Variables set in the ranks, beyond what the backend gives them."""
     image: str = ""
     """Reference of the container image; empty on local."""
+    recipe: Recipe | None = None
+    """What the image is made of, if it is made for this job; `image` is then its digest, once that is known."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     store: str = ""
     """Where bytes travel: empty (by themselves), `pvc://claim/folder`, or a URL that fsspec opens."""
@@ -302,6 +308,7 @@ class JobSpec:
         values["cluster"] = ClusterOptions(**_with_tuples(data["cluster"]))
         values["environment"] = tuple((name, value) for name, value in data["environment"])
         values["strategy"] = AllReduce(**data["strategy"])
+        values["recipe"] = Recipe.from_json(data["recipe"]) if data.get("recipe") is not None else None
         values["policy"] = Policy(**data["policy"])
         return cls(**values)
 
