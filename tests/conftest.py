@@ -5,12 +5,14 @@ import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
 
 import pytest
+from on_cluster import run_kubectl
 
 _RUN_NAME = "KALE_DIST_TEST_RUN"
 """Every process that a test starts inherits this variable, however it was started."""
@@ -62,6 +64,38 @@ def no_process_is_left():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes outlive the tests: {left}"
+
+
+@pytest.fixture(scope="session")
+def kubeconfig():
+    """The path of the administrator's kubeconfig; skips where no cluster answers."""
+    path = os.environ.get("KUBECONFIG", "")
+    asked = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=5s"]
+    if not pathlib.Path(path).is_file() or subprocess.run(asked, capture_output=True, check=False).returncode:
+        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
+            pytest.fail("no cluster answers, and KALE_DIST_REQUIRE_CLUSTER is set")
+        pytest.skip("no cluster answers")
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_namespace(kubeconfig):
+    """A function that makes namespaces, which are deleted in the end."""
+    made = []
+
+    def make(**labels):
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        made.append(name)
+        run_kubectl("create", "namespace", name)
+        if labels:
+            pairs = [f"pod-security.kubernetes.io/{key}={value}" for key, value in labels.items()]
+            run_kubectl("label", "namespace", name, *pairs)
+        run_kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=20s")
+        return name
+
+    yield make
+    if made:
+        run_kubectl("delete", "namespace", *made, "--wait=false", "--ignore-not-found")
 
 
 class _Absent:

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import pathlib
-import subprocess
 import uuid
 
 import pytest
@@ -40,38 +37,6 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
 def no_connection_is_left():
     yield
     client.disconnect()
-
-
-@pytest.fixture(scope="session")
-def kubeconfig():
-    """The path of the administrator's kubeconfig; skips where no cluster answers."""
-    path = os.environ.get("KUBECONFIG", "")
-    asked = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=5s"]
-    if not pathlib.Path(path).is_file() or subprocess.run(asked, capture_output=True, check=False).returncode:
-        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
-            pytest.fail("no cluster answers, and KALE_DIST_REQUIRE_CLUSTER is set")
-        pytest.skip("no cluster answers")
-    return path
-
-
-@pytest.fixture(scope="session")
-def make_namespace(kubeconfig):
-    """A function that makes namespaces, which are deleted in the end."""
-    made = []
-
-    def make(**labels):
-        name = f"test-{uuid.uuid4().hex[:8]}"
-        made.append(name)
-        run_kubectl("create", "namespace", name)
-        if labels:
-            pairs = [f"pod-security.kubernetes.io/{key}={value}" for key, value in labels.items()]
-            run_kubectl("label", "namespace", name, *pairs)
-        run_kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=20s")
-        return name
-
-    yield make
-    if made:
-        run_kubectl("delete", "namespace", *made, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ import pathlib
 import subprocess
 import time
 
-import yaml
-
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 
 
@@ -20,6 +18,8 @@ def run_kubectl(*arguments, text=None):
 
 def grant(namespace, identity, role):
     """Apply a Role with its binding, and wait until the API server knows of it."""
+    import yaml
+
     run_kubectl("apply", "-f", "-", text=role)
     resource = next(yaml.safe_load_all(role))["rules"][-1]["resources"][0]
     deadline = time.monotonic() + 30
@@ -34,6 +34,8 @@ def grant(namespace, identity, role):
 
 def write_kubeconfig(path, original, *, token=None, user=None, namespace="", **cluster_settings):
     """A copy of a kubeconfig with other credentials or another server."""
+    import yaml
+
     data = yaml.safe_load(pathlib.Path(original).read_text())
     data["clusters"][0]["cluster"].update(cluster_settings)
     data["clusters"][0]["cluster"] = {k: v for k, v in data["clusters"][0]["cluster"].items() if v is not None}
