@@ -35,6 +35,7 @@ from kale_dist.url_store import UrlStore
 T = TypeVar("T")
 
 _LOOK_S = 1.0
+_REST_S = 0.1
 _LOCK_S = 2.0
 _SETTLE_S = 3.0
 """From the cluster's word that a job has failed until it is believed: the agents' own account may still be on its way."""
@@ -168,6 +169,8 @@ class Follower:
             with contextlib.closing(self._mirror):
                 while not self._stopped.is_set() and not self._step():
                     self._woken.wait(_LOOK_S)
+                    # A log that talks wakes all the time.
+                    self._stopped.wait(_REST_S)
                     self._woken.clear()
         except BackendError:
             # The job's folder was deleted.

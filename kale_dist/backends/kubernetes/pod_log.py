@@ -26,6 +26,9 @@ _OVERLAP_S = 5
 _FORBIDDEN = 403
 _READ_BYTES = 1 << 16
 _MOST_PIECES = 10_000
+_GATHER_S = 0.05
+"""What a pod says comes line by line, and each batch costs the same whatever is in it."""
+
 
 Ask = Callable[[], Any]
 
@@ -168,7 +171,7 @@ class PodLog:
 
 
 def _gathered(response: Any) -> Iterator[bytes]:
-    """What a stream brings, in as few pieces as can be without waiting: it comes line by line, and each piece costs."""
+    """What a stream brings, gathered for a moment."""
     arrived: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -183,6 +186,8 @@ def _gathered(response: Any) -> Iterator[bytes]:
     threading.Thread(target=read, name="kale_dist log stream", daemon=True).start()
     while True:
         item = arrived.get()
+        if isinstance(item, bytes):
+            time.sleep(_GATHER_S)
         pieces = []
         while isinstance(item, bytes):
             pieces.append(item)
