@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kale_dist.calls import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
+    from kale_dist.notebook.execution import run_notebook
     from kale_dist.runtime.context import context, report
     from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
     from kale_dist.status import JobStatus
@@ -45,6 +46,7 @@ __all__ = [
     "launch",
     "render",
     "report",
+    "run_notebook",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "launch": "calls",
     "render": "calls",
     "report": "runtime.context",
+    "run_notebook": "notebook.execution",
 }
 
 

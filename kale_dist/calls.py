@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kale_dist import backends, checks, names, records, training_checks, weights
+from kale_dist import backends, checks, names, overrides, records, training_checks, weights
 from kale_dist.backends.base import Adopts, Backend, Fetches, JobRef, Plan, Prepares, Selects, WarmsUp
 from kale_dist.blobs import FolderStore, MemoryStore, Store
 from kale_dist.checks import Machine, Run
@@ -343,6 +343,7 @@ _TRAINING_NAMES = (
 
 def _training_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
     """The arguments of `distribute`, checked."""
+    given = overrides.apply(given)
     training_checks.check(given)
     run = checks.check_run(_machine, given)
     strategy = given["strategy"] or AllReduce()
@@ -353,6 +354,7 @@ def _training_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
 
 def _function_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
     """The arguments of `launch`, checked."""
+    given = overrides.apply(given)
     fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
     checks.check_function(fn, args, kwargs)
     run = checks.check_run(_machine, given)

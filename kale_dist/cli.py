@@ -98,6 +98,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OUT",
         help="where the executed notebook goes (NAME.executed.ipynb)",
     )
+    run.add_argument(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a value for the cell tagged `parameters`",
+    )
+    run.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of every call, such as epochs=1"
+    )
+    run.add_argument("--on", choices=backends.NAMES, help="where its jobs run, whatever its calls say")
+    run.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write a summary as JSON")
+    run.add_argument("--junit", type=pathlib.Path, metavar="FILE", help="write a summary as JUnit's XML")
     return parser
 
 
@@ -229,19 +244,42 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from kale_dist.notebook import execution
+        from kale_dist.notebook import execution, parameters, summary
         from kale_dist.notebook.terminal import Terminal
     except ImportError as error:
         missing = f"{error.name} is not installed"
         raise ConfigError("run", missing, "Install what it needs: pip install 'kale-dist[notebook]'") from error
-    output = options.output or pathlib.Path(f"{options.notebook.stem}.executed.ipynb")
-    result = execution.run_notebook(options.notebook, output=output, terminal=Terminal(sys.stdout))
+    arguments = dict(_assignment(text) for text in options.set)
+    if options.on is not None:
+        arguments["on"] = options.on
+    for file in (options.json, options.junit):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError("--json" if file is options.json else "--junit", f"{file} has no folder", "Make it first")
+    result = execution.run_notebook(
+        options.notebook,
+        parameters={name: parameters.parse(value) for name, value in options.parameter},
+        arguments=arguments,
+        output=options.output,
+        terminal=Terminal(sys.stdout),
+    )
+    for file, write in ((options.json, summary.as_json), (options.junit, summary.as_junit)):
+        if file is not None:
+            file.write_text(write(result, str(options.notebook)))
     if result.failure:
         print(f"{options.notebook}, {result.failure}", file=sys.stderr)
     print(f"Executed notebook: {result.output}", file=sys.stderr if result.failure else sys.stdout)
     if result.interrupted:
         return _INTERRUPTED
     return _FAILURE if result.failure else 0
+
+
+def _assignment(text: str) -> tuple[str, object]:
+    from kale_dist.notebook import parameters
+
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError("--set", f"{text!r} sets nothing", "Write it as epochs=1")
+    return name.strip(), parameters.parse(value)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

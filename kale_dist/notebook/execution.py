@@ -15,6 +15,8 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import nbformat
@@ -25,13 +27,36 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from traitlets import default
 from traitlets.config import Config
 
+from kale_dist import overrides
 from kale_dist.errors import ConfigError
-from kale_dist.notebook.following import KernelJobs
+from kale_dist.notebook import parameters as notebook_parameters
+from kale_dist.notebook.following import JobEnd, KernelJobs
 from kale_dist.notebook.terminal import Terminal
 from kale_dist.view import facts
 
 _INTERRUPT_GRACE_S = 10.0
 """From the first interrupt on a kernel has so long to end its cell; then it is killed."""
+
+
+SKIP_TAGS = ("skip", "skip-execution")
+"""A cell with one of these tags is not executed: Kale's word, and nbclient's."""
+
+_SAVING_SHARE = 10.0
+"""Saving takes at most one part in so many of the time, however large the notebook is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CellRun:
+    """How one code cell went."""
+
+    number: int
+    """Its place in the notebook, from 1; text cells count."""
+    source: str
+    state: str
+    """`succeeded`, `failed`, `skipped` (by its tag) or `not run`."""
+    seconds: float = 0.0
+    error: str = ""
+    """The traceback of a failure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,37 +68,60 @@ class Execution:
     failure: str = ""
     """Which cell failed, and its traceback; empty after a success."""
     interrupted: bool = False
+    cells: tuple[CellRun, ...] = ()
+    """Its code cells, in their order."""
+    jobs: tuple[JobEnd, ...] = ()
+    """The jobs that its cells started, in their order."""
 
 
-def run_notebook(path: pathlib.Path, *, output: pathlib.Path, terminal: Terminal) -> Execution:
+def run_notebook(
+    path: str | pathlib.Path,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    output: str | pathlib.Path | None = None,
+    terminal: Terminal | None = None,
+) -> Execution:
     """Execute a notebook, in its own folder, up to its end or its first failing cell.
+
+    Cells tagged `skip` are left out. Other tags of Kale (`imports`, `functions`, `block:name`, `prev:name`) name parts of
+    a pipeline; here their cells run in the notebook's order.
 
     Args:
         path: The notebook; it is left as it is.
-        output: Where the executed notebook goes. Its folder is made.
-        terminal: Shows what cells print, what ranks log, and a progress bar.
+        parameters: Values for names that its cell tagged `parameters` assigns; they are put into a cell behind it.
+        arguments: Set in every `distribute` and `launch` of the notebook in the place of its own, such as
+            `{"epochs": 1, "on": "kubernetes"}`.
+        output: Where the executed notebook goes; None for `NAME.executed.ipynb` in the working folder. Its folder is
+            made.
+        terminal: Shows what cells print, what ranks log, and a progress bar; None for standard output.
 
     Returns:
         How it went. A cell's failure and an interrupt (Ctrl-C, passed on to the cell) do not raise.
 
     Raises:
-        ConfigError: The notebook cannot be read, or the output cannot be written; nothing was executed.
+        ConfigError: The notebook cannot be read, it has no such parameter, no call has such an argument, or the output
+            cannot be written; nothing was executed.
     """
+    path = pathlib.Path(path)
+    output = pathlib.Path(output) if output is not None else pathlib.Path(f"{path.stem}.executed.ipynb")
+    overrides.check(arguments or {})
     notebook = _read(path)
+    notebook_parameters.inject(notebook, parameters or {})
     _check_output(path, output)
     with tempfile.TemporaryDirectory(prefix="kale-dist-") as sockets:
-        client = _Client(notebook, path.resolve().parent, output.resolve(), terminal, sockets)
-        return _execute(client, output)
+        client = _Client(notebook, path.resolve().parent, output.resolve(), terminal or Terminal(sys.stdout), sockets)
+        return _execute(client, output, arguments or {})
 
 
-def _execute(client: _Client, output: pathlib.Path) -> Execution:
+def _execute(client: _Client, output: pathlib.Path, arguments: Mapping[str, Any]) -> Execution:
     failure: list[str] = []
     # Not the thread's own end: a join that is interrupted takes the thread for ended.
     ended = threading.Event()
 
     def execute() -> None:
         try:
-            failure.append(client.execute_all())
+            failure.append(client.execute_all(arguments))
         finally:
             ended.set()
 
@@ -82,7 +130,13 @@ def _execute(client: _Client, output: pathlib.Path) -> Execution:
     threading.Thread(target=execute, name="kale_dist notebook").start()
     interrupted = _wait(ended, client)
     client.jobs.stop()
-    return Execution(output=output, failure=failure[0] if failure else "", interrupted=interrupted)
+    return Execution(
+        output=output,
+        failure=failure[0] if failure else "",
+        interrupted=interrupted,
+        cells=client.cell_runs(),
+        jobs=client.jobs.ends(),
+    )
 
 
 def _wait(ended: threading.Event, client: _Client) -> bool:
@@ -115,6 +169,10 @@ def _read(path: pathlib.Path) -> Any:
     language = notebook.metadata.get("kernelspec", {}).get("language", "python")
     if language.lower() not in ("python", "ipython"):
         raise ConfigError("notebook", f"{path} is written in {language}", "Only Python notebooks can be run")
+    for cell in notebook.cells:
+        # Some tools write null where there are none.
+        if not isinstance(cell.metadata.get("tags", []), list):
+            del cell.metadata["tags"]
     return notebook
 
 
@@ -169,12 +227,20 @@ class _Client(NotebookClient):
         self._terminal = terminal
         self._unfinished: dict[str, str] = {}
         self._cell_number = 0
+        self._began = 0.0
+        self._runs: dict[int, CellRun] = {}
+        self._saved_at = self._saving_s = 0.0
         self.jobs = KernelJobs(self._kernel_pid, terminal)
 
-    def execute_all(self) -> str:
-        """Execute all cells; returns what failed, or nothing."""
+    def execute_all(self, arguments: Mapping[str, Any]) -> str:
+        """Execute all cells, with some arguments of their calls set; returns what failed, or nothing."""
+        environment = dict(os.environ)
+        if arguments:
+            environment[overrides.VARIABLE] = overrides.encode(arguments)
+            listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            self._terminal.line(f"Set in every call: {listed}")
         try:
-            asyncio.run(self.async_execute())
+            asyncio.run(self.async_execute(env=environment))
         except CellExecutionError as error:
             trace = error.traceback if self._terminal.is_tty else facts.clean_lines(error.traceback)
             return f"{self._where()} failed:\n{trace.strip()}"
@@ -186,6 +252,38 @@ class _Client(NotebookClient):
             self._flush_streams()
             self._save()
         return ""
+
+    def cell_runs(self) -> tuple[CellRun, ...]:
+        """How each code cell went."""
+        return tuple(
+            self._runs.get(index, CellRun(number=index + 1, source=cell.source, state="not run"))
+            for index, cell in enumerate(self.nb.cells)
+            if cell.cell_type == "code"
+        )
+
+    async def async_execute_cell(self, cell: Any, cell_index: int, *given: Any, **named: Any) -> Any:
+        """Execute one cell, unless its tags say otherwise."""
+        if cell.cell_type == "code":
+            if set(SKIP_TAGS) & set(cell.metadata.get("tags") or ()):
+                self._runs[cell_index] = CellRun(number=cell_index + 1, source=cell.source, state="skipped")
+                return cell
+            self._began = time.monotonic()
+        try:
+            return await super().async_execute_cell(cell, cell_index, *given, **named)
+        except BaseException as error:
+            if cell.cell_type == "code":
+                trace = error.traceback if isinstance(error, CellExecutionError) else f"{type(error).__name__}: {error}"
+                self._note(cell, cell_index, "failed", facts.clean_lines(trace))
+            raise
+
+    def _note(self, cell: Any, cell_index: int, state: str, error: str = "") -> None:
+        self._runs[cell_index] = CellRun(
+            number=cell_index + 1,
+            source=cell.source,
+            state=state,
+            seconds=time.monotonic() - self._began,
+            error=error,
+        )
 
     def signal_kernel(self, number: signal.Signals) -> None:
         """Send a signal to the kernel's process, if there is one."""
@@ -215,8 +313,10 @@ class _Client(NotebookClient):
         self.jobs.begin_cell()
 
     def _end_cell(self, cell: Any, cell_index: int, execute_reply: Any) -> None:  # noqa: ARG002 - likewise
+        self._note(cell, cell_index, "succeeded")
         self._flush_streams()
-        self._save()
+        if time.monotonic() - self._saved_at >= _SAVING_SHARE * self._saving_s:
+            self._save()
 
     def _flush_streams(self) -> None:
         for rest in self._unfinished.values():
@@ -225,6 +325,9 @@ class _Client(NotebookClient):
         self._unfinished.clear()
 
     def _save(self) -> None:
+        began = time.monotonic()
         fresh = self._output.with_name(f".{self._output.name}.new")
         nbformat.write(self.nb, fresh)  # type: ignore[no-untyped-call]
         fresh.replace(self._output)
+        self._saved_at = time.monotonic()
+        self._saving_s = self._saved_at - began

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import re
 import threading
 import time
@@ -26,6 +27,16 @@ _REMEMBERED_LINES = 100_000
 """A log that is longer costs no more memory; a cell that streams it so late doubles some lines."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobEnd:
+    """How a job of the notebook was when the notebook had ended."""
+
+    ref: str
+    state: str
+    """The name of a state, or `deleted`."""
+    reason: str
+
+
 class KernelJobs:
     """Follows every job that one kernel starts.
 
@@ -41,6 +52,7 @@ class KernelJobs:
         # What is there now belongs to other kernels, though one of them may have had the same process id.
         self._passed_over = {folder.name for folder in records.jobs_dir().iterdir()}
         self._logs: dict[JobRef, threading.Thread] = {}
+        self._last: dict[JobRef, JobStatus] = {}
         self._lines = _Lines(terminal)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kale_dist kernel jobs", daemon=True)
@@ -85,6 +97,18 @@ class KernelJobs:
                 self._terminal.line(f"{ref} runs on: kale-dist logs -f {ref.name}")
         self._terminal.clear()
 
+    def ends(self) -> tuple[JobEnd, ...]:
+        """How each job is, oldest first; of one that was deleted, how it was before if that was its end."""
+        found = []
+        for ref in self._logs:
+            status = _status(ref) or self._last.get(ref)
+            found.append(
+                JobEnd(ref=str(ref), state="deleted", reason="")
+                if status is None
+                else JobEnd(ref=str(ref), state=status.state.value, reason=facts.sentence(status, None))
+            )
+        return tuple(found)
+
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):
             self._find()
@@ -113,7 +137,7 @@ class KernelJobs:
         try:
             for line in _backend(ref).logs(ref, follow=True):
                 self._lines.from_log(line)
-            status = _backend(ref).status(ref)
+            status = self._last[ref] = _backend(ref).status(ref)
         except JobNotFoundError:
             self._terminal.line(f"{ref} was deleted")
         else:

@@ -1,0 +1,227 @@
+"""`kale-dist run` with parameters, arguments set from outside, tags and summaries; notebooks that other tools wrote."""
+
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import nbformat
+import pytest
+from nbformat import v3
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+import kale_dist as kd
+from kale_dist import overrides, records
+from kale_dist.errors import ConfigError
+from kale_dist.notebook import parameters
+
+TRAINING = """
+import kale_dist as kd
+def work(text, times):
+    print(text * times)
+    return kd.context().world_size
+job = kd.launch(work, word, times, number_of_processes=2, name="scripted")
+print("world size", job.result())
+"""
+
+
+def run(*words, cwd, **environment):
+    """Run the command; gives exit code, standard output and error."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "kale_dist.cli", "run", *map(str, words)],
+        capture_output=True, text=True, check=False, timeout=120, cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])} | environment,
+    )  # fmt: skip
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def cell(source, *tags):
+    return new_code_cell(source, metadata={"tags": list(tags)} if tags else {})
+
+
+def write(path, *cells):
+    nbformat.write(new_notebook(cells=[new_markdown_cell("# words"), *cells]), path)
+    return path
+
+
+def sources(notebook):
+    return [cell.source for cell in notebook.cells]
+
+
+def test_a_run_with_everything(tmp_path):
+    notebook = write(
+        tmp_path / "n.ipynb",
+        cell("word = 'a'\ntimes: int = 1", "parameters"),
+        cell(TRAINING, "block:train", "prev:load"),
+        cell("raise SystemError('never')", "skip"),
+        cell("print('end')"),
+    )
+    code, out, err = run(
+        notebook, "-p", "times", "3", "-p", "word", "no", "--set", "number_of_processes=1", "--set", "epochs=2",
+        "-o", "out.ipynb", "--json", "run.json", "--junit", "run.xml", cwd=tmp_path,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert "Set in every call: number_of_processes=1, epochs=2" in lines
+    assert "[0] nonono" in lines
+    assert "world size 1" in lines
+    assert lines.index("world size 1") < lines.index("end")
+    executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    assert executed.cells[2].source == "times = 3\nword = 'no'"
+    assert executed.cells[2].metadata.tags == ["injected-parameters"]
+    assert sources(nbformat.read(notebook, as_version=4))[2] == TRAINING
+    said = json.loads((tmp_path / "run.json").read_text())
+    assert said["result"] == "succeeded"
+    assert [one["state"] for one in said["cells"]] == ["succeeded", "succeeded", "succeeded", "skipped", "succeeded"]
+    assert said["cells"][2]["seconds"] > 0
+    assert [(one["ref"], one["state"]) for one in said["jobs"]] == [("local://scripted", "succeeded")]
+    suite = ET.fromstring((tmp_path / "run.xml").read_text())
+    assert {name: suite.get(name) for name in ("tests", "failures", "skipped")} == {
+        "tests": "6", "failures": "0", "skipped": "1",
+    }  # fmt: skip
+    records.delete("scripted")
+
+
+def test_a_failure_is_in_the_summaries_with_its_traceback(tmp_path):
+    notebook = write(
+        tmp_path / "n.ipynb",
+        cell("import kale_dist as kd\ndef bad():\n    raise ValueError('\\x1b[31m<on> \\x00purpose')"),
+        cell("kd.launch(bad, number_of_processes=1, name='scripted-bad').result()"),
+        cell("print('never')"),
+    )
+    code, _, err = run(notebook, "--json", "run.json", "--junit", "run.xml", cwd=tmp_path)
+    assert code == 1
+    assert "cell 3 of 4 failed" in err
+    assert "<on>" in err
+    said = json.loads((tmp_path / "run.json").read_text())
+    assert said["result"] == "failed"
+    assert [one["state"] for one in said["cells"]] == ["succeeded", "failed", "not run"]
+    assert "purpose" in said["cells"][1]["error"]
+    assert said["jobs"][0]["state"] == "failed"
+    suite = ET.fromstring((tmp_path / "run.xml").read_text())
+    assert suite.get("failures") == "2"
+    assert "JobFailedError" in suite.findall("testcase/failure")[0].text
+    records.delete("scripted-bad")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3), ("0.1", 0.1), ("1e-3", 0.001), ("True", True), ("false", False), ("null", None), ("None", None),
+        ("abc", "abc"), ("'3'", "3"), ("[1, 2]", [1, 2]), ("{'a': 1}", {"a": 1}), ("", ""), ("1 +", "1 +"),
+        ("__import__('os')", "__import__('os')"), ("ä b", "ä b"), ("(" * 5000, "(" * 5000),
+    ],
+)  # fmt: skip
+def test_values_of_the_command_line(text, value):
+    assert parameters.parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("tag", "source"),
+    [
+        ("parameters", "lr = 1\n"),
+        ("pipeline-parameters", "a, (lr, *rest) = 1, (2, 3)"),
+        ("parameters", "lr: float = 1"),
+    ],
+)
+def test_parameters_are_put_behind_their_cell_and_replace_those_of_an_earlier_run(tag, source):
+    notebook = new_notebook(cells=[cell("x"), cell(source, tag), cell("lr")])
+    parameters.inject(notebook, {"lr": 0.5})
+    parameters.inject(notebook, {"lr": 0.25})
+    assert sources(notebook) == ["x", source, "lr = 0.25", "lr"]
+    nbformat.validate(notebook)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"learning_rat": 1}, "Did you mean 'learning_rate'"),
+        ({"import": 1}, "cannot be a name"),
+        ({"a b": 1}, "cannot be a name"),
+        ({"learning_rate": object()}, "cannot be written into a cell"),
+        ({"learning_rate": float("nan")}, "cannot be written into a cell"),
+    ],
+)
+def test_wrong_parameters_are_refused(values, said):
+    notebook = new_notebook(cells=[cell("learning_rate = 1\nprint(other := 2)", "parameters")])
+    with pytest.raises(ConfigError, match=said):
+        parameters.inject(notebook, values)
+    assert len(notebook.cells) == 1
+
+
+def test_a_notebook_without_parameters_says_how_it_would_have_some():
+    with pytest.raises(ConfigError, match="Tag the cell"):
+        parameters.inject(new_notebook(cells=[cell("a = 1")]), {"a": 2})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "epoch=1"], "Did you mean 'epochs'"),
+        (["--set", "model=1"], "cannot be set"),
+        (["--set", "epochs"], "sets nothing"),
+        (["-p", "x", "1"], "no cell of parameters"),
+        (["--json", "missing/x.json"], "has no folder"),
+    ],
+)
+def test_mistakes_in_the_command_start_nothing(tmp_path, words, said):
+    code, out, err = run(write(tmp_path / "n.ipynb", cell("print('ran')")), *words, cwd=tmp_path)
+    assert code == 2
+    assert said in err
+    assert "ran" not in out
+    assert [path.name for path in tmp_path.iterdir()] == ["n.ipynb"]
+
+
+def test_a_wrong_value_is_found_by_the_call(monkeypatch):
+    monkeypatch.setenv(overrides.VARIABLE, '{"number_of_processes": -1}')
+    with pytest.raises(ConfigError, match="number_of_processes"):
+        kd.launch(len, "abc", number_of_processes=1)
+
+
+@pytest.mark.parametrize("text", ["[1]", "no json", '{"epoch": 1}'])
+def test_a_variable_that_holds_something_else_is_refused(monkeypatch, text):
+    monkeypatch.setenv(overrides.VARIABLE, text)
+    with pytest.raises(ConfigError):
+        kd.launch(len, "abc", number_of_processes=1)
+
+
+def test_what_can_be_set_are_arguments_of_the_calls():
+    training, function = (inspect.signature(call).parameters for call in (kd.distribute, kd.launch))
+    assert set(overrides.SHARED) <= set(function)
+    assert set(overrides.SHARED) <= set(training)
+    assert set(overrides.TRAINING) <= set(training)
+    objects = {"model", "train_data_loader", "criterion", "optimizer", "train_step", "eval_data_loader", "eval_step"}
+    assert set(training) - set(overrides.SHARED) - set(overrides.TRAINING) == objects | {"scheduler", "strategy"}
+
+
+def test_notebooks_of_other_times_and_without_metadata(tmp_path):
+    old = v3.new_notebook(worksheets=[v3.new_worksheet(cells=[v3.new_code_cell("print('from nbformat', 3)")])])
+    (tmp_path / "old.ipynb").write_text(v3.writes_json(old))
+    bare = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 2}
+    bare["cells"].append(
+        {"cell_type": "code", "source": "print('bare')", "metadata": {"tags": None}, "outputs": [], "execution_count": None}
+    )  # fmt: skip
+    (tmp_path / "bare.ipynb").write_text(json.dumps(bare))
+    assert run("old.ipynb", cwd=tmp_path)[:2] == (0, "from nbformat 3\nExecuted notebook: old.executed.ipynb\n")
+    assert run("bare.ipynb", cwd=tmp_path)[:2] == (0, "bare\nExecuted notebook: bare.executed.ipynb\n")
+
+
+def test_a_notebook_of_50_mb(tmp_path):
+    cells = [cell(f"print({number})") for number in range(20)]
+    path = write(tmp_path / "large.ipynb", new_markdown_cell("x" * 50_000_000), *cells)
+    code, out, err = run(path, cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:-1] == [str(number) for number in range(20)]
+    assert (tmp_path / "large.executed.ipynb").stat().st_size > 50_000_000
+
+
+def test_from_python_with_what_the_command_line_has(tmp_path, capsys):
+    path = write(tmp_path / "n.ipynb", cell("times = 1", "parameters"), cell("print('x' * times)"))
+    execution = kd.run_notebook(path, parameters={"times": 4}, output=tmp_path / "deep" / "out.ipynb")
+    assert capsys.readouterr().out == "xxxx\n"
+    assert execution.failure == ""
+    assert [one.state for one in execution.cells] == ["succeeded"] * 3
+    assert execution.output.exists()
