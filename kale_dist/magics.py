@@ -1,0 +1,247 @@
+"""Magics for notebooks, after `%load_ext kale_dist`: a cell on every rank, and a word for each thing done with jobs."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import shlex
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from kale_dist import backends, calls, checks, overrides
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.job import Job
+from kale_dist.notebook import parameters
+from kale_dist.runtime import cell as on_a_rank
+from kale_dist.view import facts, plain
+
+FILENAME = "<%%distribute>"
+"""What tracebacks call the text of such a cell."""
+
+_IGNORED = re.compile(r"\s*%matplotlib(\s|$)")
+_MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
+
+
+def _empty() -> ast.arguments:
+    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+@magics_class
+class DistributeMagics(Magics):
+    """`%%distribute`, `%jobs`, `%attach`, `%logs`."""
+
+    @property
+    def _namespace(self) -> dict[str, Any]:
+        """The notebook's names."""
+        shell: Any = self.shell
+        return cast("dict[str, Any]", shell.user_ns)
+
+    @magic_arguments()
+    @argument("-n", "--number-of-processes", type=int, help="How many ranks run the cell")
+    @argument("--on", default="local", help="Where: local, docker or kubernetes")
+    @argument("--image", help="The containers' image")
+    @argument("--cuda", action="store_true", help="One GPU for each rank")
+    @argument("--name", help="The job's name")
+    @argument("--set", action="append", default=[], metavar="NAME=VALUE", help="Any other argument of kale_dist.launch")
+    @argument("--job", metavar="NAME", help="Keep the job under this name")
+    @argument("--no-wait", action="store_true", help="Do not wait: the job is the cell's value")
+    @cell_magic
+    def distribute(self, line: str, cell: str) -> Any:
+        """Run the cell on every rank; its value is the list of what its last expression gave on each rank.
+
+        The cell sees the notebook's names, and `rank`, `world_size`, `local_rank` and `device`. What it changes or
+        assigns stays in the ranks: the last expression brings something back.
+        """
+        options = parse_argstring(self.distribute, line)
+        if options.job is not None and not options.job.isidentifier():
+            raise UsageError(f"--job: {options.job!r} cannot be a name in Python")
+        arguments = {
+            "number_of_processes": options.number_of_processes,
+            "on": options.on,
+            "image": options.image,
+            "cuda": options.cuda,
+            "name": options.name,
+            **dict(_assignment(text) for text in options.set),
+        }
+        text = _plain_python(cell)
+        try:
+            on_a_rank.split(text, FILENAME)
+        except SyntaxError as error:
+            raise UsageError(_where(error, text)) from None
+        names = _named(text, self._namespace)
+        job: Job[Any] = _explained(
+            lambda: calls.launch(
+                on_a_rank.cell, text, FILENAME, names, **{k: v for k, v in arguments.items() if v is not None}
+            )
+        )
+        if options.job is not None:
+            self._namespace[options.job] = job
+        if options.no_wait:
+            return job
+        display(job)
+        results = job.results()
+        return results if any(result is not None for result in results) else None
+
+    @magic_arguments()
+    @argument("--on", default="local", help="Where the jobs run: local, docker or kubernetes")
+    @argument("--namespace", help="Of the cluster; * for all")
+    @line_magic
+    def jobs(self, line: str) -> None:
+        """List jobs, oldest first."""
+        options = parse_argstring(self.jobs, line)
+        found = _explained(lambda: calls.jobs(options.on, namespace=options.namespace))
+        rows = [(str(job.ref), job.status.state.value, facts.sentence(job.status, None)) for job in found]
+        print("\n".join(plain.table(("job", "state", ""), rows)) if rows else "There are no jobs.")
+
+    @magic_arguments()
+    @argument("ref", help="A job's reference or name")
+    @argument("name", nargs="?", help="Keep the job under this name")
+    @argument("--trust", action="store_true", help="Also load the results of another user's job")
+    @line_magic
+    def attach(self, line: str) -> Job[Any]:
+        """Find a job again; it is the line's value."""
+        options = parse_argstring(self.attach, line)
+        job: Job[Any] = _explained(lambda: calls.attach(options.ref, trust=options.trust))
+        if options.name is not None:
+            if not options.name.isidentifier():
+                raise UsageError(f"{options.name!r} cannot be a name in Python")
+            self._namespace[options.name] = job
+        return job
+
+    @magic_arguments()
+    @argument("ref", help="A job's reference or name, or a variable that holds a job")
+    @argument("--rank", type=int, help="Only this rank's lines")
+    @argument("--tail", type=int, help="Only the last lines, this many")
+    @argument("-f", "--follow", action="store_true", help="Until the job has ended")
+    @line_magic
+    def logs(self, line: str) -> None:
+        """Print a job's log, each line behind its rank."""
+        options = parse_argstring(self.logs, line)
+        held = self._namespace.get(options.ref)
+        job = held if isinstance(held, Job) else _explained(lambda: calls.attach(options.ref))
+        ranks = None if options.rank is None else [options.rank]
+        for found in _explained(lambda: job.logs(follow=options.follow, ranks=ranks, tail=options.tail)):
+            print(found)
+
+
+def load(shell: Any) -> None:
+    """Register the magics with a shell, and complete their arguments."""
+    shell.register_magics(DistributeMagics(shell))
+    for name in ("%attach", "%logs"):
+        shell.set_hook("complete_command", lambda _shell, event: _references(event.symbol), str_key=name)
+    for name in ("%%distribute", "%jobs"):
+        shell.set_hook("complete_command", lambda _shell, event: _words(event.line), str_key=name)
+
+
+def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
+    """A function of the notebook that uses the names, and does the imports, that the cell does: so they are captured."""
+    tree = ast.parse(text)
+    found = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id in namespace and not hasattr(builtins, node.id)
+    }
+    imports: list[ast.stmt] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                imports.append(node)
+            case ast.ImportFrom(module=str(module), level=0):
+                imports.append(ast.Import(names=[ast.alias(name=module, asname="_")]))
+            case _:
+                pass
+    value = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in sorted(found)], ast.Load()))
+    # Imported names would hide the notebook's own of that name.
+    body: list[ast.stmt] = [
+        ast.FunctionDef(name="imports", args=_empty(), body=[*imports, ast.Pass()], decorator_list=[]),
+        value,
+    ]
+    function = ast.FunctionDef(name="names", args=_empty(), body=body, decorator_list=[])
+    code = compile(ast.fix_missing_locations(ast.Module([function], [])), FILENAME, "exec")
+    inner = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    made = types.FunctionType(inner, namespace, "names")
+    made.__module__ = "__main__"
+    return made
+
+
+def _plain_python(cell: str) -> str:
+    """The cell without what only concerns the notebook's own display.
+
+    Raises:
+        UsageError: A line of it is no Python but IPython's own.
+    """
+    lines = cell.splitlines()
+    try:
+        ast.parse(cell)
+    except (SyntaxError, ValueError):
+        for number, line in enumerate(lines):
+            if _IGNORED.match(line):
+                lines[number] = ""
+            elif _MAGIC.match(line):
+                raise UsageError(
+                    f"line {number + 2}, {line.strip()!r}: magics and shell commands run in the notebook, not on ranks. "
+                    "Put it into a cell of its own, or write it in Python"
+                ) from None
+    # The magic's own line is the first, so that lines in tracebacks are those of the cell.
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _where(error: SyntaxError, text: str) -> str:
+    """A syntax error in one line."""
+    lines, number = text.splitlines(), error.lineno or 1
+    line = lines[number - 1].strip() if number <= len(lines) else ""
+    return f"line {number}: {error.msg}{f': {line}' if line else ''}"
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise UsageError(f"--set: {text!r} sets nothing; write it as timeout_s=60")
+    if name not in overrides.SHARED:
+        near = checks.closest(name, overrides.SHARED)
+        raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
+    return name, parameters.parse(value)
+
+
+def _explained(do: Callable[[], Any]) -> Any:
+    """Mistakes in a magic's line are said in one line; a traceback through this library would say nothing."""
+    try:
+        return do()
+    except (ConfigError, JobNotFoundError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _references(begun: str) -> Sequence[str]:
+    try:
+        return [ref for ref in (str(job.ref) for job in calls.jobs()) if ref.startswith(begun)]
+    except KaleDistError:
+        return []
+
+
+def _words(line: str) -> Sequence[str]:
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return []
+    before: Mapping[str, Sequence[str]] = {"--on": backends.NAMES, "--set": [f"{name}=" for name in overrides.SHARED]}
+    for word in reversed(words[-2:]):
+        if word in before:
+            return list(before[word])
+    return [
+        "--number-of-processes",
+        "--on",
+        "--image",
+        "--cuda",
+        "--name",
+        "--set",
+        "--job",
+        "--no-wait",
+        "--namespace",
+    ]
