@@ -22,7 +22,7 @@ from kale_dist import backends, checks, names, overrides, records, training_chec
 from kale_dist.backends.base import Adopts, Backend, Fetches, JobRef, Plan, Prepares, Selects, WarmsUp
 from kale_dist.blobs import FolderStore, MemoryStore, Store
 from kale_dist.checks import Machine, Run
-from kale_dist.errors import ConfigError, JobNotFoundError, SnapshotError, warn
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, SnapshotError, warn
 from kale_dist.job import Job
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.snapshot.capture import Captured, Originals, capture
@@ -81,6 +81,7 @@ def distribute(
     timeout_s: float | None = None,
     stall_warn_s: float | None = 300.0,
     stall_timeout_s: float | None = 1800.0,
+    max_restarts: int = 0,
     detach: bool = False,
     strategy: Strategy | None = None,
 ) -> Job[TrainingResult]:
@@ -136,6 +137,8 @@ def distribute(
         timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
         stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
         stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
+        max_restarts: How often all processes are started again, from the last checkpoint, after one was lost (a signal,
+            an exit, a stall). Never after an exception, nor for lack of memory.
         detach: Whether the job runs on when the notebook's kernel ends.
         strategy: How gradients are exchanged; None for `AllReduce()`.
 
@@ -171,6 +174,7 @@ def launch(
     timeout_s: float | None = None,
     stall_warn_s: float | None = 300.0,
     stall_timeout_s: float | None = None,
+    max_restarts: int = 0,
     detach: bool = False,
     **kwargs: Any,
 ) -> Job[R]:
@@ -205,6 +209,8 @@ def launch(
         timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
         stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
+            stall); `context().attempt` tells. Never after an exception, nor for lack of memory.
         detach: Whether the job runs on when the notebook's kernel ends.
         **kwargs: The function's keyword arguments.
 
@@ -439,10 +445,26 @@ def _handle(
         ref=str(ref), spec=spec, files=records.files(ref.record_name), key=key, store=FolderStore(records.blobs_dir()),
         originals=originals, fetch=functools.partial(backend.fetch, ref) if isinstance(backend, Fetches) else None,
     )  # fmt: skip
-    job: Job[Any] = Job(backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show)
+    job: Job[Any] = Job(
+        backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
+        again=functools.partial(_again, backend),
+    )  # fmt: skip
     with _jobs_lock:
         _jobs[str(ref)] = job
     return job
+
+
+def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
+    """Submit the same call as a new job."""
+    key, spec = secrets.token_bytes(32), dataclasses.replace(job.spec, name=_free_name(job.spec.label))
+    store = FolderStore(records.blobs_dir())
+    with records.keeping_blobs():
+        if not all(store.exists(digest) for digest in spec.blobs):
+            raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
+        if isinstance(backend, Prepares):
+            spec = backend.prepare(spec, submit=True)
+        ref = backend.submit(backend.plan(spec), key)
+    return _handle(backend, ref, spec, key, targets=job.targets)
 
 
 def _show(job: Job[Any]) -> None:

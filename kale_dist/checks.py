@@ -24,6 +24,7 @@ from kale_dist.wording import closest as closest  # noqa: PLC0414 - other checks
 from kale_dist.wording import show as show  # noqa: PLC0414 - other checks know it from here
 
 _CLUSTER = "kubernetes"
+_DOCKER = "docker"
 _CLUSTER_PROCESSES = 2
 """Processes on a cluster where nobody says how many: nobody knows how many it has room for."""
 
@@ -94,7 +95,11 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
         check_count("processes_per_pod", given["processes_per_pod"])
     if backend.name == "local":
         _check_local(given)
-    on_cluster = backend.name == _CLUSTER
+    if backend.name == _DOCKER:
+        cluster_checks.check_docker(given)
+    volumes = {_CLUSTER: volume_checks.pod_volumes, _DOCKER: volume_checks.container_volumes}.get(
+        backend.name, _volumes
+    )
     run = Run(
         backend=backend,
         name=name,
@@ -102,17 +107,18 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
         cuda=cuda,
         threads=threads,
         seed=seed,
-        volumes=(volume_checks.pod_volumes if on_cluster else _volumes)(given["volumes"]),
-        environment=_environment(given["environment"], in_pods=on_cluster),
+        volumes=volumes(given["volumes"]),
+        environment=_environment(given["environment"], in_pods=backend.name in (_CLUSTER, _DOCKER)),
         image=cluster_checks.image(given["image"]),
         resources=cluster_checks.resources(given["resources"]),
         store=cluster_checks.store(given["store"]),
         cluster=cluster_checks.cluster_options(given["cluster"]),
-        policy=Policy(**limits, detach=detach),
+        policy=Policy(**limits, detach=detach, max_restarts=given["max_restarts"]),
         warnings=(),
     )
-    if on_cluster:
-        return _on_cluster(run, number_of_processes, given["processes_per_pod"])
+    if backend.name in (_CLUSTER, _DOCKER):
+        run = _in_pods(run, number_of_processes, given["processes_per_pod"])
+        return _on_cluster(run) if backend.name == _CLUSTER else run
     if backend.name == "local":
         for volume in run.volumes:
             _check_folder(volume)
@@ -139,23 +145,26 @@ def _on_machine(run: Run, there: Machine, number_of_processes: int | None) -> Ru
     )
 
 
-def _on_cluster(run: Run, number_of_processes: int | None, processes_per_pod: int | None) -> Run:
-    """Lay the ranks out on pods. What the cluster has is not asked here."""
+def _in_pods(run: Run, number_of_processes: int | None, processes_per_pod: int | None) -> Run:
+    """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
     per_pod = processes_per_pod or 1
     world = number_of_processes or max(_CLUSTER_PROCESSES, per_pod)
     if per_pod > world:
         problem = f"{per_pod} is more than the {world} of number_of_processes"
         raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
-    made = dataclasses.replace(
-        run, topology=Topology(number_of_processes=world, processes_per_pod=per_pod), warnings=_unused_gpus(run)
-    )
+    topology = Topology(number_of_processes=world, processes_per_pod=per_pod)
+    return dataclasses.replace(run, topology=topology, warnings=_unused_gpus(run))
+
+
+def _on_cluster(run: Run) -> Run:
+    """Make the manifest once, so that what is wrong with it costs nothing."""
     cluster_checks.check_fits(
         JobSpec(
             name=run.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
             label="",
             kind="",
             snapshot="",
-            topology=made.topology,
+            topology=run.topology,
             cuda=run.cuda,
             volumes=run.volumes,
             environment=run.environment,
@@ -165,7 +174,7 @@ def _on_cluster(run: Run, number_of_processes: int | None, processes_per_pod: in
             policy=run.policy,
         )
     )
-    return made
+    return run
 
 
 def _unused_gpus(run: Run) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
         SnapshotDamagedError          a digest does not match
       StoreError                      bytes could not be kept or found (full disk, missing blob)
       ContractError                   Python, torch or contract version differ between notebook and worker
+      ImageError                      an image cannot be made, found or used; `.retryable` as below
       BackendError                    `.retryable` says whether the same call may succeed later
         BackendUnavailableError
         JobNotFoundError
@@ -106,6 +107,23 @@ class StoreError(KaleDistError):
 
 class ContractError(KaleDistError):
     """Notebook and worker disagree about Python, torch or the contract's version."""
+
+
+class ImageError(KaleDistError):
+    """An image cannot be made, found or used.
+
+    Args:
+        message: What failed, at which registry or builder, and what to do.
+        retryable: Whether the same call may succeed later without a change.
+    """
+
+    def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
+        super().__init__(message, retryable)
+        self.retryable = retryable
+
+    def __str__(self) -> str:
+        """The message alone."""
+        return str(self.args[0])
 
 
 class BackendError(KaleDistError):

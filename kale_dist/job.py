@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kale_dist import checks, interrupts, watch, weights
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import JobFiles, LogLine, StateName
-from kale_dist.errors import JobError, JobNotFoundError, ResultUnavailableError, warn
+from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError, warn
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -44,6 +44,7 @@ class Job(Generic[R]):
         outcomes: Reads what its ranks return.
         targets: The notebook's objects that it trains; None after `attach` from another process.
         display: Shows a job as live output of a cell; None for a static picture.
+        again: Submits the same call as a new job.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Job(Generic[R]):
         outcomes: OutcomeReader,
         targets: weights.Targets | None = None,
         display: Callable[[Job[R]], None] | None = None,
+        again: Callable[[Job[R]], Job[R]] | None = None,
     ) -> None:
         self._backend = backend
         self._ref = ref
@@ -62,6 +64,7 @@ class Job(Generic[R]):
         self._outcomes = outcomes
         self._targets = targets
         self._display = display
+        self._again = again
         self._watcher = watch.watcher(backend)
         self._lock = threading.RLock()
         self._objects: weights.TrainedObjects | None = None
@@ -255,6 +258,26 @@ class Job(Generic[R]):
     def cancel(self) -> None:
         """End the job without waiting for it. A job that has ended is left as it is."""
         self._backend.cancel(self._ref)
+
+    def retry(self) -> Job[R]:
+        """Submit the same call once more, with the same snapshot: what the notebook has changed since does not matter.
+
+        Returns:
+            The new job. This one is left as it is.
+
+        Raises:
+            BackendError: The job still runs, or it was submitted from another machine.
+        """
+        if not self.status.is_final:
+            raise BackendError(f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again")
+        if self._again is None:
+            raise BackendError(f"{self.ref} cannot be submitted again from here. Make the call again in a notebook")
+        return self._again(self)
+
+    @property
+    def targets(self) -> weights.Targets | None:
+        """The notebook's objects that the job trains; None if they are not known here."""
+        return self._targets
 
     def delete(self) -> None:
         """Cancel if need be and remove every trace: log, results, and what of its snapshot no other job needs."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib.util
 import sys
 import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import view
+from kale_dist import interrupts, view
 from kale_dist.backends.job_reader import LogReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError
@@ -36,15 +37,20 @@ _DRAWING_SHARE = 10.0
 def show(job: Job[Any]) -> None:
     """Show a job below the cell that runs, and keep the picture up to date until the job ends.
 
-    In a terminal, and wherever pictures cannot be replaced, the present state is printed once.
+    A widget, if its packages are installed and somebody sits in front of the notebook; else a picture that is replaced
+    as a whole. In a terminal, and wherever pictures cannot be replaced, the present state is printed once.
 
     Args:
         job: The job.
     """
     if not _front_end_updates():
         print(view.text(*_look(job)))  # noqa: T201 - what a terminal shows for the last value of an input
-        return
-    LiveView(job).start()
+    elif _has_widgets():
+        from kale_dist.notebook.widget import JobWidget
+
+        JobWidget(job).show()
+    else:
+        LiveView(job).start()
 
 
 class LiveView:
@@ -127,3 +133,7 @@ def _front_end_updates() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
+
+
+def _has_widgets() -> bool:
+    return interrupts.is_interactive() and importlib.util.find_spec("anywidget") is not None

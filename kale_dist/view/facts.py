@@ -124,9 +124,10 @@ def sentence(status: JobStatus, now: float | None) -> str:
         case StateName.STARTING:
             return reason or f"Starting{on}"
         case StateName.RUNNING:
-            return reason or _doing(status) or f"Running{on}"
+            doing = reason or _doing(status) or f"Running{on}"
+            return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
         case StateName.SUCCEEDED:
-            return f"Succeeded{time}{on}"
+            return f"Succeeded{time}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
         case StateName.CANCELLED:
             return _ended("Cancelled", time, reason)
         case StateName.FAILED:

@@ -53,20 +53,32 @@ def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     Returns:
         A `div`; everything that came from the job is escaped.
     """
-    parts = [
-        _head(status, now),
-        _progress(status, now),
-        _error(status),
-        _curves(status),
-        _ranks(status),
-        _notes(status),
-        _log(tail),
-    ]
     return (
         f'<div role="group" aria-label="Job {_text(facts.name(status))}" style="{_SANS};font-size:13px;'
         f"line-height:1.45;box-sizing:border-box;max-width:880px;margin:4px 2px;padding:14px 16px;border:{_LINE};"
-        f'border-radius:10px;overflow:hidden;text-align:left">{"".join(parts)}</div>'
+        f'border-radius:10px;overflow:hidden;text-align:left">{"".join(parts(status, now).values())}{_log(tail)}</div>'
     )
+
+
+def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
+    """The picture without its frame and the log, in pieces that can be replaced one by one.
+
+    Args:
+        status: What is known of the job.
+        now: As in `html`.
+
+    Returns:
+        `head`, `progress`, `error`, `curves`, `ranks` and `notes`, in the order in which they are shown; empty where
+        there is nothing to show.
+    """
+    return {
+        "head": _head(status, now),
+        "progress": _progress(status, now),
+        "error": _error(status),
+        "curves": _curves(status),
+        "ranks": _ranks(status),
+        "notes": _notes(status),
+    }
 
 
 def _text(value: object) -> str:

@@ -5,6 +5,15 @@ import time
 
 import pytest
 
+
+
+@pytest.fixture(scope="module")
+def kernel(kernel):
+    """A kernel without the widget's package: jobs are pictures."""
+    kernel.good("import sys; sys.modules['anywidget'] = None")
+    return kernel
+
+
 CHATTY = """
 def chatter(seconds):
     import time

@@ -10,6 +10,7 @@ SAMPLES = {
     "NotSerializableError": (("train_step", "closure log", "_io.TextIOWrapper"), "an open file", "Open it inside"),
     "RemoteError": ("mod.Odd", "text", "Traceback ..."),
     "BackendError": ("refused", True),
+    "ImageError": ("absent", True),
     "BackendUnavailableError": ("gone", True),
     "JobError": ("bad", "local://x"),
 }
