@@ -1,0 +1,221 @@
+"""Credentials of registries, from where docker, podman and Kubernetes keep them.
+
+docker-py reads docker's file too, but knows neither podman's entries for a part of a registry nor the patterns of pull
+secrets, and a build without a daemon should not need a client of one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import fnmatch
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kale_dist.errors import ImageError
+from kale_dist.image.reference import DOCKER_HUB
+
+_HUB_KEYS = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io", "registry.hub.docker.com")
+_HUB_SERVER = "https://index.docker.io/v1/"
+"""What credential helpers call Docker Hub."""
+
+_IDENTITY_USER = "<token>"
+"""The user name that says: the secret is an identity token."""
+
+_API_PATH = re.compile(r"/v[12]/?$")
+_HELPER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HELPER_S = 30.0
+_ABSENT = ("credentials not found", "no credentials", "not found in")
+"""Parts of what helpers say where they have nothing for a registry; the protocol has no code for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Credentials:
+    """What a registry, or the server that gives its tokens, is shown. Never printed."""
+
+    username: str = ""
+    password: str = dataclasses.field(default="", repr=False)
+    token: str = dataclasses.field(default="", repr=False)
+    """Identity token: exchanged for short ones, in place of a password."""
+    bearer: str = dataclasses.field(default="", repr=False)
+    """Registry token: sent as it is."""
+
+
+def find(registry_host: str, *, repository: str = "", pull_secret_jsons: tuple[str, ...] = ()) -> Credentials | None:
+    """This user's credentials for a registry.
+
+    Asked in this order: docker's `config.json` (in `DOCKER_CONFIG`, else `~/.docker`) with its credential helpers,
+    podman's `auth.json`, the pull secrets. The first that has an entry decides.
+
+    Args:
+        registry_host: As in a reference: `docker.io`, `localhost:5000`.
+        repository: Where it is given, entries for a part of the registry (`quay.io/team`) count too, longest first.
+        pull_secret_jsons: Texts under `.dockerconfigjson` or `.dockercfg` in Kubernetes Secrets. Helpers that they
+            name are not run: they come from others.
+
+    Returns:
+        None where there are none: the registry is asked without.
+
+    Raises:
+        ImageError: A file is damaged, or the helper named for this very registry is not installed or fails.
+    """
+    for path in _files():
+        found = _from_config(_read(path), registry_host, repository, origin=str(path))
+        if found is not None:
+            return found
+    for number, text in enumerate(pull_secret_jsons, start=1):
+        origin = f"pull secret {number} of {len(pull_secret_jsons)}"
+        config = _parse(text, origin)
+        auths = config["auths"] if isinstance(config.get("auths"), dict) else config
+        entry = _match(auths, registry_host, repository, patterns=True)
+        found = _decode(entry, origin, registry_host) if entry else None
+        if found is not None:
+            return found
+    return None
+
+
+def _files() -> Iterator[pathlib.Path]:
+    home = pathlib.Path.home()
+    candidates = [pathlib.Path(os.environ.get("DOCKER_CONFIG") or home / ".docker") / "config.json"]
+    if os.environ.get("REGISTRY_AUTH_FILE"):
+        candidates.append(pathlib.Path(os.environ["REGISTRY_AUTH_FILE"]))
+    else:
+        if os.environ.get("XDG_RUNTIME_DIR"):
+            candidates.append(pathlib.Path(os.environ["XDG_RUNTIME_DIR"]) / "containers" / "auth.json")
+        settings = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+        candidates.append(settings / "containers" / "auth.json")
+    return (path for path in candidates if path.is_file())
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ImageError(f"The registry credentials in {path} cannot be read: {problem}. Repair the file.") from error
+    return _parse(text, str(path))
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        # The decoder's own message holds no part of the text, but its exception does: not chained.
+        raise ImageError(f"The registry credentials in {origin} are not JSON: {error}. Repair them.") from None
+    if not isinstance(config, dict):
+        raise ImageError(f"The registry credentials in {origin} are not an object. Repair them.")
+    return config
+
+
+def _from_config(config: Mapping[str, Any], host: str, repository: str, *, origin: str) -> Credentials | None:
+    entry = _match(_object(config, "auths"), host, repository)
+    special = _match(_object(config, "credHelpers"), host, repository)
+    if isinstance(special, str):
+        return _ask_helper(special, host, origin, required=True)
+    store = config.get("credsStore")
+    found = _decode(entry, origin, host) if isinstance(entry, dict) else None
+    if found is None and isinstance(store, str) and store:
+        # Docker leaves an empty entry for what it has put into the store; without one, a store that is not installed
+        # (as Docker Desktop's is not, in its Linux machines) does not stop anonymous use.
+        found = _ask_helper(store, host, origin, required=entry is not None)
+    return found
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _match(entries: Mapping[str, Any], host: str, repository: str, *, patterns: bool = False) -> Any:
+    """The value under the longest key that covers the repository."""
+    wanted = _hosts(host)
+    best: tuple[int, Any] | None = None
+    for key, value in entries.items():
+        key_host, _, path = _API_PATH.sub("", key.split("://")[-1]).strip("/").partition("/")
+        same_host = key_host in wanted or (patterns and any(_fits(name, key_host) for name in wanted))
+        covers = not path or repository == path or repository.startswith(f"{path}/")
+        if same_host and covers and (best is None or len(path) > best[0]):
+            best = (len(path), value)
+    return best[1] if best else None
+
+
+def _hosts(host: str) -> tuple[str, ...]:
+    return _HUB_KEYS if host in _HUB_KEYS else (host,)
+
+
+def _fits(host: str, pattern: str) -> bool:
+    """Whether a pull secret's pattern fits: part by part, so that `*.io` does not fit `a.b.io`."""
+    host_parts, parts = host.split("."), pattern.split(".")
+    return len(host_parts) == len(parts) and all(map(fnmatch.fnmatchcase, host_parts, parts))
+
+
+def _decode(entry: Any, origin: str, host: str) -> Credentials | None:
+    if not isinstance(entry, dict):
+        return None
+    username, password = _text(entry, "username"), _text(entry, "password")
+    if encoded := _text(entry, "auth"):
+        try:
+            both = base64.b64decode(encoded, validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            problem = f"The entry for {host} in {origin} is damaged: `auth` is not base64 of user:password."
+            raise ImageError(f"{problem} Log in again: docker login {host}") from None
+        username, _, password = both.partition(":")
+        # Files written by Windows clients pad with zero bytes.
+        password = password.rstrip("\0")
+    token, bearer = _text(entry, "identitytoken"), _text(entry, "registrytoken")
+    if username == _IDENTITY_USER:
+        username, password, token = "", "", token or password
+    if not (token or bearer or (username and password)):
+        return None
+    return Credentials(username=username, password=password, token=token, bearer=bearer)
+
+
+def _text(entry: Mapping[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _ask_helper(name: str, host: str, origin: str, *, required: bool) -> Credentials | None:
+    """Run `docker-credential-NAME get`: the server's name in, JSON out.
+
+    Args:
+        name: Of the helper.
+        host: Whose credentials are wanted.
+        origin: The file that names the helper.
+        required: Whether a helper that cannot answer is an error.
+    """
+    program = shutil.which(f"docker-credential-{name}") if _HELPER_NAME.fullmatch(name) else None
+    server = _HUB_SERVER if host in _HUB_KEYS else host
+    problem = f"docker-credential-{name}, which {origin} names for {host},"
+    if program is None:
+        if required:
+            raise ImageError(f"{problem} is not installed. Install it, or remove it there: docker login {host}")
+        return None
+    try:
+        answer = subprocess.run(
+            [program, "get"], input=server, capture_output=True, text=True, timeout=_HELPER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ImageError(
+            f"{problem} did not answer ({type(error).__name__}). Try it by hand.", retryable=True
+        ) from None
+    if answer.returncode:
+        said = (answer.stdout + answer.stderr).strip()
+        if not required or any(phrase in said.lower() for phrase in _ABSENT):
+            return None
+        raise ImageError(f"{problem} failed: {said[:300] or f'exit code {answer.returncode}'}. Log in again.")
+    try:
+        found = json.loads(answer.stdout)
+        username, secret = found["Username"], found["Secret"]
+    except (ValueError, KeyError, TypeError):
+        raise ImageError(f"{problem} gave no JSON with Username and Secret. Try it by hand.") from None
+    if username == _IDENTITY_USER:
+        return Credentials(token=str(secret))
+    return Credentials(username=str(username), password=str(secret))

@@ -1,0 +1,361 @@
+import hashlib
+import io
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from registries import PASSWORD, USER, CuttingProxy, TokenServer, registry_program
+
+from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import media
+from kale_dist.image.auth import Credentials
+from kale_dist.image.layer import Layer
+from kale_dist.image.registry import Registry
+
+ADA = Credentials(username=USER, password=PASSWORD)
+NO_DIGEST = f"sha256:{'0' * 64}"
+
+
+def digest_of(data):
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def push(registry, repository, tag="1", *, docker=False, platform=("linux", "amd64"), layer=b"layer"):
+    """A small image; gives the digest of its manifest."""
+    config = {"os": platform[0], "architecture": platform[1], "config": {"Env": ["A=1"], "User": "me"}}
+    config |= {"rootfs": {"type": "layers", "diff_ids": [digest_of(layer)]}, "history": [{"created_by": "base"}]}
+    body = json.dumps(config).encode()
+    for blob in (layer, body):
+        registry.upload(repository, blob, digest_of(blob))
+    kinds = (
+        ("DOCKER_MANIFEST", "DOCKER_CONFIG", "DOCKER_LAYER") if docker else ("OCI_MANIFEST", "OCI_CONFIG", "OCI_LAYER")
+    )
+    kind, config_kind, layer_kind = (getattr(media, name) for name in kinds)
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": kind,
+        "config": {"mediaType": config_kind, "size": len(body), "digest": digest_of(body)},
+        "layers": [{"mediaType": layer_kind, "size": len(layer), "digest": digest_of(layer)}],
+    }
+    return registry.put_manifest(repository, tag, json.dumps(manifest).encode(), kind)
+
+
+def push_index(registry, repository, tag, images):
+    entries = [
+        {
+            "mediaType": media.OCI_MANIFEST,
+            "size": registry.head(repository, digest).size,
+            "digest": digest,
+            "platform": platform,
+        }
+        for digest, platform in images
+    ]
+    body = {"schemaVersion": 2, "mediaType": media.OCI_INDEX, "manifests": entries}
+    return registry.put_manifest(repository, tag, json.dumps(body).encode(), media.OCI_INDEX)
+
+
+def test_the_registry_beside_the_cluster_has_an_image_that_can_be_read(registry_host):
+    with Registry(registry_host) as registry:
+        image = registry.image("kale-dist/torch-cpu", "2.13.0")
+        assert registry.head("kale-dist/torch-cpu", "2.13.0") == image.descriptor
+        assert registry.head("kale-dist/torch-cpu", image.descriptor.digest) == image.descriptor
+        assert len(image.manifest["layers"]) == len(image.config["rootfs"]["diff_ids"])
+        assert "2.13.0" in registry.tags("kale-dist/torch-cpu")
+        assert "kale-dist/torch-cpu" in registry.repositories("kale-dist/")
+
+
+def test_what_is_not_there_is_none_or_an_error_that_names_it(own_registry):
+    with Registry(own_registry) as registry:
+        assert registry.head("no/such", "1") is None
+        assert registry.tags("no/such") == ()
+        assert not registry.has_blob("no/such", NO_DIGEST)
+        with pytest.raises(ImageError, match=r"no/such:1: 404 MANIFEST_UNKNOWN"):
+            registry.image("no/such", "1")
+        with pytest.raises(ImageError, match="404 BLOB_UNKNOWN"):
+            list(registry.blob("no/such", NO_DIGEST))
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, (1 << 20) + 1, 3 << 20])
+def test_a_blob_comes_back_as_it_was_put_there(own_registry, size):
+    data, seen = os.urandom(size), []
+    with Registry(own_registry) as registry:
+        registry.upload("blobs", io.BytesIO(data), digest_of(data), progress=lambda *pair: seen.append(pair))
+        assert b"".join(registry.blob("blobs", digest_of(data))) == data
+        assert b"".join(registry.blob("blobs", digest_of(data), start=size // 2)) == data[size // 2 :]
+    assert seen[-1] == (size, size)
+
+
+def test_a_blob_that_is_there_is_not_sent_again_and_goes_to_other_repositories_by_name(own_registry):
+    data = os.urandom(2 << 20)
+    with CuttingProxy(own_registry, cut=(), whole=False).serving() as host, Registry(host) as registry:
+        registry.upload("first", data, digest_of(data))
+    proxy = CuttingProxy(own_registry, cut=(), whole=False)
+    with proxy.serving() as host, Registry(host) as registry:
+        registry.upload("first", data, digest_of(data))
+        assert registry.mount("second/one", digest_of(data), "first")
+        assert registry.has_blob("second/one", digest_of(data))
+        assert not registry.mount("second/one", NO_DIGEST, "first")
+    assert proxy.received == 0
+
+
+def test_other_bytes_than_the_digest_says_are_named_as_such(own_registry):
+    with (
+        Registry(own_registry) as registry,
+        pytest.raises(ImageError, match=r"the file has been changed\. Make it again"),
+    ):
+        registry.upload("blobs", b"other bytes", NO_DIGEST)
+
+
+def test_a_file_that_shrinks_while_it_is_sent_is_an_error(own_registry, tmp_path):
+    path = tmp_path / "layer"
+    path.write_bytes(bytes(4 << 20))
+
+    def shrink(_done, _total):
+        os.truncate(path, 2 << 20)
+
+    with Registry(own_registry) as registry, path.open("rb") as file, pytest.raises(ImageError, match="bytes early"):
+        registry.upload("blobs", file, NO_DIGEST, progress=shrink)
+
+
+def test_a_cut_between_registry_and_proxy_costs_one_chunk_and_not_the_whole(own_registry):
+    data = os.urandom(1 << 20) * 130
+    proxy = CuttingProxy(own_registry, cut=(2,), whole=True)
+    with proxy.serving() as host, Registry(host) as registry:
+        registry.upload("cut/whole", data, digest_of(data))
+        assert registry.has_blob("cut/whole", digest_of(data))
+    # 64 MiB arrived, half of the next 64 MiB was lost.
+    assert proxy.received == len(data) + (32 << 20)
+    assert proxy.patches == 4
+
+
+def test_an_upload_that_the_registry_forgot_begins_again(own_registry):
+    data = os.urandom(6 << 20)
+    proxy = CuttingProxy(own_registry, cut=(1,), whole=False)
+    with proxy.serving() as host, Registry(host) as registry:
+        registry.upload("cut/part", data, digest_of(data))
+        assert b"".join(registry.blob("cut/part", digest_of(data))) == data
+    assert proxy.received == len(data) + (3 << 20)
+
+
+def test_an_upload_that_is_cut_each_time_ends_with_an_error_that_allows_another_try(own_registry):
+    data = os.urandom(2 << 20)
+    proxy = CuttingProxy(own_registry, cut=range(1, 100), whole=True)
+    with proxy.serving() as host, Registry(host) as registry:
+        with pytest.raises(ImageError, match=r"cut/always.*the connection to localhost:[0-9]+ ended") as caught:
+            registry.upload("cut/always", data, digest_of(data))
+        assert caught.value.retryable
+        proxy.cut.clear()
+        registry.upload("cut/always", data, digest_of(data))
+
+
+def test_a_name_and_password_are_enough_and_wrong_ones_are_told_from_none(password_registry):
+    with Registry(password_registry, credentials=ADA) as registry:
+        digest = push(registry, "private/one")
+        assert registry.image("private/one", "1").descriptor.digest == digest
+    with Registry(password_registry) as registry, pytest.raises(ImageError, match=r"401.*docker login localhost:"):
+        registry.head("private/one", "1")
+    wrong = Credentials(username=USER, password="not-it-at-all")
+    with Registry(password_registry, credentials=wrong) as registry, pytest.raises(ImageError, match="401") as caught:
+        registry.head("private/one", "1")
+    assert "not-it-at-all" not in str(caught.value)
+
+
+def test_tokens_are_got_once_for_each_access_and_a_mount_asks_for_both_repositories(token_registry):
+    host, server = token_registry
+    server.asked.clear()
+    with Registry(host, credentials=ADA) as registry:
+        push(registry, "team/one")
+        registry.image("team/one", "1")
+        assert registry.mount("team/two", digest_of(b"layer"), "team/one")
+        assert "team/two" in registry.repositories("team/")
+    asked = [tuple(scopes) for scopes in server.asked]
+    assert len(asked) == len(set(asked)) == 4
+    assert ("repository:team/two:pull,push", "repository:team/one:pull") in asked
+
+
+def test_without_or_with_wrong_credentials_the_token_server_is_named(token_registry):
+    host, _ = token_registry
+    with Registry(host) as registry, pytest.raises(ImageError, match=r"refuses anonymous use \(401\).*docker login"):
+        registry.head("team/one", "1")
+    with (
+        Registry(host, credentials=Credentials(username=USER, password="wrong")) as registry,
+        pytest.raises(ImageError, match="refuses the credentials"),
+    ):
+        registry.head("team/one", "1")
+
+
+def test_a_registry_with_its_own_authority_is_trusted_where_it_is_named(tls_registry, tmp_path, monkeypatch):
+    host, ca_file = tls_registry
+    with Registry(host, credentials=ADA, ca_file=ca_file) as registry:
+        digest = push(registry, "secure")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with (
+        Registry(host, credentials=ADA, insecure=False) as registry,
+        pytest.raises(ImageError, match=r"not trusted.*ca_file="),
+    ):
+        registry.head("secure", "1")
+    folder = tmp_path / "docker" / "certs.d" / host
+    folder.mkdir(parents=True)
+    (folder / "ca.crt").symlink_to(ca_file)
+    with Registry(host, credentials=ADA, insecure=False) as registry:
+        assert registry.head("secure", "1").digest == digest
+    (folder / "ca.crt").unlink()
+    monkeypatch.setenv("SSL_CERT_FILE", ca_file)
+    with Registry(host, credentials=ADA, insecure=False) as registry:
+        assert registry.head("secure", "1").digest == digest
+
+
+def test_tls_where_there_is_none_and_none_where_there_is_are_told(own_registry, tls_registry):
+    with (
+        Registry(own_registry, insecure=False) as registry,
+        pytest.raises(ImageError, match=r"does not speak TLS.*insecure=True"),
+    ):
+        registry.head("x", "1")
+    with Registry(tls_registry[0], insecure=True) as registry, pytest.raises(ImageError, match="insecure=False"):
+        registry.image("x", "1")
+
+
+def test_a_damaged_certificate_is_named(tmp_path):
+    (tmp_path / "ca.crt").write_text("not a certificate")
+    for name in ("ca.crt", "absent.crt"):
+        with pytest.raises(ImageError, match=f"{name} for registry.test cannot be used"):
+            Registry("registry.test", ca_file=str(tmp_path / name))
+
+
+def test_a_client_certificate_without_its_key_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "docker" / "certs.d" / "registry.test"
+    folder.mkdir(parents=True)
+    (folder / "client.cert").write_text("")
+    with pytest.raises(ImageError, match=r"client\.cert and its key beside it"):
+        Registry("registry.test")
+
+
+def test_of_an_index_the_right_platform_is_taken_and_a_missing_one_names_those_there_are(own_registry):
+    with Registry(own_registry) as registry:
+        amd = push(registry, "many", "amd")
+        arm = push(registry, "many", "arm", platform=("linux", "arm64"), layer=b"arm layer")
+        unknown = {"os": "unknown", "architecture": "unknown"}
+        platforms = [
+            (amd, unknown),
+            (arm, {"os": "linux", "architecture": "arm64", "variant": "v8"}),
+            (amd, {"os": "linux", "architecture": "amd64"}),
+        ]
+        index = push_index(registry, "many", "all", platforms)
+        assert registry.head("many", "all").digest == index
+        assert registry.image("many", "all").descriptor.digest == amd
+        assert registry.image("many", "all", "linux/arm64").descriptor.digest == arm
+        assert registry.image("many", index, "linux/arm64/v8").descriptor.digest == arm
+        with pytest.raises(ImageError, match=r"no image for linux/s390x, only for: linux/arm64/v8, linux/amd64\."):
+            registry.image("many", "all", "linux/s390x")
+        with pytest.raises(ImageError, match="many:arm is for linux/arm64, not for linux/amd64"):
+            registry.image("many", "arm")
+
+
+@pytest.mark.parametrize("docker", [False, True], ids=["oci", "docker"])
+def test_a_layer_on_top_keeps_the_kind_of_the_base_and_its_settings(own_registry, tmp_path, docker):
+    layer = Layer(path=tmp_path, digest=digest_of(b"top"), size=3, diff_id=digest_of(b"top tar"))
+    with Registry(own_registry) as registry:
+        push(registry, "append", docker=docker)
+        base = registry.image("append", "1")
+        made = [
+            media.append_layer(
+                base.manifest,
+                base.config,
+                layer,
+                history="pip",
+                environment=[("A", "2"), ("B", "x=y")],
+                labels={"k": "v"},
+            )
+            for _ in range(2)
+        ]
+        assert made[0] == made[1]
+        manifest, config = made[0]
+        registry.upload("append", b"top", layer.digest)
+        registry.upload("append", config, digest_of(config))
+        registry.put_manifest("append", "2", manifest, base.descriptor.media_type)
+        whole = registry.image("append", "2")
+    assert whole.descriptor.media_type == base.descriptor.media_type
+    assert [entry["digest"] for entry in whole.manifest["layers"]] == [digest_of(b"layer"), layer.digest]
+    assert {media.is_docker(entry["mediaType"]) for entry in (*whole.manifest["layers"], whole.manifest["config"])} == {
+        docker
+    }
+    assert whole.config["rootfs"]["diff_ids"] == [digest_of(b"layer"), layer.diff_id]
+    assert whole.config["config"] == {"Env": ["A=2", "B=x=y"], "User": "me", "Labels": {"k": "v"}}
+    assert [entry["created_by"] for entry in whole.config["history"]] == ["base", "pip"]
+
+
+def test_many_tags_are_listed_and_a_deleted_image_is_gone(own_registry):
+    with Registry(own_registry) as registry:
+        digest = push(registry, "tags", "t0")
+        assert push(registry, "tags", "t1") == digest
+        assert registry.tags("tags") == ("t0", "t1")
+        registry.delete("tags", digest)
+        registry.delete("tags", digest)
+        assert registry.head("tags", "t0") is None
+
+
+@pytest.mark.parametrize(
+    ("repository", "reference"),
+    [
+        ("../etc", "1"),
+        ("a/../b", "1"),
+        ("A", "1"),
+        ("a?x=1", "1"),
+        ("a#", "1"),
+        ("a", "../../x"),
+        ("a", "1?x"),
+        ("", "1"),
+    ],
+)
+def test_names_that_would_lead_elsewhere_are_refused_before_anything_is_sent(repository, reference):
+    with Registry("localhost:1") as registry:
+        for call in (registry.head, registry.manifest, registry.image):
+            with pytest.raises(ConfigError):
+                call(repository, reference)
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:0", "md5:" + "0" * 32, f"{NO_DIGEST}/../x", NO_DIGEST.upper()])
+def test_digests_that_are_none_are_refused_before_anything_is_sent(digest):
+    with Registry("localhost:1") as registry:
+        for call in (registry.has_blob, registry.delete, lambda *names: list(registry.blob(*names))):
+            with pytest.raises(ConfigError, match="is no digest"):
+                call("a", digest)
+
+
+def test_a_registry_that_is_down_is_named_and_may_be_tried_again():
+    with (
+        Registry("localhost:1") as registry,
+        pytest.raises(ImageError, match="localhost:1 cannot be reached") as caught,
+    ):
+        registry.head("a", "1")
+    assert caught.value.retryable
+    with (
+        Registry("no-such-host.invalid") as registry,
+        pytest.raises(ImageError, match=r"no-such-host\.invalid cannot be reached"),
+    ):
+        registry.head("a", "1")
+
+
+def test_credentials_are_not_sent_to_a_token_server_without_encryption(registry_folder):
+    server = TokenServer(registry_folder / "plain-tokens")
+    with (
+        server.serving(),
+        registry_program(registry_folder / "tls-token", auth=server.settings(), tls=True) as host,
+        Registry(host, credentials=ADA, ca_file=str(registry_folder / "tls-token" / "ca.crt")) as registry,
+        pytest.raises(ImageError, match=r"to localhost without encryption\. They were not sent"),
+    ):
+        registry.head("a", "1")
+    assert server.asked == []
+
+
+def test_threads_share_a_registry(token_registry):
+    host, _ = token_registry
+    with Registry(host, credentials=ADA) as registry, ThreadPoolExecutor(4) as pool:
+        blobs = [os.urandom(2 << 20) for _ in range(8)]
+        list(pool.map(lambda data: registry.upload("threads/a", data, digest_of(data)), blobs))
+        found = list(pool.map(lambda data: b"".join(registry.blob("threads/a", digest_of(data))), blobs))
+        same = list(pool.map(lambda _: push(registry, "threads/b"), range(4)))
+    assert found == blobs
+    assert len(set(same)) == 1
