@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from kale_dist.calls import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
+    from kale_dist.launcher import form
     from kale_dist.notebook.execution import run_notebook
+    from kale_dist.recipe import Recipe
     from kale_dist.runtime.context import context, report
     from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
     from kale_dist.status import JobStatus
@@ -36,12 +38,14 @@ __all__ = [
     "JobStatus",
     "KaleDistError",
     "Plan",
+    "Recipe",
     "Resources",
     "Volume",
     "__version__",
     "attach",
     "context",
     "distribute",
+    "form",
     "jobs",
     "launch",
     "render",
@@ -57,11 +61,13 @@ _HOMES = {
     "JobStatus": "status",
     "KaleDistError": "errors",
     "Plan": "backends.base",
+    "Recipe": "recipe",
     "Resources": "spec",
     "Volume": "spec",
     "attach": "calls",
     "context": "runtime.context",
     "distribute": "calls",
+    "form": "launcher",
     "jobs": "calls",
     "launch": "calls",
     "render": "calls",

@@ -13,10 +13,11 @@ import inspect
 import os
 import secrets
 import string
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kale_dist import backends, checks, names, overrides, records, training_checks, weights
 from kale_dist.backends.base import Adopts, Backend, Fetches, JobRef, Plan, Prepares, Selects, WarmsUp
@@ -25,6 +26,7 @@ from kale_dist.checks import Machine, Run
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, SnapshotError, warn
 from kale_dist.job import Job
 from kale_dist.outcomes import OutcomeReader
+from kale_dist.recipe import Recipe
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
 from kale_dist.strategies import AllReduce, Strategy
@@ -70,7 +72,9 @@ def distribute(
     seed: int | None = None,
     name: str | None = None,
     on: str | Backend = "local",
-    image: str | None = None,
+    image: str | Recipe | None = None,
+    packages: Sequence[str] | Literal["auto"] | None = None,
+    requirements: str | os.PathLike[str] | None = None,
     resources: Resources | Mapping[str, Any] | None = None,
     processes_per_pod: int | None = None,
     volumes: Mapping[str, str] | Sequence[Volume] | None = None,
@@ -103,8 +107,8 @@ def distribute(
         eval_step: `eval_step(model, data_loader, criterion, device, args)`, as `train_step`. Left out: loss, and
             accuracy for classes.
         epochs: How often the training data is passed over.
-        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; on a cluster two,
-            or those of one pod if `processes_per_pod` is more.
+        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; elsewhere two, or
+            those of one pod if `processes_per_pod` is more.
         cuda: Whether each process gets a GPU.
         train_args: Anything; given to `train_step` as `args`.
         eval_args: Anything; given to `eval_step` as `args`.
@@ -119,14 +123,19 @@ def distribute(
         checkpoint_every: Epochs between checkpoints; None for none.
         seed: Of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
-        on: The backend: `"local"` or `"kubernetes"`.
-        image: On a cluster, the containers' image: any with PyTorch and this Python's minor version. None: the
-            configured one, or that of the notebook's own pod.
-        resources: What each process asks of a cluster: `Resources`, or a dict such as
+        on: The backend: `"local"`, `"docker"` or `"kubernetes"`.
+        image: On Docker and a cluster, the containers' image: any with PyTorch and this Python's minor version, or a
+            `Recipe` of one, which is made if it is not there. None: the configured one; on a cluster else that of the
+            notebook's own pod.
+        packages: On Docker and a cluster, what the image is to have beyond that: requirements such as
+            `["einops==0.8"]`, or `"auto"` for the packages that the call imports, as they are installed here.
+        requirements: The same as a requirements file: its path, or its text.
+        resources: What each process asks of a cluster, or gets of a Docker engine: `Resources`, or a dict such as
             `{"cpu": 2, "memory_gib": 4, "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"`
             and `cpu="500m"`. On this machine processes share what there is.
-        processes_per_pod: On a cluster, processes in one pod; None for 1.
-        volumes: Folders that the processes need, as `{path in the process: folder}`. On a cluster the values are
+        processes_per_pod: Processes in one pod of a cluster, or one container of Docker; None for 1.
+        volumes: Folders that the processes need, as `{path in the process: folder}`. On Docker a value without a `/`,
+            `.` or `~` in front is a volume of the engine. On a cluster the values are
             `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
             `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects.
         store: On a cluster, where bytes travel that do not fit into the request: `"pvc://claim/folder"`, or a URL that
@@ -162,7 +171,9 @@ def launch(
     cuda: bool = False,
     name: str | None = None,
     on: str | Backend = "local",
-    image: str | None = None,
+    image: str | Recipe | None = None,
+    packages: Sequence[str] | Literal["auto"] | None = None,
+    requirements: str | os.PathLike[str] | None = None,
     resources: Resources | Mapping[str, Any] | None = None,
     processes_per_pod: int | None = None,
     volumes: Mapping[str, str] | Sequence[Volume] | None = None,
@@ -186,18 +197,23 @@ def launch(
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; on a cluster two,
-            or those of one pod if `processes_per_pod` is more.
+        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; elsewhere two, or
+            those of one pod if `processes_per_pod` is more.
         cuda: Whether each process gets a GPU.
         name: The job's name; None for one made from the function's.
-        on: The backend: `"local"` or `"kubernetes"`.
-        image: On a cluster, the containers' image: any with PyTorch and this Python's minor version. None: the
-            configured one, or that of the notebook's own pod.
-        resources: What each process asks of a cluster: `Resources`, or a dict such as
+        on: The backend: `"local"`, `"docker"` or `"kubernetes"`.
+        image: On Docker and a cluster, the containers' image: any with PyTorch and this Python's minor version, or a
+            `Recipe` of one, which is made if it is not there. None: the configured one; on a cluster else that of the
+            notebook's own pod.
+        packages: On Docker and a cluster, what the image is to have beyond that: requirements such as
+            `["einops==0.8"]`, or `"auto"` for the packages that the call imports, as they are installed here.
+        requirements: The same as a requirements file: its path, or its text.
+        resources: What each process asks of a cluster, or gets of a Docker engine: `Resources`, or a dict such as
             `{"cpu": 2, "memory_gib": 4, "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"`
             and `cpu="500m"`. On this machine processes share what there is.
-        processes_per_pod: On a cluster, processes in one pod; None for 1.
-        volumes: Folders that the processes need, as `{path in the process: folder}`. On a cluster the values are
+        processes_per_pod: Processes in one pod of a cluster, or one container of Docker; None for 1.
+        volumes: Folders that the processes need, as `{path in the process: folder}`. On Docker a value without a `/`,
+            `.` or `~` in front is a volume of the engine. On a cluster the values are
             `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
             `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects.
         store: On a cluster, where bytes travel that do not fit into the request: `"pvc://claim/folder"`, or a URL that
@@ -241,6 +257,29 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         ConfigError: As the call would.
         SnapshotError: As the call would.
     """
+    call, run = _checked(args, kwargs)
+    name = run.name or names.make(call.label, "x" * _SUFFIX_LENGTH)
+    _, spec = _capture(call, run, name, MemoryStore())
+    if isinstance(run.backend, Prepares):
+        spec = run.backend.prepare(spec, submit=False)
+    return run.backend.plan(spec)
+
+
+def check(*args: Any, **kwargs: Any) -> None:
+    """Check the arguments of `distribute` or `launch` as the call would, and do nothing.
+
+    Args:
+        *args: Those of `distribute` if the first is a model, else those of `launch`.
+        **kwargs: Likewise.
+
+    Raises:
+        ConfigError: As the call would.
+    """
+    _checked(args, kwargs)
+
+
+def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Run]:
+    """The arguments of whichever verb they are for, checked."""
     training = "model" in kwargs or (bool(args) and checks.is_model(args[0]))
     verb = distribute if training else launch
     try:
@@ -249,20 +288,15 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         remedy = f"Pass what you would pass to {verb.__name__}()"
         raise ConfigError("render", f"the arguments are incomplete ({error})", remedy) from None
     bound.apply_defaults()
-    call, run = (_training_call if training else _function_call)(bound.arguments)
-    name = run.name or names.make(call.label, "x" * _SUFFIX_LENGTH)
-    _, spec = _capture(call, run, name, MemoryStore())
-    if isinstance(run.backend, Prepares):
-        spec = run.backend.prepare(spec, submit=False)
-    return run.backend.plan(spec)
+    return (_training_call if training else _function_call)(bound.arguments)
 
 
 def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """Find a job again: after a restart of the kernel, from any other process of the same user, from another machine.
 
     Args:
-        ref: A job's reference, such as `local://train-net-x3k9f` or `kubernetes://namespace/train-net-x3k9f`, or the
-            name of a local job.
+        ref: A job's reference, such as `local://train-net-x3k9f`, `docker://train-net-x3k9f` or
+            `kubernetes://namespace/train-net-x3k9f`, or the name of a local job.
         trust: Whether results may be loaded although another user of the cluster submitted the job: to load a result
             can run that user's code.
 
@@ -410,6 +444,15 @@ def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, 
             f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
             f"anywhere but on this machine. Make it a package in the image, or use on='local'"
         )
+    image, recipe = run.image, run.recipe
+    if recipe is not None:
+        from kale_dist.image.settle import settle
+
+        imports = captured.snapshot.imports if run.auto_packages else None
+        settled = settle(recipe, store, imports=imports, say=_say)
+        image, recipe = settled.image, settled.recipe
+        notes = (*captured.snapshot.notes, *settled.notes)
+        captured = dataclasses.replace(captured, snapshot=dataclasses.replace(captured.snapshot, notes=notes))
     return captured, JobSpec(
         name=name,
         label=call.label,
@@ -423,7 +466,8 @@ def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, 
         seed=run.seed,
         volumes=run.volumes,
         environment=run.environment,
-        image=run.image,
+        image=image,
+        recipe=recipe,
         resources=run.resources,
         store=run.store,
         cluster=run.cluster,
@@ -471,6 +515,10 @@ def _show(job: Job[Any]) -> None:
     from kale_dist.notebook import live
 
     live.show(job)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as pip's words are
 
 
 def _free_name(label: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
@@ -52,13 +52,19 @@ class DistributeMagics(Magics):
     @argument("--set", action="append", default=[], metavar="NAME=VALUE", help="Any other argument of kale_dist.launch")
     @argument("--job", metavar="NAME", help="Keep the job under this name")
     @argument("--no-wait", action="store_true", help="Do not wait: the job is the cell's value")
-    @cell_magic
-    def distribute(self, line: str, cell: str) -> Any:
-        """Run the cell on every rank; its value is the list of what its last expression gave on each rank.
+    @line_cell_magic
+    def distribute(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on every rank; as `%distribute`, without a cell, show the launcher form.
+
+        The value is the list of what the cell's last expression gave on each rank.
 
         The cell sees the notebook's names, and `rank`, `world_size`, `local_rank` and `device`. What it changes or
         assigns stays in the ranks: the last expression brings something back.
         """
+        if cell is None:
+            from kale_dist.launcher import LauncherForm
+
+            return LauncherForm(self._namespace)
         options = parse_argstring(self.distribute, line)
         if options.job is not None and not options.job.isidentifier():
             raise UsageError(f"--job: {options.job!r} cannot be a name in Python")

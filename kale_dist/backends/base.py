@@ -189,7 +189,11 @@ class Fetches(Protocol):
     """A backend whose jobs' files are brought to this machine when they are asked for."""
 
     def fetch(self, ref: JobRef, name: str) -> None:
-        """Bring a file of a job up to date: `checkpoint`, or an outcome. What cannot be had is left as it is."""
+        """Bring a file of a job up to date: `checkpoint`, or an outcome. What a running job cannot give is left as it is.
+
+        Raises:
+            KaleDistError: An ended job's file cannot be had; the message says why.
+        """
 
 
 @runtime_checkable
@@ -203,3 +207,11 @@ class Selects(Protocol):
             namespace: None for the configured one, `*` for all.
             labels: Those that have all of these; None for all.
         """
+
+
+@runtime_checkable
+class OffersVolumes(Protocol):
+    """A backend that knows the volumes a job can have."""
+
+    def volumes(self) -> Sequence[str]:
+        """Their names, as the values of `volumes=` take them."""

@@ -115,7 +115,7 @@ class JobWidget(anywidget.AnyWidget):
 
         publish_display_data(self._bundle(), transient={"display_id": self._display_id})  # type: ignore[no-untyped-call]
         self._is_shown = True
-        self._ensure_thread()
+        self.start()
 
     def settle(self) -> None:
         """Put the picture as it is now into the notebook, for whoever opens it without this kernel."""
@@ -202,7 +202,8 @@ class JobWidget(anywidget.AnyWidget):
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _ensure_thread(self) -> None:
+    def start(self) -> None:
+        """Begin to follow the job; `show` does it too."""
         threading.Thread(target=self._follow, name=f"kale_dist widget {self._job.name}", daemon=True).start()
 
     @_of_no_cell
@@ -261,7 +262,7 @@ class JobWidget(anywidget.AnyWidget):
         job = self._job.retry()
         self._take(job)
         self.job_number += 1
-        self._ensure_thread()
+        self.start()
         return {"say": f"This is a new job: kd.attach({job.ref!r})"}
 
     def _plan(self) -> dict[str, Any]:

@@ -16,11 +16,21 @@ from kale_dist import records
 from kale_dist.backends import job_reader
 from kale_dist.backends.base import JobRef, Plan
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import adoption, client, preparation, states, submission, watching
+from kale_dist.backends.kubernetes import (
+    adoption,
+    client,
+    kept_results,
+    preparation,
+    refusals,
+    states,
+    submission,
+    watching,
+)
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.follower import Follower
+from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.contract import LogLine, StateName
-from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, ResultUnavailableError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
@@ -184,13 +194,42 @@ class KubernetesBackend:
         return ref
 
     def fetch(self, ref: JobRef, name: str) -> None:
-        """Bring the checkpoint or an outcome of a running job here."""
+        """Bring the checkpoint or an outcome here: of a running job from its agent, of an ended one from its store.
+
+        Raises:
+            StoreError: The store has no such file.
+            BackendError: The store cannot be read from here; the message says how to get at the file.
+            ResultUnavailableError: There is no store, and nobody fetched the result in time.
+        """
         ref, reader = self._reader(ref)
+        path = records.files(ref.record_name).folder / name
         follower = self._follow(ref) if not reader.status().is_final else None
+        spec = reader.record().spec
         if follower is not None:
             with contextlib.suppress(BackendError, StoreError, OSError):
-                agent = follower.agent(submission.head_of(reader.record().spec))
-                agent.fetch_file(name, records.files(ref.record_name).folder / name)
+                follower.agent(submission.head_of(spec)).fetch_file(name, path)
+        elif not path.exists() and spec.store:
+            kept_results.fetch(_cluster(spec), spec, name, path.parent)
+        elif not path.exists() and name.startswith("outcome-") and reader.status().state is StateName.SUCCEEDED:
+            raise ResultUnavailableError(
+                f"The result of {ref} is lost: no notebook fetched it from the pods within {spec.cluster.collect_wait_s:g} s "
+                "of the job's end (collect_wait_s). Give a store to keep results, such as store='pvc://claim'",
+                str(ref),
+            )
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the claims in the configured namespace.
+
+        Raises:
+            BackendError: The cluster refused.
+        """
+        cluster = client.connect()
+        try:
+            listed = cluster.core.list_namespaced_persistent_volume_claim(cluster.namespace)
+        except Exception as error:
+            doing = Doing(verb="list", resource="persistentvolumeclaims", namespace=cluster.namespace, name="")
+            raise refusals.explain(error, doing=doing) from error
+        return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
 
     def close(self) -> None:
         """Follow no job any more. They run on."""

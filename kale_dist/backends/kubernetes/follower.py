@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import TypeVar
 from kale_dist import records
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import port_forward, preparation, self_pod, states, submission
+from kale_dist.backends.kubernetes import kept_results, port_forward, states, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.pod_log import PodLog
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
@@ -30,7 +29,6 @@ from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 from kale_dist.transport import EventItem, Line
-from kale_dist.url_store import UrlStore
 
 T = TypeVar("T")
 
@@ -313,16 +311,9 @@ class Follower:
 
     def _from_store(self, name: str) -> None:
         """Take an outcome from the job's store, if that is a URL or a claim that this process's pod mounts."""
-        store = self._spec.store
         path = records.files(self._ref.record_name).folder / name
-        kept = f"jobs/{self._spec.name}/{name}"
-        with contextlib.suppress(StoreError, OSError):
-            if store and not store.startswith(submission.CLAIM_SCHEME):
-                UrlStore(store).get_file(kept, path)
-            elif (folder := preparation.claim_here(self._spec, self_pod.find(self._cluster))) is not None:
-                part = path.with_name(f".{name}.part")
-                shutil.copyfile(folder / kept, part)
-                part.replace(path)
+        with contextlib.suppress(StoreError):
+            kept_results.copy(self._cluster, self._spec, name, path)
 
     def _is_drained(self, view: JobView) -> bool:
         alive = {pod.uid for pod in view.pods if not pod.has_ended}

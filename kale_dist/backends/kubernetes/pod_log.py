@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from kale_dist.backends.gathering import gathered
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.mirror import Mirror
 from kale_dist.errors import BackendError, JobNotFoundError, StoreError
@@ -25,10 +25,6 @@ _OVERLAP_S = 5
 
 _FORBIDDEN = 403
 _READ_BYTES = 1 << 16
-_MOST_PIECES = 10_000
-_GATHER_S = 0.05
-"""What a pod says comes line by line, and each batch costs the same whatever is in it."""
-
 
 Ask = Callable[[], Any]
 
@@ -133,7 +129,7 @@ class PodLog:
         rejected = 0
         self._mirror.begin(self._uid, self.number)
         try:
-            for data in _gathered(self._response):
+            for data in gathered(self._response.stream(_READ_BYTES)):
                 if self._stopped.is_set():
                     return False
                 self._take(reader.feed_block(data))
@@ -168,35 +164,3 @@ class PodLog:
                 return True
         self._stopped.wait(_POLL_S)
         return False
-
-
-def _gathered(response: Any) -> Iterator[bytes]:
-    """What a stream brings, gathered for a moment."""
-    arrived: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        try:
-            for data in response.stream(_READ_BYTES):
-                arrived.put(data)
-        except BaseException as error:  # noqa: BLE001 - raised where the pieces are taken
-            arrived.put(error)
-        else:
-            arrived.put(None)
-
-    threading.Thread(target=read, name="kale_dist log stream", daemon=True).start()
-    while True:
-        item = arrived.get()
-        if isinstance(item, bytes):
-            time.sleep(_GATHER_S)
-        pieces = []
-        while isinstance(item, bytes):
-            pieces.append(item)
-            if arrived.empty() or len(pieces) >= _MOST_PIECES:
-                break
-            item = arrived.get()
-        if pieces:
-            yield b"".join(pieces)
-        if isinstance(item, BaseException):
-            raise item
-        if item is None:
-            return

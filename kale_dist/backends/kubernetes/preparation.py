@@ -160,6 +160,9 @@ def _put(spec: JobSpec, store: Store) -> None:
 
 def _look(cluster: Cluster, spec: JobSpec, own: SelfPod | None) -> None:
     """Ask the cluster whether the job would run, and tell the user what it would lack."""
+    if spec.store and not spec.store.startswith(submission.CLAIM_SCHEME):
+        # A protocol that this side cannot speak would show only when the results are wanted.
+        UrlStore(spec.store)
     job = manifests.pytorch_job(spec, submission.settings_of(spec))
     findings = preflight.check(cluster, Wanted.of(job))
     findings.check()

@@ -71,6 +71,7 @@ def order_of(spec: JobSpec, source: Source, *, log_is_read: bool = True, torch_f
         timeout_s=policy.timeout_s,
         stall_warn_s=policy.stall_warn_s,
         stall_timeout_s=policy.stall_timeout_s,
+        max_restarts=policy.max_restarts,
         input_wait_s=spec.cluster.input_wait_s,
         collect_wait_s=spec.cluster.collect_wait_s,
         log_is_read=log_is_read,

@@ -1,0 +1,151 @@
+// The launcher form. Python sends the fields, the call and what is wrong with it; this file draws them, sends back what
+// is chosen, and writes the call into a new cell, or into the clipboard where the front end has no cells that it knows.
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children);
+  return made;
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+// JupyterLab and Notebook 7: below the form's own cell, which the click has made the active one, by its own toolbar.
+async function writeIntoCell(from, text) {
+  const notebook = from.closest(".jp-Notebook");
+  const insert = notebook?.querySelector('.jp-cell-toolbar [data-command="notebook:insert-cell-below"]');
+  if (!insert) return false;
+  const before = new Set(notebook.querySelectorAll(".jp-Cell"));
+  (insert.querySelector("button, jp-button") ?? insert).click();
+  for (let tries = 0; tries < 40; tries += 1) {
+    await pause(50);
+    const made = [...notebook.querySelectorAll(".jp-Cell")].find((one) => !before.has(one));
+    const editor = made?.querySelector(".cm-content");
+    if (editor) {
+      editor.focus();
+      await pause(50);
+      return document.execCommand("insertText", false, text);
+    }
+  }
+  return false;
+}
+
+function render({ model, el }) {
+  const id = `kd-${Math.random().toString(36).slice(2)}`;
+  const inputs = new Map();
+  const grid = element("div", { class: "kd-grid" });
+  const problem = element("div", { class: "kd-problem", id: `${id}-problem`, role: "status" });
+  const code = element("pre", { class: "kd-code", tabindex: "0", "aria-label": "The call" });
+  const said = element("div", { class: "kd-said", role: "status" });
+  const claims = element("datalist", { id: `${id}-claims` });
+  const place = element("div", { class: "kd-place" });
+  let forget;
+  const announce = (text) => {
+    said.textContent = text;
+    clearTimeout(forget);
+    forget = setTimeout(() => (said.textContent = ""), 8000);
+  };
+  const write = element("button", { type: "button", class: "kd-main", onclick: async () => {
+    const text = model.get("code");
+    if (await writeIntoCell(el, text)) return announce("Written into a new cell");
+    await navigator.clipboard?.writeText(text).catch(() => {});
+    announce("This front end takes no cells from here: the call is in the clipboard");
+  } }, "Write into a new cell");
+  const copy = element("button", { type: "button", onclick: async () => {
+    await navigator.clipboard?.writeText(model.get("code")).catch(() => {});
+    announce("Copied");
+  } }, "Copy");
+  const run = element("button", { type: "button", onclick: () => model.send({ ask: "run" }) }, "Run");
+  const look = element("button", { type: "button", onclick: () => model.send({ ask: "look" }) }, "Look again");
+  const root = element("form", { class: "kd-form", "aria-label": "Distributed training", onsubmit: (event) => event.preventDefault() },
+    element("strong", {}, "Distributed training"), grid, claims, problem, code,
+    element("div", { class: "kd-actions" }, write, copy, run, look, said), place);
+
+  let timer;
+  function changed(name, value) {
+    const choice = { ...model.get("choice"), [name]: value };
+    model.set("choice", choice);
+    clearTimeout(timer);
+    timer = setTimeout(() => model.save_changes(), 150);
+    drawVisible(choice);
+  }
+
+  function drawVisible(choice) {
+    for (const [name, { field, row }] of inputs) row.hidden = Boolean(field.elsewhere) && (choice.on || "local") === "local" && !choice[name];
+  }
+
+  function drawFields() {
+    inputs.clear();
+    grid.replaceChildren();
+    const choice = model.get("choice");
+    for (const field of model.get("fields")) {
+      const name = `${id}-${field.name}`;
+      const listen = { id: name, "aria-describedby": `${id}-problem` };
+      let input;
+      if (field.kind === "select") {
+        input = element("select", { ...listen, onchange: () => changed(field.name, input.value) },
+          ...field.options.map(([value, text]) => element("option", { value }, text)));
+        if (!field.options.length) input.append(element("option", { value: "" }, "none found"));
+      } else {
+        input = element("input", { ...listen, type: "text", inputmode: field.kind === "number" ? "numeric" : "text",
+          placeholder: field.hint, autocomplete: "off", spellcheck: "false",
+          list: field.name === "volumes" ? `${id}-claims` : null, oninput: () => changed(field.name, input.value) });
+      }
+      input.value = choice[field.name] ?? "";
+      const row = element("label", { class: "kd-field", for: name }, element("span", {}, field.label), input);
+      inputs.set(field.name, { field, input, row });
+      grid.append(row);
+    }
+    drawVisible(choice);
+    drawProblem();
+  }
+
+  function drawChoice() {
+    const choice = model.get("choice");
+    for (const [name, { input }] of inputs) {
+      if (document.activeElement !== input) input.value = choice[name] ?? "";
+    }
+    drawVisible(choice);
+  }
+
+  function drawProblem() {
+    const { field, text } = model.get("problem");
+    problem.textContent = text ?? "";
+    problem.hidden = !text;
+    for (const [name, { input }] of inputs) input.setAttribute("aria-invalid", String(Boolean(text) && name === field));
+    for (const button of [write, run]) button.disabled = Boolean(text);
+  }
+
+  async function drawJob() {
+    const job = model.get("job_view");
+    if (!job) return;
+    const child = await model.widget_manager.get_model(job);
+    const view = await model.widget_manager.create_view(child);
+    place.replaceChildren(view.el ?? view.node);
+  }
+
+  const watched = [
+    ["change:fields", drawFields],
+    ["change:choice", drawChoice],
+    ["change:problem", drawProblem],
+    ["change:code", () => (code.textContent = model.get("code"))],
+    ["change:claims", () => claims.replaceChildren(...model.get("claims").map((name) => element("option", { value: `/data=${name}` })))],
+    ["change:job_view", drawJob],
+    ["msg:custom", (message) => message.said && announce(message.said)],
+  ];
+  watched.forEach(([event, callback]) => model.on(event, callback));
+  el.append(root);
+  drawFields();
+  code.textContent = model.get("code");
+  drawJob();
+  return () => {
+    clearTimeout(timer);
+    clearTimeout(forget);
+    watched.forEach(([event, callback]) => model.off(event, callback));
+  };
+}
+
+export default { render };
