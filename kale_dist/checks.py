@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kale_dist import backends, cluster_checks, names, volume_checks
+from kale_dist import backends, cluster_checks, image_checks, names, volume_checks
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
+from kale_dist.recipe import Recipe
 from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 from kale_dist.wording import closest as closest  # noqa: PLC0414 - other checks know it from here
 from kale_dist.wording import show as show  # noqa: PLC0414 - other checks know it from here
@@ -28,7 +29,7 @@ _DOCKER = "docker"
 _CLUSTER_PROCESSES = 2
 """Processes on a cluster where nobody says how many: nobody knows how many it has room for."""
 
-_CLUSTER_ONLY = ("image", "store", "cluster", "processes_per_pod")
+_CLUSTER_ONLY = ("store", "cluster", "processes_per_pod")
 _OWN_PREFIX = "KALE_DIST_"
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,7 +58,11 @@ class Run:
     volumes: tuple[Volume, ...]
     environment: tuple[tuple[str, str], ...]
     image: str
-    """Empty where the backend chooses one."""
+    """Empty where the backend chooses one, or one is made."""
+    recipe: Recipe | None
+    """What the image is made of, if it is made."""
+    auto_packages: bool
+    """Whether the packages that the call imports belong to the recipe, too."""
     resources: Resources
     store: str
     """Empty where bytes travel by themselves."""
@@ -94,12 +99,14 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
     if given["processes_per_pod"] is not None:
         check_count("processes_per_pod", given["processes_per_pod"])
     if backend.name == "local":
+        image_checks.check_none(given["image"], given["packages"], given["requirements"])
         _check_local(given)
     if backend.name == _DOCKER:
         cluster_checks.check_docker(given)
     volumes = {_CLUSTER: volume_checks.pod_volumes, _DOCKER: volume_checks.container_volumes}.get(
         backend.name, _volumes
     )
+    wanted = image_checks.check(given["image"], given["packages"], given["requirements"])
     run = Run(
         backend=backend,
         name=name,
@@ -109,7 +116,9 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
         seed=seed,
         volumes=volumes(given["volumes"]),
         environment=_environment(given["environment"], in_pods=backend.name in (_CLUSTER, _DOCKER)),
-        image=cluster_checks.image(given["image"]),
+        image=wanted.image,
+        recipe=wanted.recipe,
+        auto_packages=wanted.auto,
         resources=cluster_checks.resources(given["resources"]),
         store=cluster_checks.store(given["store"]),
         cluster=cluster_checks.cluster_options(given["cluster"]),
@@ -298,11 +307,7 @@ def _backend(on: Any) -> Backend:
     if not isinstance(on, str) and not isinstance(on, type) and isinstance(on, Backend):
         return on
     known = ", ".join(repr(name) for name in backends.NAMES)
-    if on in backends.PLANNED:
-        raise ConfigError("on", f"{on!r} is not in this version", f"Use one of: {known}")
-    near = closest(on, backends.NAMES)
-    later = "" if near else closest(on, backends.PLANNED).replace("? ", "? It is not in this version. ")
-    raise ConfigError("on", f"there is no backend {on!r}", f"{near}{later}Use one of: {known}")
+    raise ConfigError("on", f"there is no backend {on!r}", f"{closest(on, backends.NAMES)}Use one of: {known}")
 
 
 def _volumes(volumes: Any) -> tuple[Volume, ...]:

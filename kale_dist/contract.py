@@ -16,6 +16,7 @@ when the agent speaks of the whole job) and `attempt`; beyond these:
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
                 samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
     checkpoint  epoch, step, path (relative to the job's folder), bytes
+    resumed     epoch: the training of an attempt after the first goes on behind this one; 0: it begins anew
     note        text: a sentence for the user (how data is sharded, that a warning holds)
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text
@@ -45,6 +46,7 @@ class EventKind(enum.StrEnum):
     METRICS = "metrics"
     PROGRESS = "progress"
     CHECKPOINT = "checkpoint"
+    RESUMED = "resumed"
     NOTE = "note"
     WAITING = "waiting"
     OUTCOME = "outcome"
@@ -318,6 +320,8 @@ class JobOrder:
     timeout_s: float | None = None
     stall_warn_s: float | None = 300.0
     stall_timeout_s: float | None = None
+    max_restarts: int = 0
+    """How often all ranks are started again after one was lost; `attempt` counts up with it."""
     detach: bool = False
     """Whether the job outlives the notebook that asked for it."""
     note: str = ""

@@ -106,6 +106,8 @@ class PodOrder:
     timeout_s: float | None = None
     stall_warn_s: float | None = 300.0
     stall_timeout_s: float | None = None
+    max_restarts: int = 0
+    """As `JobOrder.max_restarts`."""
     start_wait_s: float = 3600.0
     """Seconds that pod 0 waits for the other pods, and they for it."""
     input_wait_s: float = 600.0
@@ -114,6 +116,9 @@ class PodOrder:
     """Seconds that pod 0 keeps what the notebook has not fetched yet."""
     log_is_read: bool = True
     """Whether the notebook reads the pods' logs: then small outcomes travel in them, and nobody need wait."""
+    work_is_kept: bool = False
+    """Whether `PodVariable.WORK` can be read after its agent has ended, as in a container that is left: then everything
+    stays where it is, and nobody need wait for the notebook."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain object."""

@@ -206,10 +206,16 @@ def delete(name: str) -> None:
         _put_aside(name)
         for rubbish in jobs_dir().glob(f"{_DELETED}*"):
             shutil.rmtree(rubbish, ignore_errors=True)
-        needed = {blob for other in names() for blob in read(other).spec.blobs}
+        needed = {blob for other in names() for blob in _blobs_of(read(other).spec)}
         store = FolderStore(blobs_dir())
         for blob in set(store.list()) - needed:
             store.delete(blob)
+
+
+def _blobs_of(spec: JobSpec) -> Iterator[str]:
+    """What a job's ranks need, and what its image is made of."""
+    yield from spec.blobs
+    yield from (file.digest for file in (spec.recipe.files if spec.recipe is not None else ()))
 
 
 @contextlib.contextmanager

@@ -247,6 +247,10 @@ class Policy:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(field, f"{value!r} is not a positive number of seconds", "Give seconds, or None")
+        restarts = self.max_restarts
+        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+            problem = f"{restarts!r} is not a whole number of 0 or more"
+            raise ConfigError("max_restarts", problem, "Give an int; 0 for none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,6 +76,7 @@ class JobStatus:
     """One plain sentence: why it is in this state."""
     cause: FailureCause | None = None
     attempt: int = 0
+    """How often the ranks were started again after one was lost."""
     created: float | None = None
     started: float | None = None
     ended: float | None = None
@@ -133,6 +134,9 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
             # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
             if event.get("event") == EventKind.METRICS:
                 rows.append(_metric_row(event))
+            elif event.get("event") == EventKind.RESUMED:
+                status = _resumed(dataclasses.replace(status, metrics=(*status.metrics, *rows)), event)
+                rows = []
             else:
                 status = _reduce_one(status, event)
     return dataclasses.replace(status, metrics=(*status.metrics, *rows)) if rows else status
@@ -144,6 +148,13 @@ def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
         status, attempt=attempt, replicas=fresh, state=StateName.PENDING, reason="", cause=None, ended=None,
         failed_rank=None,
     )  # fmt: skip
+
+
+def _resumed(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    """Forget the rows of epochs that are trained once more; what users have reported themselves stays."""
+    epoch = int(event["epoch"])
+    kept = tuple(row for row in status.metrics if row.source == "report" or (row.epoch or 0) <= epoch)
+    return dataclasses.replace(status, metrics=kept, checkpoint_epoch=epoch or None)
 
 
 def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:

@@ -231,6 +231,13 @@ class BackendConformance:
             assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, cause, 1), status
             assert status.reason
 
+    def test_only_a_lost_rank_is_started_again(self, backend: Any, spec_for: Any) -> None:
+        for behaviour, attempt in (("exit", 1), ("fail", 0)):
+            spec = spec_for(behaviour)
+            spec = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, max_restarts=1))
+            status = self._wait(backend, self._submit(backend, spec))
+            assert (status.state, status.attempt, status.failed_rank) == (StateName.FAILED, attempt, 1), status
+
     def test_cancelling_twice_is_fine_and_after_the_end_too(self, backend: Any, spec_for: Any) -> None:
         ref = self._submit(backend, spec_for("hang"))
         assert any(line.text == "ready" for line in backend.logs(ref, follow=True)), backend.status(ref)

@@ -262,6 +262,7 @@ def _order(spec: JobSpec, folder: str, key: bytes) -> JobOrder:
         timeout_s=spec.policy.timeout_s,
         stall_warn_s=spec.policy.stall_warn_s,
         stall_timeout_s=spec.policy.stall_timeout_s,
+        max_restarts=spec.policy.max_restarts,
         detach=spec.policy.detach,
     )
 
@@ -283,6 +284,7 @@ def _plan_text(spec: JobSpec) -> str:
         *([f"strategy: {type(spec.strategy).__name__} {json.dumps(dataclasses.asdict(spec.strategy))}"] * training),
         f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s')})}",
         f"outlives the notebook: {'yes' if policy.detach else 'no'}",
+        *([f"restarts after a lost rank: {policy.max_restarts}"] if policy.max_restarts else []),
         "environment added:" if spec.environment else "environment added: none",
         *(f"  {name}: {json.dumps(value)}" for name, value in spec.environment),
         "folders:" if spec.volumes else "folders: those of this machine",

@@ -41,6 +41,9 @@ class Context:
     job: str = ""
     """The job's name; empty outside a job."""
     attempt: int = 0
+    """How often the ranks were started again before, after one was lost."""
+    max_restarts: int = 0
+    """How often they may be in all."""
     in_job: bool = False
     """Whether this process is a rank of a job."""
     folder: pathlib.Path | None = None

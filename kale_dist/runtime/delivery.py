@@ -40,7 +40,7 @@ class Delivery:
 
     def ship(self, rank: RankRun) -> bool:
         """Begin to bring a rank's outcome away, if it has to be; gives whether that takes time."""
-        path = self._site.files.outcome(self._site.job.attempt, rank.rank)
+        path = self._site.files.outcome(rank.attempt, rank.rank)
         if not path.exists() or not (self._store_works or self._must_go_to_head(path)):
             return False
 
@@ -69,7 +69,7 @@ class Delivery:
         Args:
             succeeded: Whether the job has: then its outcomes say all, and nobody needs its last checkpoint.
         """
-        if self._store_works and self._notebook_sees_store:
+        if self._site.order.work_is_kept or (self._store_works and self._notebook_sees_store):
             return False
         outcomes = list(self._site.files.folder.glob("outcome-*"))
         if not self._site.order.log_is_read:
@@ -85,7 +85,8 @@ class Delivery:
 
     def _must_go_to_head(self, path: pathlib.Path) -> bool:
         is_small = path.stat().st_size <= SMALL_OUTCOME_BYTES
-        return self._site.place.pod != 0 and not (is_small and self._site.order.log_is_read)
+        stays = self._site.order.work_is_kept or (is_small and self._site.order.log_is_read)
+        return self._site.place.pod != 0 and not stays
 
     def _carry(self, path: pathlib.Path) -> None:
         if self._store_works and self._put_into_store(path) and self._notebook_sees_store:

@@ -34,6 +34,8 @@ class Verdict:
     error_text: str = ""
     last_line: str = ""
     """The last line it wrote, if it died."""
+    may_restart: bool = False
+    """Whether another attempt could end otherwise: a rank was lost, and not for want of memory."""
 
 
 def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
@@ -87,7 +89,8 @@ def _describe(rank: Rank) -> Verdict:
     remedy = (
         ". Ask for more memory, or use less (smaller batches, fewer DataLoader workers)" if end.memory_limit else ""
     )
-    return _failed(FailureCause.DIED, f"Rank {rank.rank} {what}{last}{remedy}", rank)
+    verdict = _failed(FailureCause.DIED, f"Rank {rank.rank} {what}{last}{remedy}", rank)
+    return dataclasses.replace(verdict, may_restart=not end.memory_limit)
 
 
 def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:

@@ -1,7 +1,12 @@
-"""One attempt of one job, judged by the agent that speaks for it: from the order to the last event."""
+"""One job with all its attempts, judged by the agent that speaks for it: from the order to the last event.
+
+When a rank is lost and the order allows another attempt, all ranks are ended, and once none is left all are started
+again. What a job's own code raises, a lack of memory, a deadline, a lost pod and a cancel end the job at once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +39,8 @@ class JobRun:
         writer: The job's files. Whoever opened it closes it.
         on_end: Called once, when no rank is left and the last event is written.
         others: The job's ranks that other agents run. They are judged, ended and let go like this agent's own;
-            whoever made them starts them and hands on what happens to `rank_changed`.
+            whoever made them hands on what happens to `rank_changed`.
+        start_others: Starts those; called with the attempt, rank 0's seed and the port of its store.
         ship: As for `LocalRanks`.
     """
 
@@ -47,42 +53,58 @@ class JobRun:
         on_end: Callable[[], None],
         *,
         others: Sequence[Rank] = (),
+        start_others: Callable[[int, int, int], None] | None = None,
         ship: Callable[[RankRun], bool] | None = None,
     ) -> None:
         self.order = order
+        """The job, with the attempt that it is at."""
         self.seed = secrets.randbits(31) if order.seed is None else order.seed
         """That of rank 0."""
         self.verdict: Verdict | None = None
         """How the job ends, as soon as that is settled."""
         self._loop = loop
+        self._pool = pool
         self._writer = writer
         self._on_end = on_end
+        self._start_others = start_others
+        self._ship = ship
         self._watch: HangWatch | None = None
+        self._deadline: Timer | None = None
         self._timers: list[Timer] = []
         self._failures: list[Rank] = []
+        self._loss: Verdict | None = None
         self._is_over = False
         self._away: Callable[[], str] = str
-        self.local = LocalRanks(
-            order,
-            loop,
-            pool,
-            writer,
+        self._others = others
+        self.local = self._make_ranks()
+        self._ranks: list[Rank] = [*self.local.ranks, *others]
+
+    def _make_ranks(self) -> LocalRanks:
+        return LocalRanks(
+            self.order,
+            self._loop,
+            self._pool,
+            self._writer,
             on_change=self.rank_changed,
             on_move=lambda _, event: self.moved(event),
             on_refusal=lambda reason: self.fail(FailureCause.NOT_STARTED, reason),
             on_all_forked=self._all_forked,
-            ship=ship,
+            ship=self._ship,
         )
-        self._others = others
-        self._ranks: list[Rank] = [*self.local.ranks, *others]
 
     def start(self) -> None:
-        """Start the ranks of this agent. What cannot be done is told as an event of the job, never raised."""
+        """Start the ranks. What cannot be done is told as an event of the job, never raised."""
         self._writer.event(EventKind.STATE, state=str(StateName.STARTING), reason="", cause="")
         if self.order.note:
             self._writer.log.say(self.order.note)
             self._writer.event(EventKind.NOTE, text=self.order.note)
+        self._start_ranks()
+
+    def _start_ranks(self) -> None:
         try:
+            port = self.local.listen()
+            if self._start_others is not None:
+                self._start_others(self.order.attempt, self.seed, port)
             self.local.start(self.seed)
         except (OSError, KaleDistError) as error:
             self.fail(FailureCause.NOT_STARTED, f"The ranks could not be started: {error}")
@@ -90,7 +112,7 @@ class JobRun:
         self._watch = HangWatch(
             self._ranks, self._loop, self._writer, self.order.stall_warn_s, self.order.stall_timeout_s, self.fail
         )
-        if self.verdict is not None:
+        if self.verdict is not None or self._loss is not None:
             self._watch.stop()
 
     def cancel(self, cause: FailureCause, reason: str, grace_s: float) -> None:
@@ -107,9 +129,9 @@ class JobRun:
             self._timers.append(self._loop.call_later(grace_s, self._kill))
 
     def fail(self, cause: FailureCause, reason: str) -> None:
-        """End the job as failed; nothing if its fate is settled already."""
+        """End the job as failed; nothing if its fate is settled already. After a stall it may be tried again."""
         if self.verdict is None:
-            self._conclude(Verdict(StateName.FAILED, cause, reason))
+            self._conclude(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
 
     def moved(self, event: dict[str, Any] | None) -> None:
         """A rank has given a sign of progress: an event, or (None) a line of output."""
@@ -125,8 +147,9 @@ class JobRun:
         self._away = explain
 
     def _all_forked(self) -> None:
-        if self.order.timeout_s is not None:
-            self._timers.append(self._loop.call_later(self.order.timeout_s, self._time_is_up))
+        # The time of all attempts together is limited.
+        if self.order.timeout_s is not None and self._deadline is None:
+            self._deadline = self._loop.call_later(self.order.timeout_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self.fail(
@@ -139,12 +162,11 @@ class JobRun:
 
     def rank_changed(self, rank: Rank) -> None:
         """A rank's `state`, `done`, `end` or `is_gone` has changed."""
-        if self.verdict is None:
+        if self.verdict is None and self._loss is None:
             self._judge(rank)
         elif rank.done is not None and rank.end is None:
             rank.let_go()
-        if self.verdict is not None and all(other.is_gone for other in self._ranks):
-            self._finish()
+        self._go_on_if_all_are_gone()
 
     def _judge(self, rank: Rank) -> None:
         """Look at what a change of one rank means for the job."""
@@ -168,7 +190,7 @@ class JobRun:
             self._writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
 
     def _blame(self) -> None:
-        if self.verdict is not None:
+        if self.verdict is not None or self._loss is not None:
             return
         sentence = self._away() if all(ending.lost_peer(rank) for rank in self._failures) else ""
         if sentence:
@@ -179,8 +201,11 @@ class JobRun:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _conclude(self, verdict: Verdict, grace_s: float = FAILURE_GRACE_S) -> None:
-        """The job's fate is settled: let those go that are done, end the others."""
-        self.verdict = verdict
+        """The job's fate is settled, or that of its attempt: let those go that are done, end the others."""
+        if verdict.may_restart and self._loss is None and self.order.attempt < self.order.max_restarts:
+            self._loss = verdict
+        else:
+            self.verdict = verdict
         self.local.end()
         for timer in self._timers:
             timer.cancel()
@@ -194,8 +219,7 @@ class JobRun:
                 rank.terminate()
         self._timers.append(self._loop.call_later(grace_s, self._kill_unfinished))
         self._timers.append(self._loop.call_later(max(grace_s, EXIT_LIMIT_S), self._kill))
-        if all(rank.is_gone for rank in self._ranks):
-            self._finish()
+        self._go_on_if_all_are_gone()
 
     def _kill_unfinished(self) -> None:
         for rank in self._ranks:
@@ -206,15 +230,42 @@ class JobRun:
         for rank in self._ranks:
             rank.kill()
 
-    def _finish(self) -> None:
-        """No rank is left: write the last event."""
-        if self._is_over or self.verdict is None:
+    def _go_on_if_all_are_gone(self) -> None:
+        if self._is_over or (self.verdict is None and self._loss is None):
             return
+        if all(rank.is_gone for rank in self._ranks):
+            for timer in self._timers:
+                timer.cancel()
+            self._timers.clear()
+            self.local.close()
+            if self.verdict is not None:
+                self._finish(self.verdict)
+            elif self._loss is not None:
+                self._begin_again(self._loss)
+
+    def _begin_again(self, loss: Verdict) -> None:
+        """No rank of the lost attempt is left: start all again."""
+        self._loss = None
+        self._failures.clear()
+        self.order = dataclasses.replace(self.order, attempt=self.order.attempt + 1)
+        count = f"attempt {self.order.attempt + 1} of {self.order.max_restarts + 1}"
+        self._writer.begin_attempt(self.order.attempt)
+        self._writer.log.say(f"{loss.reason}. All ranks are started again: {count}")
+        self._writer.event(
+            EventKind.STATE, state=str(StateName.STARTING), reason=f"Starting again, {count}: {loss.reason}", cause=""
+        )
+        self.local = self._make_ranks()
+        self._ranks = [*self.local.ranks, *self._others]
+        self._start_ranks()
+
+    def _finish(self, verdict: Verdict) -> None:
+        """No rank is left: write the last event."""
         self._is_over = True
-        for timer in self._timers:
-            timer.cancel()
-        self.local.close()
-        verdict = self.verdict
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if verdict.may_restart and self.order.max_restarts:
+            count = f"This was attempt {self.order.attempt + 1} of {self.order.max_restarts + 1}"
+            verdict = self.verdict = dataclasses.replace(verdict, reason=f"{verdict.reason}. {count}")
         self._writer.flush_progress()
         if verdict.reason:
             self._writer.log.say(verdict.reason)

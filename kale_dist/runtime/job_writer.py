@@ -18,11 +18,11 @@ RETRY_S = 1.0
 
 
 class JobWriter:
-    """The files of one attempt of a job, as far as its agent writes them.
+    """The files of a job, as far as its agent writes them.
 
     Args:
         files: Names of the files; the folder has to be there.
-        attempt: The attempt.
+        attempt: The attempt that they begin with.
         loop: The agent's loop.
         on_change: Called after anything was written.
         log_limit_bytes: How much of the log is kept; None: all of it.
@@ -50,6 +50,13 @@ class JobWriter:
         self.log = LogWriter(files.log, attempt, self._log_changed, log_limit_bytes)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._events = os.open(files.events, flags, 0o600)
+
+    def begin_attempt(self, attempt: int) -> None:
+        """What comes from here on belongs to another attempt."""
+        self.flush_progress()
+        self._attempt = attempt
+        self._progress = {}
+        self.log.begin_attempt(attempt)
 
     def event(self, kind: EventKind, rank: int | None = None, **fields: Any) -> None:
         """Record an event of the agent's own."""

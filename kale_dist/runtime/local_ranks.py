@@ -1,4 +1,4 @@
-"""The ranks of one agent in one job: their start and their ends, whoever judges the job."""
+"""The ranks of one agent in one attempt of a job: their start and their ends, whoever judges the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LocalRanks:
     """Starts ranks, records how they end, and tells of every change.
 
     Args:
-        order: The job.
+        order: The job, with the attempt.
         loop: The agent's loop.
         pool: Where ranks come from.
         writer: The job's files.
@@ -62,7 +62,14 @@ class LocalRanks:
         self._kills = memory.kills()
         first = order.first_rank
         self.ranks = [
-            RankRun(rank, loop, writer, self._changed, lambda event, rank=rank: on_move(self.by_number(rank), event))  # type: ignore[misc]
+            RankRun(
+                rank,
+                order.attempt,
+                loop,
+                writer,
+                self._changed,
+                lambda event, rank=rank: on_move(self.by_number(rank), event),  # type: ignore[misc]
+            )
             for rank in range(first, first + order.local_world_size)
         ]
 
@@ -70,20 +77,42 @@ class LocalRanks:
         """The rank of this number among all ranks of the job."""
         return self.ranks[rank - self._order.first_rank]
 
+    def listen(self) -> int:
+        """Open the port of rank 0's store, if rank 0 is here, so that no rank ever finds it closed.
+
+        Returns:
+            The port; the order's own if rank 0 is somewhere else.
+
+        Raises:
+            OSError: The port is taken. In an attempt after the first another one is opened instead.
+        """
+        if not self._order.first_rank:
+            backlog = max(128, self._order.world_size)
+            address = "" if self._port else self._order.master_addr
+            try:
+                self._listener = open_port(address, self._port, backlog)
+            except OSError:
+                # A process that the lost rank has left behind may hold it.
+                if not self._order.attempt:
+                    raise
+                self._listener = open_port(address, 0, backlog)
+            self._listener.settimeout(0)
+            self._port = self._listener.getsockname()[1]
+        return self._port
+
     def start(self, seed: int) -> None:
-        """Start the ranks.
+        """Start the ranks; `listen` has to come before.
 
         Args:
             seed: That of the job's rank 0.
 
         Raises:
-            OSError: A port or a process is not to be had.
+            OSError: A process is not to be had.
             KaleDistError: The snapshot is damaged, or does not fit this Python and torch.
         """
         self._seed = seed
         store = FolderStore(pathlib.Path(self._order.store))
         loading.stage_modules(store, self._order.snapshot, self._files.modules)
-        self._listen()
         for rank in self.ranks:
             if self._is_ending:
                 break
@@ -104,15 +133,6 @@ class LocalRanks:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-    def _listen(self) -> None:
-        """Open the port of rank 0's store, so that no rank ever finds it closed."""
-        if self._order.first_rank:
-            return
-        backlog = max(128, self._order.world_size)
-        self._listener = open_port("" if self._port else self._order.master_addr, self._port, backlog)
-        self._listener.settimeout(0)
-        self._port = self._listener.getsockname()[1]
 
     def _assign(self, rank: RankRun) -> None:
         if self._is_ending:

@@ -11,13 +11,14 @@ Then, in any order and each as often as it takes (after a cut the member connect
 
     member: ready      it has the snapshot
             refused    reason: it cannot run its ranks
-            rank       rank, state, pid, done, end, gone, tail: all that is known of a rank
-            moved      moves (rank to signs of progress so far), event (the last one, or null)
-            stacks     rank, stacks, cpu_ticks, moves: the answer to the head's `stacks`
+            rank       attempt, rank, state, pid, done, end, gone, tail: all that is known of a rank
+            moved      attempt, moves (rank to signs of progress so far), event (the last one, or null)
+            stacks     attempt, rank, stacks, cpu_ticks, moves: the answer to the head's `stacks`
             cancel     reason, grace_s: the job has to end
             beat       a sign of life
     head:   blobs      it has all blobs, and other agents may fetch them
-            start      attempt, seed
+            start      attempt, seed, port: start the ranks, whose store listens there; once more for each attempt,
+                       when all ranks of the one before are gone
             let-go, terminate, kill, stacks   rank
             verdict    state, cause, reason, rank, ...: how the job has ended
             beat       a sign of life

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist.contract import EventKind
+from kale_dist.contract import EventKind, JobOrder
 from kale_dist.errors import KaleDistError
 from kale_dist.runtime.hang_watch import ANSWER_S
 from kale_dist.runtime.job_run import EXIT_LIMIT_S
@@ -39,13 +39,18 @@ class MemberRun:
         self._site = site
         self._send = send
         self._on_gone = on_gone
-        self._is_started = False
+        self._ship = ship
+        self._attempt: int | None = None
         self._refusal = ""
         self._event: dict[str, Any] | None = None
         self._moves_are_due = False
         self._is_ending = False
-        self.local = LocalRanks(
-            site.job,
+        self.local = self._make_ranks(site.job)
+
+    def _make_ranks(self, order: JobOrder) -> LocalRanks:
+        site = self._site
+        return LocalRanks(
+            order,
             site.loop,
             site.pool,
             site.writer,
@@ -53,7 +58,7 @@ class MemberRun:
             on_move=self._moved,
             on_refusal=self._refuse,
             on_all_forked=lambda: None,
-            ship=ship,
+            ship=self._ship,
         )
 
     @property
@@ -65,7 +70,7 @@ class MemberRun:
         """Do what the head says."""
         match message.get("op"):
             case Op.START:
-                self._start(int(message["seed"]))
+                self._start(int(message["attempt"]), int(message["seed"]), int(message["port"]))
             case Op.LET_GO:
                 self.local.by_number(message["rank"]).let_go()
             case Op.TERMINATE:
@@ -80,7 +85,7 @@ class MemberRun:
         """The head has been away: say again all that is known."""
         if self._refusal:
             self._send({"op": Op.REFUSED, "reason": self._refusal})
-        elif self._is_started:
+        elif self._attempt is not None:
             for rank in self.local.ranks:
                 self._report(rank)
 
@@ -100,10 +105,16 @@ class MemberRun:
         self._site.loop.call_later(grace_s, self._kill_unfinished)
         self._site.loop.call_later(max(grace_s, EXIT_LIMIT_S), self._kill)
 
-    def _start(self, seed: int) -> None:
-        if self._is_started or self._is_ending:
+    def _start(self, attempt: int, seed: int, port: int) -> None:
+        """Start the ranks of an attempt; nothing if they were started already, as after a cut of the connection."""
+        if self._is_ending or (self._attempt is not None and attempt <= self._attempt):
             return
-        self._is_started = True
+        if self._attempt is not None:
+            self.local.close()
+        self._attempt = attempt
+        self._event = None
+        self._site.writer.begin_attempt(attempt)
+        self.local = self._make_ranks(dataclasses.replace(self._site.job, attempt=attempt, master_port=port))
         try:
             self.local.start(seed)
         except (OSError, KaleDistError) as error:
@@ -145,6 +156,7 @@ class MemberRun:
         self._send(
             {
                 "op": Op.RANK,
+                "attempt": rank.attempt,
                 "rank": rank.rank,
                 "state": str(rank.state),
                 "pid": rank.pid,
@@ -165,7 +177,8 @@ class MemberRun:
     def _report_moves(self) -> None:
         self._moves_are_due = False
         event, self._event = self._event, None
-        self._send({"op": Op.MOVED, "moves": {str(rank.rank): rank.moves for rank in self.local.ranks}, "event": event})
+        moves = {str(rank.rank): rank.moves for rank in self.local.ranks}
+        self._send({"op": Op.MOVED, "attempt": self._attempt, "moves": moves, "event": event})
 
     def _answer_stacks(self, rank: RankRun) -> None:
         rank.ask_stacks()
@@ -174,6 +187,7 @@ class MemberRun:
             self._send(
                 {
                     "op": Op.STACKS,
+                    "attempt": rank.attempt,
                     "rank": rank.rank,
                     "stacks": rank.stacks.decode("utf-8", "surrogateescape"),
                     "cpu_ticks": rank.sample().cpu_ticks,

@@ -109,6 +109,7 @@ class Members:
         self._refusals = 0
         self._has_blobs = False
         self._start: dict[str, Any] | None = None
+        self._attempt = 0
         self._verdict: dict[str, Any] | None = None
         self._members = {pod: _Member(pod, pod_name(order, pod)) for pod in range(1, number_of_pods(order))}
         for member in self._members.values():
@@ -159,9 +160,16 @@ class Members:
         self._has_blobs = True
         self._tell({"op": Op.BLOBS})
 
-    def start(self, attempt: int, seed: int) -> None:
-        """Have all members start their ranks."""
-        self._start = {"op": Op.START, "attempt": attempt, "seed": seed}
+    def start(self, attempt: int, seed: int, port: int) -> None:
+        """Have all members start their ranks. For another attempt, all ranks of the one before have to be gone.
+
+        Args:
+            attempt: The attempt.
+            seed: Rank 0's.
+            port: Where rank 0's store listens.
+        """
+        self._attempt = attempt
+        self._start = {"op": Op.START, "attempt": attempt, "seed": seed, "port": port}
         for rank in self.ranks:
             rank.started()
         self._tell(self._start)
@@ -269,6 +277,9 @@ class Members:
             case Op.CANCEL:
                 member.is_leaving = True
                 self._owner.member_cancels(str(message["reason"]), max(0.0, float(message["grace_s"])))
+            case Op.RANK | Op.STACKS | Op.MOVED if message["attempt"] != self._attempt:
+                # It was on its way when the attempt began, or the member has not heard of it yet.
+                pass
             case Op.RANK:
                 self._rank(member, message).take(message)
             case Op.STACKS:

@@ -59,6 +59,10 @@ class LogWriter:
         """Whether a full disk keeps something out; `retry` tries again."""
         return bool(self._unwritten) or self._lost > 0
 
+    def begin_attempt(self, attempt: int) -> None:
+        """What comes from here on belongs to another attempt."""
+        self._attempt = attempt
+
     def lines(self, rank: int | None, stream: Stream, lines: list[bytes]) -> None:
         """Append whole lines, none longer than `MAX_LINE_BYTES`."""
         if lines:

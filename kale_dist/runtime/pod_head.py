@@ -60,6 +60,7 @@ class PodHead:
             site.writer,
             self._ended,
             others=self._members.ranks if self._members is not None else (),
+            start_others=self._members.start if self._members is not None else None,
             ship=self._delivery.ship,
         )
         if self._members is not None:
@@ -111,12 +112,8 @@ class PodHead:
     def _start_if_complete(self) -> None:
         if self._is_started or not self._has_blobs or self._job.verdict is not None:
             return
-        if self._members is None:
+        if self._members is None or not self._members.missing:
             self._is_started = True
-            self._job.start()
-        elif not self._members.missing:
-            self._is_started = True
-            self._members.start(self._site.job.attempt, self._job.seed)
             self._job.start()
 
     def _say_missing(self) -> None:

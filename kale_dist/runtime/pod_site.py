@@ -128,6 +128,7 @@ def job_order(order: PodOrder, pod: int, files: JobFiles, store: FolderStore, ke
         timeout_s=order.timeout_s,
         stall_warn_s=order.stall_warn_s,
         stall_timeout_s=order.stall_timeout_s,
+        max_restarts=order.max_restarts,
     )
 
 

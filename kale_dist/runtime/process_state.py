@@ -73,7 +73,7 @@ def set_torchrun_environment(order: JobOrder, rank: int, port: int) -> None:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": order.job,
             "TORCHELASTIC_RESTART_COUNT": str(order.attempt),
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
             # Who makes a store from the environment shall join rank 0's, not open another at the same port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }

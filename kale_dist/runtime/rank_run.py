@@ -68,6 +68,7 @@ class RankRun:
 
     Args:
         rank: The rank.
+        attempt: The job's attempt.
         loop: The agent's loop.
         writer: The job's files.
         on_change: Called when the rank's `state`, `done` or `end` has changed.
@@ -77,12 +78,14 @@ class RankRun:
     def __init__(
         self,
         rank: int,
+        attempt: int,
         loop: Loop,
         writer: JobWriter,
         on_change: Callable[[RankRun], None],
         on_move: Callable[[dict[str, Any] | None], None],
     ) -> None:
         self.rank = rank
+        self.attempt = attempt
         self.state = RankStateName.PENDING
         self.received = False
         """Whether it has its assignment, and so answers the signal for its stacks."""

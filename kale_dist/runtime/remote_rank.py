@@ -24,6 +24,12 @@ class RemoteRank:
         self, rank: int, send: Callable[[dict[str, Any]], None], on_change: Callable[[RemoteRank], None]
     ) -> None:
         self.rank = rank
+        self._send = send
+        self._on_change = on_change
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing of it."""
         self.state = RankStateName.PENDING
         self.done: dict[str, Any] | None = None
         """Its own account of how the call went, once the outcome is written."""
@@ -37,8 +43,6 @@ class RemoteRank:
         """The answer to `ask_stacks`; empty if there is none."""
         self._is_started = False
         self._is_over = False
-        self._send = send
-        self._on_change = on_change
         self._wishes: dict[str, None] = {}
         self._cpu_ticks = 0
 
@@ -48,7 +52,8 @@ class RemoteRank:
         return self._is_over or not self._is_started
 
     def started(self) -> None:
-        """Its agent was told to start it."""
+        """Its agent was told to start it, for the first time or anew."""
+        self._forget()
         self._is_started = True
 
     def take(self, message: dict[str, Any]) -> None:

@@ -142,6 +142,7 @@ def _settle(order: JobOrder, rank: int, assignment: dict[str, Any], events: int,
         device=device,
         job=order.job,
         attempt=order.attempt,
+        max_restarts=order.max_restarts,
         in_job=True,
         folder=files.folder,
     )

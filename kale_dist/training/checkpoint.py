@@ -28,6 +28,8 @@ class Checkpoint:
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
     scheduler: dict[str, Any] | None
+    resume: dict[str, Any] | None = None
+    """What a training needs beyond these states to go on where it was (`resume`); None where nobody has asked for it."""
     left_out: tuple[str, ...] = ()
     """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
@@ -43,6 +45,7 @@ def write(
     optimizer: dict[str, Any] | None = None,
     scheduler: dict[str, Any] | None = None,
     epoch: int,
+    resume: dict[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Write a checkpoint, replacing the one that is there by rename.
 
@@ -52,6 +55,7 @@ def write(
         optimizer: `optimizer.state_dict()`, or None.
         scheduler: `scheduler.state_dict()`, or None.
         epoch: Finished epochs.
+        resume: See `Checkpoint.resume`.
 
     Returns:
         The places of values that were left out.
@@ -63,6 +67,8 @@ def write(
     positions: dict[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], int] = {}
     left_out: list[str] = []
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if resume is not None:
+        states["resume"] = resume
     tree = {name: _encode(state, name, tensors, positions, left_out) for name, state in states.items()}
     header = {
         "version": VERSION,

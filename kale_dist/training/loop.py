@@ -18,6 +18,7 @@ from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.training import supervised
 from kale_dist.training.group import Group
 from kale_dist.training.result import TrainingResult
+from kale_dist.training.resume import Progress
 from kale_dist.training.session import PRECISIONS, Session
 
 
@@ -124,16 +125,15 @@ def train(
             step = eval_step or supervised.eval_epoch
             call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
         every = checkpoint_every or 0
-        values: dict[str, float] = {}
-        done, stopped = 0, False
-        for epoch in range(1, epochs + 1):
-            values, stopped = session.epoch(epoch, call_train, call_eval)
-            done = epoch
-            if every and (epoch % every == 0 or epoch == epochs or stopped):
-                session.write_checkpoint(epoch)
-            if stopped:
+        progress = session.resumption.progress
+        for epoch in range(progress.epochs + 1, epochs + 1):
+            if progress.stopped:
                 break
-    return session.result(values, done, stopped=stopped)
+            values, stopped = session.epoch(epoch, call_train, call_eval)
+            progress = Progress(epochs=epoch, values=values, stopped=stopped)
+            if every and (epoch % every == 0 or epoch == epochs or stopped):
+                session.write_checkpoint(progress)
+    return session.result(progress.values, progress.epochs, stopped=progress.stopped)
 
 
 def _bind_train(session: Session, step: Callable[..., Any] | None, data: Any, args: Any) -> Callable[[], Any]:

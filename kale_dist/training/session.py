@@ -13,12 +13,13 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.strategies import AllReduce
-from kale_dist.training import agreement, checkpoint, loader, metrics
+from kale_dist.training import agreement, checkpoint, loader, metrics, resume
 from kale_dist.training.batches import Feed
 from kale_dist.training.group import Group
 from kale_dist.training.optimizer import OptimizerControl
 from kale_dist.training.pace import Pace
 from kale_dist.training.result import Structure, TrainingResult, on_cpu
+from kale_dist.training.resume import Progress, Resumption, Trained
 from kale_dist.training.strategies.all_reduce import GradientExchange
 from kale_dist.training.strategies.lazy import follow_lazy_modules
 from kale_dist.training.strategies.sparse import sparse_parameters
@@ -35,6 +36,7 @@ class Session:
 
     control: OptimizerControl
     exchange: GradientExchange
+    resumption: Resumption
 
     def __init__(
         self,
@@ -75,6 +77,15 @@ class Session:
         """Alter everything in place; the stack undoes it."""
         group, device = self.group, self.group.device
         self._move()
+        self.loaders = [data for data in (train_loader, eval_loader) if data is not None]
+        self._trained = Trained(
+            model=self.model,
+            criterion=self.criterion,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loaders=tuple(self.loaders),
+        )
+        self.resumption = Resumption(group, self._trained)
         self.named = agreement.trained_tensors(self.model, self.criterion, self.optimizer)
         prints = group.gather(agreement.fingerprint(self.named.values())) if not group.is_alone else []
         agreement.copy_where_differing(group, list(self.named.items()), prints, "at the start")
@@ -114,7 +125,6 @@ class Session:
         )
         stack.callback(undo)
         group.say(self.train_feed.sentence)
-        self.loaders = [train_loader]
         self.eval_feed = Feed(name="eval", group=group, loss=self._loss, epochs=self.epochs)
         if eval_loader is not None:
             undo = loader.prepare(
@@ -123,7 +133,7 @@ class Session:
             stack.callback(undo)
             note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
             group.say(f"{self.eval_feed.sentence}; {note}")
-            self.loaders.append(eval_loader)
+        self.resumption.restore_rest(self.control.scaler)
 
     def _move(self) -> None:
         """Bring model, criterion and the optimizer's state to the rank's device."""
@@ -213,17 +223,22 @@ class Session:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
-    def write_checkpoint(self, epoch: int) -> None:
-        """Write the states of rank 0 into the job's folder, if there is one."""
+    def write_checkpoint(self, progress: Progress) -> None:
+        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this."""
         files = context.context().files
-        if files is None or self.group.rank:
+        if files is None:
             return
+        rest = resume.describe(self.group, self._trained, progress, self.control.scaler) if resume.is_wanted() else None
+        if self.group.rank:
+            return
+        epoch = progress.epochs
         left_out = checkpoint.write(
             files.checkpoint,
             model=self.model.state_dict(),
             optimizer=self.optimizer.state_dict(),
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
             epoch=epoch,
+            resume=rest,
         )
         if left_out:
             self.group.say(f"Checkpoints do not hold {', '.join(left_out[:5])}: neither tensors nor plain values.")

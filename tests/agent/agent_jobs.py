@@ -56,12 +56,12 @@ class RunningJob:
     def log_text(self, rank: int | None = None) -> str:
         return "\n".join(line.text for line in self.log() if rank is None or line.rank == rank)
 
-    def outcome(self, rank: int = 0) -> outcome.Outcome:
+    def outcome(self, rank: int = 0, attempt: int = 0) -> outcome.Outcome:
         return outcome.read(
-            self.files.outcome(0, rank),
+            self.files.outcome(attempt, rank),
             key=bytes.fromhex(self.order.key),
             job=self.order.job,
-            attempt=0,
+            attempt=attempt,
             rank=rank,
             resolve=lambda index: None,
         )

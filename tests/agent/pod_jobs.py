@@ -179,16 +179,16 @@ class PodJob:
     def text(self) -> str:
         return "\n".join(str(contract.parse_line(item.framed)) for item in self.items(Line))
 
-    def outcome(self, rank: int) -> outcome.Outcome:
+    def outcome(self, rank: int, attempt: int = 0) -> outcome.Outcome:
         """From the frames; as a notebook that has only the pods' logs reads it."""
-        (item,) = [item for item in self.items(OutcomeItem) if item.rank == rank]
-        return self.read_outcome(rank, item.data)
+        (item,) = [item for item in self.items(OutcomeItem) if (item.rank, item.attempt) == (rank, attempt)]
+        return self.read_outcome(rank, item.data, attempt)
 
-    def read_outcome(self, rank: int, data: bytes) -> outcome.Outcome:
-        files = JobFiles(self.root)
-        files.outcome(0, rank).write_bytes(data)
+    def read_outcome(self, rank: int, data: bytes, attempt: int = 0) -> outcome.Outcome:
+        path = JobFiles(self.root).outcome(attempt, rank)
+        path.write_bytes(data)
         return outcome.read(
-            files.outcome(0, rank), key=self.key, job=self.order.job, attempt=0, rank=rank, resolve=lambda index: None
+            path, key=self.key, job=self.order.job, attempt=attempt, rank=rank, resolve=lambda index: None
         )
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:

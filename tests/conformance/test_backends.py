@@ -51,8 +51,10 @@ def fake_fail(run):
 
 
 def fake_exit(run):
-    run.event(EventKind.RANK, rank=1, state=RankStateName.FAILED, exit_code=3)
-    run.event(EventKind.STATE, state=StateName.FAILED, reason="Rank 1 ended with 3", cause=FailureCause.DIED)
+    for attempt in range(run.spec.policy.max_restarts + 1):
+        run.event(EventKind.RANK, rank=1, state=RankStateName.FAILED, exit_code=3, attempt=attempt)
+    ended = {"state": StateName.FAILED, "reason": "Rank 1 ended with 3", "cause": FailureCause.DIED}
+    run.event(EventKind.STATE, **ended, attempt=attempt)
 
 
 def fake_hang(run):

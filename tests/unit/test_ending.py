@@ -71,3 +71,20 @@ def test_the_sentence_says_what_is_known(rank, text):
 )
 def test_the_final_state_of_a_rank(rank, stopped, state):
     assert rank_state(rank, stopped=stopped) == state
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (died(1, signal="SIGKILL"), True),
+        (died(1, exit_code=0), True),
+        (died(1, signal="SIGKILL", reason="the forkserver went"), True),
+        (died(1, signal="SIGKILL", memory_limit="a limit of 2.0 GiB"), False),
+        (died(1, reason="no process to be had"), False),
+        (failed(1), False),
+        (failed(1, *LOST_PEER), False),
+        (failed(1, not_started=True), False),
+    ],
+)
+def test_another_attempt_is_for_lost_ranks_alone(rank, expected):
+    assert blame([rank]).may_restart is expected

@@ -137,3 +137,31 @@ def test_a_status_is_one_line():
     assert (
         repr(status_of({"event": "state", "state": "failed", "reason": "why"})) == "<JobStatus local://j failed: why>"
     )
+
+
+def test_epochs_that_are_trained_once_more_count_once():
+    def row(source, epoch, attempt):
+        return {"event": "metrics", "source": source, "epoch": epoch, "values": {"loss": epoch}, "attempt": attempt}
+
+    status = status_of(
+        *(row("train", epoch, 0) for epoch in (1, 2, 3)),
+        row("report", 3, 0),
+        {"event": "checkpoint", "epoch": 3},
+        {"event": "resumed", "epoch": 2, "attempt": 1},
+        row("train", 2, 0),
+        *(row("train", epoch, 1) for epoch in (3, 4)),
+    )
+    assert [(row.source, row.epoch) for row in status.metrics] == [
+        ("train", 1), ("train", 2), ("report", 3), ("train", 3), ("train", 4),
+    ]  # fmt: skip
+    assert (status.attempt, status.checkpoint_epoch) == (1, 2)
+    anew = reduce_event(status, {"event": "resumed", "epoch": 0, "attempt": 2})
+    assert [(row.source, row.epoch) for row in anew.metrics] == [("report", 3)]
+    assert anew.checkpoint_epoch is None
+
+
+@pytest.mark.parametrize("epoch", [None, "x", [], {}])
+def test_a_damaged_resumption_changes_no_metrics(epoch):
+    row = {"event": "metrics", "source": "train", "epoch": 1, "values": {"loss": 1.0}}
+    status = status_of(row, {"event": "resumed", "epoch": epoch})
+    assert len(status.metrics) == 1

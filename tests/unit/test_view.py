@@ -91,6 +91,11 @@ def test_a_running_job_says_where_it_is():
     assert text.endswith("[1] hello")
 
 
+def test_a_later_attempt_is_told():
+    assert plain.text(running(attempt=1), now=110.0).splitlines()[1].startswith("Attempt 2: ")
+    assert "in attempt 3" in plain.text(running(attempt=2, state=StateName.SUCCEEDED), now=110.0)
+
+
 def test_html_says_the_same_and_is_accessible():
     read = Reader(view.html(running(), [line("hello", 1)], now=11.0))
     for words in ("train-net-abcde", "running", "Epoch 3 of 8, step 12 of 24", "31 %", "8,000 samples/s", "hello"):

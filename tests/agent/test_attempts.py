@@ -1,0 +1,215 @@
+"""Ranks that are lost and started again: when that happens, when it never does, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from agent_jobs import gone_within
+from pod_jobs import PodJob
+
+import kale_dist as kd
+from kale_dist.backends.agent_client import cancel_message, send
+from kale_dist.contract import EventKind, JobFiles
+from kale_dist.runtime.fork_pool import ForkPool
+from kale_dist.runtime.job_writer import JobWriter
+from kale_dist.runtime.local_ranks import LocalRanks
+from kale_dist.runtime.loop import Loop
+
+
+def told(job):
+    """Attempts and states of a job, in their order."""
+    return [(event["attempt"], event["state"]) for event in job.events(EventKind.STATE)]
+
+
+def lost_at_first(rank, how, times):
+    """Dies on one rank in its first attempts; then adds up what all have."""
+    import torch
+    import torch.distributed as dist
+
+    here = kd.context()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if here.rank == rank and here.attempt < times:
+        print(f"last words in attempt {here.attempt}")
+        os.kill(os.getpid(), how) if how > 0 else os._exit(-how)
+    dist.all_reduce(total)
+    return here.attempt, total.item(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+@pytest.mark.parametrize(("rank", "how", "times"), [(1, signal.SIGKILL, 1), (0, signal.SIGSEGV, 1), (0, -3, 2)])
+def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
+    job = jobs.run(lost_at_first, rank, int(how), times, max_restarts=2)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    assert [job.outcome(number, times).value for number in range(2)] == [(times, 4.0, str(times))] * 2
+    expected = [(attempt, state) for attempt in range(times) for state in ("starting", "running")]
+    assert told(job) == [*expected, (times, "starting"), (times, "running"), (times, "succeeded")]
+    again = [line.text for line in job.log() if line.rank is None and "started again" in line.text]
+    assert [text.rpartition(": ")[2] for text in again] == [f"attempt {n + 2} of 3" for n in range(times)]
+    assert all(text.startswith(f"Rank {rank} ") for text in again)
+    begun = [event for event in job.events(EventKind.STATE) if event["state"] == "starting"][-1]
+    assert begun["reason"].startswith(f"Starting again, attempt {times + 1} of 3: Rank {rank} ")
+    assert {line.attempt for line in job.log() if line.text.startswith("last words")} == set(range(times))
+    pids = [event["pid"] for event in job.events(EventKind.RANK) if event["pid"]]
+    assert len(set(pids)) == 2 * (times + 1)
+    assert gone_within(pids, 2.0)
+
+
+def test_restarts_are_counted_and_then_the_job_fails(jobs):
+    job = jobs.run(lost_at_first, 1, int(signal.SIGKILL), 9, max_restarts=1)
+    state = job.wait()
+    assert (state["state"], state["cause"], state["attempt"], state["failed_rank"]) == ("failed", "died", 1, 1)
+    assert state["reason"].endswith("This was attempt 2 of 2")
+
+
+def raise_after_a_peer():
+    import torch
+    import torch.distributed as dist
+
+    if kd.context().rank == 1:
+        raise ConnectionError("peer has left")
+    dist.all_reduce(torch.ones(1))
+
+
+def return_early():
+    import torch
+    import torch.distributed as dist
+
+    if kd.context().rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def sleep_long():
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("function", "limits", "cause"),
+    [(raise_after_a_peer, {}, "error"), (return_early, {}, "left"), (sleep_long, {"timeout_s": 0.5}, "timeout")],
+)
+def test_what_another_attempt_would_not_mend_is_not_tried_again(jobs, function, limits, cause):
+    job = jobs.run(function, max_restarts=3, **limits)
+    state = job.wait()
+    assert (state["state"], state["cause"], state["attempt"]) == ("failed", cause, 0)
+
+
+def stall_at_first():
+    if kd.context().attempt == 0:
+        time.sleep(600)
+
+
+def test_a_stall_counts_as_lost(jobs):
+    job = jobs.run(stall_at_first, max_restarts=1, stall_timeout_s=1.0)
+    assert (job.wait()["state"], job.state()["attempt"]) == ("succeeded", 1)
+
+
+def linger_when_lost():
+    """The rank that is not lost takes its time to end, so that something can happen meanwhile."""
+    here = kd.context()
+    if here.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    os._exit(3)
+
+
+def test_a_cancel_between_two_attempts_holds(jobs):
+    job = jobs.run(linger_when_lost, max_restarts=3)
+    job.until(lambda: any(event["exit_code"] == 3 for event in job.events(EventKind.RANK)))
+    send(jobs.client.socket_path, cancel_message(job.order.job, 0.1))
+    state = job.wait()
+    assert (state["state"], state["attempt"]) == ("cancelled", 0)
+
+
+def die_each_time():
+    time.sleep(0.4)
+    os._exit(3)
+
+
+def test_the_time_limit_is_that_of_all_attempts_together(jobs):
+    job = jobs.run(die_each_time, max_restarts=1000, timeout_s=2.0)
+    state = job.wait()
+    assert (state["state"], state["cause"]) == ("failed", "timeout")
+    assert 0 < state["attempt"] < 6
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_port_that_somebody_holds_is_replaced_in_later_attempts_alone(jobs, attempt):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        order = jobs.order(sleep_long, attempt=attempt, master_port=port, max_restarts=1)
+        loop = Loop()
+        writer = JobWriter(JobFiles(order.folder), attempt, loop, lambda: None)
+        ranks = LocalRanks(
+            order, loop, ForkPool(loop), writer,
+            on_change=print, on_move=print, on_refusal=print, on_all_forked=print,
+        )  # fmt: skip
+        if attempt:
+            assert ranks.listen() not in (0, port)
+        else:
+            with pytest.raises(OSError, match="in use"):
+                ranks.listen()
+        ranks.close()
+        writer.close()
+        loop.close()
+
+
+# -- in pods ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make_job(function, *args, **options):
+        made.append(PodJob(tmp_path, function, *args, **options))
+        return made[-1]
+
+    yield make_job
+    for job in made:
+        job.close()
+
+
+def meet(times):
+    """All ranks wait for one that the test kills; in the last attempt nobody is waited for."""
+    import torch
+    import torch.distributed as dist
+
+    here = kd.context()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    while here.attempt < times:
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+    return here.attempt, total.item()
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_ranks_of_all_pods_are_started_again(make, lost):
+    job = make(meet, 1, ranks=4, processes_per_pod=2, max_restarts=1).put_input().start_all()
+    job.until_running()
+    os.kill(job.pods[lost // 2].pids()[lost], signal.SIGKILL)
+    assert job.end() == [0, 0], job.text()
+    assert told(job) == [
+        (0, "starting"),
+        (0, "running"),
+        (1, "starting"),
+        (1, "running"),
+        (1, "succeeded"),
+    ]
+    assert [job.outcome(rank, 1).value for rank in range(4)] == [(1, 4.0)] * 4
+    ends = {(event["attempt"], event["rank"]): event["state"] for event in job.events(EventKind.RANK)}
+    assert {ends[1, rank] for rank in range(4)} == {"succeeded"}
+    assert job.text().count("attempt 2 of 2") == 1
+    assert [pod.last_words["state"] for pod in job.pods] == ["succeeded"] * 2
+
+
+def test_a_lost_pod_is_not_waited_for(make):
+    job = make(meet, 9, ranks=2, max_restarts=5).put_input().start_all()
+    job.until_running()
+    job.pods[1].process.send_signal(signal.SIGKILL)
+    assert job.pods[0].end() == 1
+    state = job.state()
+    assert (state["state"], state["cause"], state["attempt"]) == ("failed", "died", 0)

@@ -1,0 +1,111 @@
+"""Checkpoints that a training cannot go on from: it begins anew, and says why."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kale_dist.runtime import context
+from kale_dist.training import checkpoint
+from kale_dist.training.loop import train
+
+
+def fit(model, epochs=1, **options):
+    torch.manual_seed(5)
+    data = TensorDataset(torch.randn(12, 3), torch.zeros(12, dtype=torch.long))
+    options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    return train(
+        model=model, train_data_loader=DataLoader(data, 4), criterion=nn.CrossEntropyLoss(), epochs=epochs, **options
+    )
+
+
+def attempt(number, folder, max_restarts=3):
+    """Make this forked process rank 0 of a job's attempt; gives a function that reads its events."""
+    read, write = os.pipe()
+    place = context.Context(job="j", in_job=True, folder=folder, attempt=number, max_restarts=max_restarts)
+    context.activate(place, write)
+
+    def events():
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            return [json.loads(line) for line in pipe]
+
+    return events
+
+
+def after(folder, spoil):
+    """Train two epochs, spoil something, train in the next attempt."""
+    attempt(0, folder)
+    fit(nn.Linear(3, 2), epochs=2)
+    model, options = spoil(folder / "checkpoint")
+    events = attempt(1, folder)
+    result = fit(model, epochs=3, **options)
+    return result.epochs, events()
+
+
+def nothing(path):
+    return nn.Linear(3, 2), {}
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-10])
+    return nn.Linear(3, 2), {}
+
+
+def is_gone(path):
+    path.unlink()
+    return nn.Linear(3, 2), {}
+
+
+def without_the_rest(path):
+    found = checkpoint.read(path)
+    checkpoint.write(path, model=found.model, optimizer=found.optimizer, epoch=found.epoch)
+    return nn.Linear(3, 2), {}
+
+
+def another_shape(path):
+    return nn.Linear(3, 4), {}
+
+
+def another_name(path):
+    return nn.Sequential(nn.Linear(3, 2)), {}
+
+
+def another_optimizer(path):
+    model = nn.Linear(3, 2)
+    return model, {"optimizer": torch.optim.SGD([model.weight], lr=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "behind", "said"),
+    [
+        (nothing, 2, "goes on behind epoch 2"),
+        (is_gone, 0, "begins anew"),
+        (cut_short, 0, "cannot be read"),
+        (without_the_rest, 0, "only what a result needs"),
+        (another_shape, 0, "weight of the model changed its shape"),
+        (another_name, 0, "of the model was"),
+        (another_optimizer, 0, "the optimizer got other parameters"),
+    ],
+)
+def test_what_does_not_fit_is_not_taken_up(ranks, tmp_path, spoil, behind, said):
+    epochs, events = ranks(1, after, tmp_path, spoil, keep=False)[0]
+    assert epochs == 3
+    assert [event["epoch"] for event in events if event["event"] == "resumed"] == [behind]
+    trained = [event["epoch"] for event in events if event["event"] == "metrics"]
+    assert trained == list(range(behind + 1, 4))
+    assert any(said in event["text"] for event in events if event["event"] == "note")
+
+
+def in_a_first_attempt(folder, max_restarts):
+    attempt(0, folder, max_restarts)
+    fit(nn.Linear(3, 2))
+    return checkpoint.read(folder / "checkpoint").resume is not None
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_only_jobs_that_may_be_started_again_keep_more_than_states(ranks, tmp_path, max_restarts):
+    assert ranks(1, in_a_first_attempt, tmp_path, max_restarts, keep=False) == [max_restarts > 0]
