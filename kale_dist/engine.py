@@ -1,1 +1,302 @@
-"""The Docker engine: how it is reached, and what its errors mean."""
+"""The Docker engine: how it is reached, and what its errors mean.
+
+The only module besides `backends.docker` and `image.docker_builder` that knows the docker package, which need not be
+installed to import this one. Rootless Docker and Podman answer the same API on other sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kale_dist.errors import BackendError, BackendUnavailableError
+
+if TYPE_CHECKING:
+    import docker
+
+TIMEOUT_S = 60.0
+"""An engine that says nothing for so long while it answers a request counts as gone."""
+
+_POOL = 64
+"""Connections that are kept: each container that is followed holds one."""
+
+_SPACE = "Free some: docker system df shows what is used, docker system prune removes what nothing uses"
+_NAME = "Check its spelling, or name one that is there with image=. docker images lists those of the engine"
+
+_MEANINGS = (
+    (r"no space left on device|ENOSPC", "its disk is full", _SPACE, False),
+    (r"disk quota exceeded", "its user has used up the disk quota", _SPACE, False),
+    (r"toomanyrequests|too many requests|rate limit", "the registry wants fewer requests", "Wait, or log in to it: docker login", True),
+    (r"unauthorized|no basic auth|authentication required|denied: |access denied|access forbidden", "the registry wants other credentials, or has no such image", "Log in to it with `docker login`, and check the image's name", False),
+    (r"manifest unknown|manifest for .* not found|name unknown|repository .* not found|no such image|image not known|not found: manifest", "there is no such image", _NAME, False),
+    (r"no matching manifest for|does not match the specified platform", "the image is not made for this engine's platform", "Name one for it, or build it with docker buildx --platform", False),
+    (r"invalid reference format|invalid repository name", "the image's name cannot be read", "Write it as registry/name:tag", False),
+    (r"server gave HTTP response to HTTPS client", "the registry speaks HTTP, and the engine expects HTTPS", "Add it to insecure-registries in the engine's daemon.json, or give it a certificate", False),
+    (r"x509: ", "the registry's certificate is not trusted by the engine", "Put its authority's certificate into /etc/docker/certs.d/<registry>/ca.crt where the engine runs", False),
+    (r"no such host|dial tcp|server misbehaving|TLS handshake timeout|Client\.Timeout|connection refused|i/o timeout", "the registry cannot be reached from where the engine runs", "Check its name and the network there, or pull the image by another way", True),
+    (r"could not select device driver|nvidia-container-cli|unknown or invalid runtime name: nvidia|unresolvable CDI", "the engine cannot give GPUs to containers", "Install the NVIDIA Container Toolkit where the engine runs, or leave out cuda and resources.gpus", False),
+    (r"non-overlapping IPv4 address pool|address pools have been fully subnetted", "the engine has no address range left for a network", "Remove networks that nothing uses: docker network prune", False),
+    (r"Range of CPUs is from", "it has fewer cores than resources.cpu_limit and processes_per_pod ask for", "Ask for fewer", False),
+    (r"Minimum memory limit|less than the minimum", "the memory limit is too low for a container", "Raise resources.memory_gib", False),
+    (r"executable file not found|exec: .*: no such file|stat .*: no such file", "the image has no `python3` on its PATH", "Name an image with Python 3.11 or later and torch, with image=", False),
+    (r"exec format error", "the image is made for another processor", "Name one for the engine's platform, with image=", False),
+    (r"bind source path does not exist|error while creating mount source path|statfs ", "a folder of volumes= is not there where the engine runs", "Name a folder of the engine's machine, or a named volume", False),
+    (r"client version .* is too (?:new|old)", "client and engine are of too different versions", "Upgrade the engine, or the docker package", False),
+)  # fmt: skip
+"""What the engine's words mean: a pattern, the sentence, the remedy, whether it may pass. The first one counts."""
+
+
+class Engine:
+    """A connection to an engine. Safe to use from threads.
+
+    Args:
+        client: The library's client.
+        url: Where the engine answers.
+    """
+
+    def __init__(self, client: docker.DockerClient, url: str) -> None:
+        self.client = client
+        """For containers, networks and images."""
+        self.url = url
+        """Such as `unix:///var/run/docker.sock`."""
+        self._version: dict[str, Any] | None = None
+        self._info: dict[str, Any] | None = None
+
+    @property
+    def api(self) -> Any:
+        """The engine's API, request by request."""
+        return self.client.api
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the engine sees this machine's folders."""
+        return self.url.startswith(("unix://", "http+unix://"))
+
+    @property
+    def version(self) -> str:
+        """Of the engine, such as `20.10.24`."""
+        return str(self._ask_version().get("Version", "unknown"))
+
+    @property
+    def is_podman(self) -> bool:
+        """Whether Podman answers as if it were Docker."""
+        parts = self._ask_version().get("Components") or ()
+        return any("podman" in str(part.get("Name", "")).lower() for part in parts)
+
+    @property
+    def is_rootless(self) -> bool:
+        """Whether the engine runs as a user, so that root in a container is that user outside."""
+        return any("rootless" in option for option in self.info.get("SecurityOptions") or ())
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine says of itself and its machine, asked once.
+
+        Raises:
+            BackendError: It does not answer.
+        """
+        if self._info is None:
+            with explained("asking the Docker engine about itself"):
+                self._info = self.client.info()
+        return self._info
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        self.client.close()
+
+    def _ask_version(self) -> dict[str, Any]:
+        if self._version is None:
+            with explained("asking the Docker engine for its version"):
+                self._version = self.client.version()
+        return self._version
+
+
+def connect(base_url: str | None = None) -> Engine:
+    """Connect to an engine that answers.
+
+    Args:
+        base_url: Such as `unix:///run/user/1000/docker.sock`, `tcp://host:2376` or `ssh://user@host`; None: what
+            DOCKER_HOST says, then docker's context, then the usual sockets of Docker, rootless Docker and Podman.
+
+    Raises:
+        BackendUnavailableError: None answers; says what was tried and what to do.
+    """
+    try:
+        import docker  # noqa: F401 - whether it is there
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(
+            f"The package {error.name!r}, by which a Docker engine is reached, is not installed in this Python. Install it: "
+            "pip install 'kale-dist[docker]'"
+        ) from None
+    if base_url is None:
+        base_url = os.environ.get("DOCKER_HOST") or _context_url()
+    tried = (base_url,) if base_url else _sockets()
+    failed: BackendError | None = None
+    for url in tried:
+        try:
+            client = _open(url, tls=base_url is not None)
+        except Exception as error:  # noqa: BLE001 - each part of the library raises its own
+            # The first socket is the usual one: what is wrong with it is what the user wants to know.
+            failed = failed or _unreachable(error, url)
+        else:
+            return Engine(client, url)
+    if failed is None:
+        failed = BackendUnavailableError(
+            "There is no Docker engine here: no socket of Docker, rootless Docker or Podman was found. "
+            'Start one, or set DOCKER_HOST to where it answers. Without one, on="local" runs jobs on this machine'
+        )
+    raise failed
+
+
+def explain(error: BaseException, doing: str) -> BackendError:
+    """What an error of the engine or of the connection to it means.
+
+    Args:
+        error: Anything that the docker package raises.
+        doing: What was being done, for after "while": `pulling the image x`.
+    """
+    import docker.errors
+    import requests
+    import urllib3.exceptions
+
+    if isinstance(error, BackendError):
+        return error
+    text = _said(error)
+    if isinstance(error, docker.errors.APIError):
+        for pattern, sentence, remedy, retryable in _MEANINGS:
+            if re.search(pattern, text, re.IGNORECASE):
+                return BackendError(f"The Docker engine failed while {doing}: {sentence} ({text}). {remedy}", retryable)
+        retryable = bool(error.status_code and error.status_code >= 500)  # noqa: PLR2004 - HTTP's server errors
+        return BackendError(f"The Docker engine failed while {doing}: {text}", retryable)
+    if isinstance(error, requests.RequestException | urllib3.exceptions.HTTPError | OSError):
+        return BackendUnavailableError(
+            f"The connection to the Docker engine was cut while {doing}: {text}. Is it still running?", retryable=True
+        )
+    for pattern, sentence, remedy, retryable in _MEANINGS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return BackendError(f"The Docker engine failed while {doing}: {sentence} ({text}). {remedy}", retryable)
+    return BackendError(f"The Docker engine failed while {doing}: {text}")
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turn the docker package's errors into this library's.
+
+    Args:
+        doing: As in `explain`.
+
+    Raises:
+        BackendError: What was raised inside, explained.
+    """
+    import docker.errors
+    import requests
+    import urllib3.exceptions
+
+    try:
+        yield
+    except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        raise explain(error, doing) from error
+
+
+def _open(url: str, *, tls: bool) -> docker.DockerClient:
+    import docker
+
+    if url.startswith("unix://"):
+        # The library leaves its socket open where it cannot connect.
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(TIMEOUT_S)
+            probe.connect(url.removeprefix("unix://"))
+    settings: dict[str, Any] = {"base_url": url, "timeout": TIMEOUT_S, "max_pool_size": _POOL}
+    if url.startswith("ssh://"):
+        settings["use_ssh_client"] = True
+    elif tls and not url.startswith("unix://"):
+        # DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, as the docker program takes them.
+        found = docker.utils.kwargs_from_env()
+        if "tls" in found:
+            settings["tls"] = found["tls"]
+    client = docker.DockerClient(**settings)
+    client.ping()
+    return client
+
+
+def _context_url() -> str | None:
+    """What `docker context use` has chosen; None for its default."""
+    import docker.context
+
+    with contextlib.suppress(Exception):
+        context = docker.context.ContextAPI.get_current_context()
+        if context is not None and context.Name != "default":
+            return str(context.Host) or None
+    return None
+
+
+def _sockets() -> tuple[str, ...]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    paths = [
+        "/var/run/docker.sock",
+        f"{runtime}/docker.sock",
+        os.path.expanduser("~/.docker/run/docker.sock"),  # noqa: PTH111 - pathlib raises for a user without a home
+        f"{runtime}/podman/podman.sock",
+        "/run/podman/podman.sock",
+    ]
+    return tuple(f"unix://{path}" for path in paths if os.path.exists(path))  # noqa: PTH110 - pathlib raises for a folder we may not enter
+
+
+def _unreachable(error: BaseException, url: str) -> BackendUnavailableError:
+    causes = tuple(_chain(error))
+    path = url.removeprefix("unix://")
+    if any(isinstance(cause, PermissionError) for cause in causes):
+        return BackendUnavailableError(
+            f"This user may not open the Docker engine's socket {path} (permission denied). Have the user added to its "
+            "group (sudo usermod -aG docker $USER, then log in anew), or use rootless Docker or Podman and set "
+            "DOCKER_HOST to its socket"
+        )
+    if any(isinstance(cause, FileNotFoundError) for cause in causes):
+        return BackendUnavailableError(
+            f"There is no Docker engine at {url}: the socket is not there. Start the engine, or correct DOCKER_HOST or "
+            "the docker context"
+        )
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        return BackendUnavailableError(
+            f"No Docker engine answers at {url} (connection refused). Start it: sudo systemctl start docker",
+            retryable=True,
+        )
+    if "paramiko" in str(error):
+        remedy = "pip install paramiko, or forward its socket: ssh -L"
+        return BackendUnavailableError(
+            f"The Docker engine at {url} is reached by SSH, for which paramiko is missing. {remedy}"
+        )
+    text = _said(error)
+    remedy = "Check DOCKER_HOST, DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, and that the engine runs"
+    if pathlib.PurePath(path).name == "podman.sock":
+        remedy = "Start Podman's service: systemctl --user start podman.socket"
+    return BackendUnavailableError(f"The Docker engine at {url} cannot be reached: {text}. {remedy}", retryable=True)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what led to it, also where the library keeps the cause among the arguments alone."""
+    waiting, seen = [error], set()
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, BaseException) and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += [
+                found.__cause__,
+                found.__context__,
+                *(arg for arg in found.args if isinstance(arg, BaseException)),
+            ]
+
+
+def _said(error: BaseException) -> str:
+    """The engine's own words, without HTTP around them."""
+    explanation = getattr(error, "explanation", None)
+    if isinstance(explanation, bytes):
+        explanation = explanation.decode(errors="replace")
+    text = str(explanation or error) or type(error).__name__
+    return " ".join(text.split()).rstrip(".")

@@ -1,0 +1,269 @@
+"""Makes an image without a container engine: a layer on top of a base, straight through the registry's HTTP API.
+
+Nothing of the base is unpacked or run. Its layers are mounted where the new image lies in the same registry, copied
+where it lies in another one, and only what the registry lacks is sent. User, entry point and command of the base stay.
+Packages are one layer; a recipe's own files, which change more often, are another one where there are both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import posixpath
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from kale_dist.blobs import FolderStore
+from kale_dist.errors import ImageError
+from kale_dist.image import inventory as inventories
+from kale_dist.image import media, packages, replacement
+from kale_dist.image.base_layers import write_atomically
+from kale_dist.image.installed import Distribution, canonical
+from kale_dist.image.inventory import Inventory
+from kale_dist.image.layer import Entry, Layer, make_layer
+from kale_dist.image.reference import Reference
+from kale_dist.image.registry import ImageManifest, Registry
+from kale_dist.recipe import Recipe
+
+RECIPE_LABEL = "dev.kale-dist.recipe"
+"""Of the images that this library makes: what they are made of, as JSON."""
+
+_HISTORY = "kale-dist: packages and files of a recipe"
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """An image that was made and pushed."""
+
+    digest: str
+    """`sha256:...` of its manifest."""
+    size: int
+    """Bytes of what is new on top of the base, compressed."""
+    sent: int
+    """Bytes that the registry lacked."""
+
+
+def build(
+    recipe: Recipe,
+    *,
+    registry: Registry,
+    repository: str,
+    tag: str,
+    base: Reference,
+    base_registry: Registry,
+    blobs_dir: pathlib.Path,
+    cache_dir: pathlib.Path,
+    labels: Mapping[str, str],
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    python: str = "",
+) -> Built:
+    """Make the recipe's image and push it. The same recipe on the same base gives the same digest.
+
+    Args:
+        recipe: What goes on top of the base.
+        registry: Where the image goes.
+        repository: Where in it.
+        tag: Its name there.
+        base: The base image.
+        base_registry: Where the base lies; may be `registry`.
+        blobs_dir: Where the recipe's files lie, by digest.
+        cache_dir: Where inventories and wheels are kept.
+        labels: Of the image, besides those that say what it is made of.
+        say: Takes a line for the user.
+        progress: Takes bytes done and bytes in all, of what is being read, copied or sent at the time.
+        python: The minor that the base's Python must have, such as `3.11`; empty for any.
+
+    Raises:
+        ImageError: The base does not fit, the packages cannot be had, or a registry refuses.
+    """
+    if recipe.apt:
+        raise ImageError(
+            f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, and the one without "
+            f'a daemon runs none. Use `builder="docker"`, or a base image that has them.'
+        )
+    image = base_registry.image(base.repository, base.target, recipe.platform)
+
+    def read(*, files: bool) -> Inventory:
+        return inventories.read(
+            base_registry, image, base.repository, cache_dir=cache_dir, say=say, progress=progress, files=files
+        )
+
+    inventory = read(files=False)
+    _check(recipe, base, inventory, python)
+    wheels = packages.resolve(recipe, inventory, cache_dir=cache_dir, say=say)
+    gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
+    if gone:
+        say("Replaced in the base image: " + ", ".join(f"{one.name} {one.version}" for one in gone))
+        if not all(one.files for one in gone):
+            inventory = read(files=True)
+            gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as name:
+        folder = pathlib.Path(name)
+        layers: list[Layer] = []
+        installed: tuple[Distribution, ...] = ()
+        if wheels:
+            place = cache_dir / "packed" / f"{_key(wheels, inventory, image)}.json"
+            packed = None if recipe.rebuild else _recall(place)
+            if packed is None or not registry.has_blob(repository, packed.layer.digest):
+                packed = _pack(wheels, inventory, gone, folder)
+                _remember(place, packed)
+            layers.append(packed.layer)
+            installed = packed.distributions
+            for sentence in replacement.broken(inventory, installed):
+                say(sentence)
+        if recipe.files or not wheels:
+            layers.append(make_layer(_files(recipe, inventory, blobs_dir), folder / "files.tar.gz"))
+        after = replacement.with_installed(inventory, installed)
+        manifest, config = _compose(recipe, image, layers, after, labels)
+        sent = _push_base(registry, repository, base_registry, base, image, folder, say, progress)
+        for layer in layers:
+            if not registry.has_blob(repository, layer.digest):
+                say(f"Pushing a layer of {layer.size / _MIB:.1f} MiB to {registry.host}/{repository}.")
+                with layer.path.open("rb") as file:
+                    registry.upload(repository, file, layer.digest, progress=progress)
+                sent += layer.size
+        registry.upload(repository, config, media.digest_of(config))
+        digest = registry.put_manifest(repository, tag, manifest, media.media_type(json.loads(manifest)))
+    return Built(digest=digest, size=sum(layer.size for layer in layers), sent=sent)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Packed:
+    """Packages as a layer."""
+
+    layer: Layer
+    """Its file may be gone: then the registry has it."""
+    distributions: tuple[Distribution, ...]
+    """What is installed by it."""
+
+
+def _pack(
+    wheels: Sequence[packages.Wheel], inventory: Inventory, gone: Sequence[Distribution], folder: pathlib.Path
+) -> _Packed:
+    """Unpack wheels as they lie in the image, hide what they replace, and make a layer of it."""
+    unpacked = packages.unpack(wheels, inventory, folder / "root")
+    hidden = replacement.removals(inventory, gone, [entry.path for entry in unpacked.entries])
+    layer = make_layer((*unpacked.entries, *hidden), folder / "packages.tar.gz")
+    return _Packed(layer=layer, distributions=unpacked.distributions)
+
+
+def _key(wheels: Sequence[packages.Wheel], inventory: Inventory, image: ImageManifest) -> str:
+    """Names what the bytes of a layer of packages depend on."""
+    contents = [(wheel.path.parent.name, wheel.path.name) for wheel in wheels]
+    layout = (inventory.python, inventory.site_directory, inventory.scripts_directory, inventory.prefix)
+    facts = (contents, layout, image.config["rootfs"]["diff_ids"], importlib.metadata.version("installer"))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _remember(place: pathlib.Path, packed: _Packed) -> None:
+    """Keep what a layer of packages is called: a registry that has it needs no second one."""
+    data = dataclasses.asdict(packed)
+    data["layer"]["path"] = ""
+    write_atomically(place, json.dumps(data).encode())
+
+
+def _recall(place: pathlib.Path) -> _Packed | None:
+    """What was kept; None if nothing was, or if it cannot be read."""
+    try:
+        data = json.loads(place.read_bytes())
+        layer = Layer(**{**data["layer"], "path": place.with_suffix(".gone")})
+        distributions = tuple(Distribution.from_json(one) for one in data["distributions"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return _Packed(layer=layer, distributions=distributions)
+
+
+def _check(recipe: Recipe, base: Reference, inventory: Inventory, python: str) -> None:
+    """Refuse a base on which the job could not run, before any package is fetched for it."""
+    if inventory.platform != "/".join(recipe.platform.split("/")[:2]):
+        raise ImageError(
+            f"The base image {base} is for {inventory.platform}, and the image is to be for {recipe.platform}. "
+            f"Name a base image for that platform."
+        )
+    if python and inventory.python_minor != python:
+        raise ImageError(
+            f"The base image {base} has Python {inventory.python_version} ({inventory.python}), and this notebook has "
+            f"{python}: what it sends could not be read there. Name a base image with Python {python}."
+        )
+    if inventory.find("torch") is None and not any(_names_torch(package) for package in recipe.packages):
+        raise ImageError(
+            f"The base image {base} has no torch for its {inventory.python} (Python {inventory.python_version}). "
+            f"Name a base image with torch, or add torch to `packages=`."
+        )
+
+
+def _names_torch(package: str) -> bool:
+    """Whether this requirement is torch itself."""
+    try:
+        return canonical(Requirement(package).name) == "torch"
+    except InvalidRequirement:
+        return False
+
+
+def _files(recipe: Recipe, inventory: Inventory, blobs_dir: pathlib.Path) -> list[Entry]:
+    """The recipe's own files, where they really lie: a base's `/bin` is often a link to `/usr/bin`."""
+    store = FolderStore(blobs_dir)
+    entries = []
+    for file in recipe.files:
+        blob = store.path(file.digest)
+        if not blob.is_file():
+            raise ImageError(
+                f"The bytes of {file.path} are not on this machine any more ({blob}). Give the recipe its `files=` again."
+            )
+        folder, name = posixpath.split(file.path)
+        path = posixpath.join(inventory.place(folder), name)
+        entries.append(Entry(path=path, content=blob, executable=file.executable))
+    return entries
+
+
+def _compose(
+    recipe: Recipe, image: ImageManifest, layers: Sequence[Layer], after: Inventory, labels: Mapping[str, str]
+) -> tuple[bytes, bytes]:
+    """Manifest and configuration of the image."""
+    diff_ids = (*image.config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers))
+    identity = dataclasses.replace(recipe, rebuild=False).to_json()
+    made_of = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    told = {RECIPE_LABEL: made_of, inventories.LABEL: after.to_label(diff_ids), **labels}
+    manifest, config = image.manifest, image.config
+    for layer in layers:
+        manifest_bytes, config_bytes = media.append_layer(
+            manifest, config, layer, history=_HISTORY, environment=recipe.environment, labels=told
+        )
+        manifest, config = json.loads(manifest_bytes), json.loads(config_bytes)
+    return manifest_bytes, config_bytes
+
+
+def _push_base(
+    registry: Registry,
+    repository: str,
+    base_registry: Registry,
+    base: Reference,
+    image: ImageManifest,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> int:
+    """Bring the base's layers to where the image goes; gives the bytes that had to travel."""
+    sent = 0
+    for layer in image.manifest["layers"]:
+        digest = layer["digest"]
+        if registry.has_blob(repository, digest):
+            continue
+        if registry.host == base_registry.host and registry.mount(repository, digest, base.repository):
+            continue
+        size = layer["size"] / _MIB
+        say(f"Copying a layer of the base image ({size:.1f} MiB) from {base_registry.host} to {registry.host}.")
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for block in base_registry.blob(base.repository, digest):
+                file.write(block)
+            registry.upload(repository, file, digest, progress=progress)
+        sent += layer["size"]
+    return sent

@@ -1,0 +1,264 @@
+"""pip as a program that resolves and fetches for another machine's Python.
+
+The packages of the interpreter that runs it must not count as installed, those of the image must. So it runs isolated,
+without this interpreter's site directories, with a folder of bare metadata in front; and what requirements' markers ask
+about the machine and the Python's version is answered for the image.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kale_dist.errors import ImageError
+from kale_dist.image.inventory import Inventory
+
+_MINIMUM = (23, 3)
+"""The first pip whose dry run takes the platform of another machine."""
+
+_START = """
+import platform, runpy, sys
+installed, library, machine, version, *arguments = sys.argv[1:]
+sys.path[:0] = [installed]
+sys.path.append(library)
+platform.machine = lambda: machine
+platform.python_version = lambda: version
+platform.python_version_tuple = lambda: tuple(version.split("."))
+sys.argv[1:] = arguments
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "arm": "armv7l"}
+"""Architectures of images that Python calls otherwise."""
+
+_OLDEST_GLIBC = {"x86_64": 5, "i686": 5}
+_OLDEST_GLIBC_ELSEWHERE = 17
+_LEGACY = {
+    "x86_64": ("manylinux2014", "manylinux2010", "manylinux1"),
+    "i686": ("manylinux2014", "manylinux2010", "manylinux1"),
+}
+
+_MISLEADING = frozenset({
+    "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "PIP_REQUIRE_VIRTUALENV", "PIP_NO_BINARY",
+    "PIP_ONLY_BINARY", "PIP_REQUIREMENT", "PIP_DRY_RUN", "PIP_REPORT", "PIP_PLATFORM", "PIP_ABI", "PIP_QUIET", "PIP_DEST",
+    "PIP_WHEEL_DIR", "PIP_FORCE_REINSTALL", "PIP_IGNORE_INSTALLED", "PIP_UPGRADE", "PIP_REQUIRE_HASHES",
+})  # fmt: skip
+"""Settings that say where packages go on this machine."""
+
+_QUIET = ("--no-input", "--disable-pip-version-check", "--no-color", "--progress-bar", "off")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([\w.-]+)['\"]")
+_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class PipError(Exception):
+    """pip ended with an error.
+
+    Args:
+        output: All that it printed, without credentials.
+    """
+
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.output = output
+
+
+class Pip:
+    """pip for one image.
+
+    Args:
+        inventory: What the image has.
+        folder: An empty folder for what it needs on the way.
+        index_urls: Where packages come from, the first in the place of the default; empty: as pip is configured here.
+        say: Takes a line for the user.
+
+    Raises:
+        ImageError: This Python has no pip, or one that is too old.
+    """
+
+    def __init__(
+        self, inventory: Inventory, folder: pathlib.Path, *, index_urls: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self._inventory = inventory
+        self._folder = folder
+        self._say = say
+        self._told: set[str] = set()
+        self._sources = folder / "from-source"
+        self._sources.mkdir()
+        self._installed = folder / "installed"
+        self._installed.mkdir()
+        library = folder / "pip"
+        library.mkdir()
+        (library / "pip").symlink_to(_find())
+        self._library = library
+        self._index = [f"--index-url={url}" for url in index_urls[:1]] + [
+            f"--extra-index-url={url}" for url in index_urls[1:]
+        ]
+
+    def lay_installed(self, metadata: Iterable[tuple[str, str, Iterable[str]]]) -> None:
+        """Tell what is installed.
+
+        Args:
+            metadata: Name, version and requirements of each package.
+        """
+        for name, version, requires in metadata:
+            place = self._installed / f"{name.replace('-', '_')}-{version}.dist-info"
+            place.mkdir(exist_ok=True)
+            lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+            for requirement in requires:
+                lines += [f"Provides-Extra: {extra}" for extra in _EXTRA.findall(requirement)]
+                lines.append(f"Requires-Dist: {requirement}")
+            (place / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def resolve(self, requirements: Sequence[str], constraints: Sequence[str]) -> list[dict[str, Any]]:
+        """What has to be installed for these requirements, as pip's report has it.
+
+        Raises:
+            PipError: There is no solution.
+        """
+        report, limits = self._folder / "report.json", self._folder / "constraints.txt"
+        limits.write_text("".join(f"{line}\n" for line in constraints), encoding="utf-8")
+        self._run_for_image(
+            "install", "--dry-run", f"--report={report}", f"--constraint={limits}", f"--find-links={self._sources}",
+            *self._index, *_target(self._inventory), "--", *requirements,
+        )  # fmt: skip
+        installs: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
+        return installs
+
+    def explain_missing(self, requirement: str) -> str:
+        """What pip tells of its search for one requirement, in full."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            arguments = ("--no-deps", f"--dest={folder}", *self._index, *_target(self._inventory), "--", requirement)
+            try:
+                return self._run_for_image("download", "-vv", *arguments)
+            except PipError as error:
+                return error.output
+
+    def download(self, links: Sequence[str], folder: pathlib.Path) -> None:
+        """Fetch wheels.
+
+        Args:
+            links: Each `name @ url`, with `#sha256=...` where that is known.
+            folder: Where the wheels go.
+
+        Raises:
+            PipError: One could not be fetched.
+        """
+        listed = self._folder / "links.txt"
+        listed.write_text("".join(f"{link}\n" for link in links), encoding="utf-8")
+        self._run_for_image(
+            "download",
+            "--no-deps",
+            f"--dest={folder}",
+            f"--requirement={listed}",
+            *self._index,
+            *_target(self._inventory),
+        )
+
+    def build(self, name: str, requirement: str) -> pathlib.Path:
+        """Make a wheel from a package's source, with this machine's Python; the next `resolve` finds it.
+
+        Returns:
+            The wheel.
+
+        Raises:
+            PipError: There is no source, or it cannot be built.
+        """
+        before = set(self._sources.iterdir())
+        command = [sys.executable, "-m", "pip", "wheel", *_QUIET, "--no-deps", f"--wheel-dir={self._sources}"]
+        self._run([*command, f"--no-binary={name}", *self._index, "--", requirement])
+        made = sorted(set(self._sources.iterdir()) - before)
+        if not made:
+            raise PipError(f"{requirement} gave no wheel.")
+        return made[0]
+
+    def _tell(self, line: str) -> None:
+        """Say a line that explains why it takes long; what is in pip's cache by then is not said again."""
+        if line.startswith("Downloading ") and ".metadata" not in line and line not in self._told:
+            self._told.add(line)
+            self._say(line)
+
+    def _run_for_image(self, *arguments: str) -> str:
+        """Run pip as if it were in the image."""
+        version = self._inventory.python_version
+        known = [str(self._installed), str(self._library), _machine(self._inventory), version]
+        return self._run([sys.executable, "-I", "-S", "-c", _START, *known, *arguments[:1], *_QUIET, *arguments[1:]])
+
+    def _run(self, command: Sequence[str]) -> str:
+        """All that it prints; lines about large downloads and builds are said at once."""
+        environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
+        lines = []
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=self._folder,
+            encoding="utf-8",
+            errors="replace",
+        ) as process:
+            try:
+                for line in process.stdout or ():
+                    shown = _SECRET.sub("***@", line.rstrip())
+                    lines.append(shown)
+                    self._tell(shown.strip())
+            except BaseException:
+                process.kill()
+                raise
+        output = "\n".join(lines)
+        if process.returncode:
+            raise PipError(output)
+        return output
+
+
+def _find() -> pathlib.Path:
+    """The folder of this Python's pip."""
+    found = importlib.util.find_spec("pip")
+    if found is None or found.origin is None:
+        raise ImageError(
+            "Packages for an image are resolved by pip, and this Python has none. "
+            "Install it with `python -m ensurepip --upgrade` (or `uv pip install pip`)."
+        )
+    version = importlib.metadata.version("pip")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _MINIMUM:
+        raise ImageError(
+            f"Packages for an image are resolved by pip {'.'.join(map(str, _MINIMUM))} or newer, and this Python has "
+            f"{version}. Upgrade it with `python -m pip install --upgrade pip`."
+        )
+    return pathlib.Path(found.origin).parent
+
+
+def _machine(inventory: Inventory) -> str:
+    """The image's architecture as Python calls it."""
+    architecture = inventory.platform.split("/")[1]
+    return _MACHINES.get(architecture, architecture)
+
+
+def _target(inventory: Inventory) -> list[str]:
+    """Options that describe the image's Python; platforms with the newest C library first, as pip prefers them."""
+    machine = _machine(inventory)
+    family, _, version = inventory.libc.partition(" ")
+    major, minor = (int(part) for part in version.split("."))
+    if family == "manylinux":
+        oldest = _OLDEST_GLIBC.get(machine, _OLDEST_GLIBC_ELSEWHERE)
+        tags = [f"manylinux_{major}_{step}" for step in range(minor, oldest - 1, -1)]
+        tags += _LEGACY.get(machine, ("manylinux2014",))
+    else:
+        tags = [f"{family}_{major}_{step}" for step in range(minor, -1, -1)]
+    abi = f"cp{inventory.python_minor.replace('.', '')}"
+    options = [
+        "--only-binary=:all:",
+        "--implementation=cp",
+        f"--python-version={inventory.python_version}",
+        f"--abi={abi}",
+    ]
+    return options + [f"--platform={tag}_{machine}" for tag in (*tags, "linux")]

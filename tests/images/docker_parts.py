@@ -1,0 +1,63 @@
+"""What tests of builds in the Docker engine are made of: a played pip, wheels, an index."""
+
+import contextlib
+import http.server
+import threading
+import zipfile
+
+PLAYED = r"""#!/bin/sh
+[ "$3" = install ] || exit 0
+for argument; do case $argument in --requirement=*) name=$(cat "${argument#*=}");; esac; done
+case $name in
+  sleeps) echo "asleep as $0"; exec sleep 98765;;
+  fills-the-disk) echo x > /dev/full || { echo "write error: No space left on device" >&2; exit 1; };;
+  has-no-pip) echo "/usr/bin/python3: No module named pip" >&2; exit 1;;
+  is-killed) kill -9 $$;;
+  cannot-resolve) echo "Failed to resolve 'pypi.org' ([Errno -3] Temporary failure in name resolution)"; exit 1;;
+  distrusts) echo "SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"; exit 1;;
+  compiles) echo "error: command 'gcc' failed: No such file or directory" >&2; exit 1;;
+  talks) for n in $(seq 100 199); do echo "line $n"; done; exit 3;;
+esac
+"""
+
+
+def make_wheel(folder, name, version, *requires):
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        metadata = [
+            f"Name: {name.replace('_', '-')}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\n" + "\n".join(metadata) + "\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@contextlib.contextmanager
+def serving(folder, address, seen):
+    """Serve a folder over HTTP; gives the port. `seen` gets path and credentials of each request."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=folder)
+
+        def do_GET(self):
+            seen.append((self.path, self.headers.get("Authorization", "")))
+            super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer((address, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
