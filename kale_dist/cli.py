@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from kale_dist import __version__, backends, checks, doctor, records, view
+from kale_dist import __version__, backends, checks, doctor, image_cli, records, view
 from kale_dist.backends.base import Adopts, Backend, JobRef, Selects
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     examine.add_argument("--on", choices=backends.NAMES, default="local", help="where jobs are to run (local)")
     examine.add_argument("--namespace", default="", metavar="NAME", help="of the cluster (the configured one)")
     examine.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
+    image_cli.add_command(commands)
     run = command("run", "execute a notebook, and show its jobs' logs and progress")
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
     run.add_argument(
@@ -226,6 +227,8 @@ def _doctor(options: argparse.Namespace) -> int:
         found = doctor.examine_cluster(options.namespace, options.context)
     elif options.namespace or options.context:
         raise ConfigError("--namespace", "only a cluster has namespaces and contexts", "Add --on kubernetes")
+    elif options.on == "docker":
+        found = doctor.examine_docker()
     else:
         found = doctor.examine()
     if options.json:

@@ -23,6 +23,11 @@ _JSON = ("tolerations", "affinity", "patch")
 _FLAGS = ("gang", "mount_service_account_token")
 _TEXTS = ("namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler", "queue")
 _MAX_IMAGE_LENGTH = 511
+_CLUSTER_ONLY = {
+    "cluster": 'Leave it out, or run on a cluster with on="kubernetes"',
+    "store": "Leave it out: bytes travel by the engine, and results stay in the containers until the job is deleted",
+}
+"""Arguments that only a cluster understands, and what to do instead."""
 
 
 def resources(value: Any) -> Resources:
@@ -172,6 +177,26 @@ def check_fits(spec: JobSpec) -> None:
     pytorch_job(
         spec, PodSettings(namespace=spec.cluster.namespace or _MADE_UP, image=spec.image or _MADE_UP, master=master)
     )
+
+
+def check_docker(given: Mapping[str, Any]) -> None:
+    """Refuse what a Docker engine has nothing of.
+
+    Args:
+        given: The call's arguments by name.
+
+    Raises:
+        ConfigError: The first one that only a cluster understands.
+    """
+    for argument, remedy in _CLUSTER_ONLY.items():
+        if given[argument] is not None:
+            raise ConfigError(argument, f"{show(given[argument])} means nothing to a Docker engine", remedy)
+    asked = resources(given["resources"])
+    if asked.extended:
+        problem = f"{asked.extended[0][0]} cannot be asked of a Docker engine"
+        raise ConfigError("resources", problem, 'Leave it out, or run on a cluster with on="kubernetes"')
+    if given["cuda"] is True and asked.gpus == 0:
+        raise ConfigError("resources.gpus", "0, and cuda=True needs one for each process", "Give 1, or leave it out")
 
 
 def _set_once(found: dict[str, Any], field: str, value: Any) -> None:

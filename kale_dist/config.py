@@ -19,6 +19,9 @@ FILE_VARIABLE = "KALE_DIST_CONFIG"
 _PREFIX = "KALE_DIST_"
 _OBJECT_REMEDY = "Write the name as `kubectl get` lists it: lower-case letters, digits, dashes and dots"
 
+_REGISTRY_PROBLEM = "is not a registry's host with a path"
+_REGISTRY_REMEDY = "Write it as 'registry.example.com/team' or 'localhost:5000'; only one without TLS begins with http://"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -40,6 +43,11 @@ class Config:
     """Kueue's local queue."""
     image_pull_secrets: tuple[str, ...] = ()
     """A list in the file, separated by commas in the environment."""
+    registry: str = ""
+    """Where images that are made for jobs are pushed: a registry's host, with a path before their names if need be, and
+    `http://` in front if it has no TLS."""
+    registry_pull: str = ""
+    """The same place as the cluster's nodes reach it, if that is another name."""
     origins: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
     """(setting, where it comes from), for each that is set."""
 
@@ -141,6 +149,8 @@ _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     ),
     "service_account": (names.is_object_name, "cannot be the name of a service account", _OBJECT_REMEDY),
     "queue": (names.is_object_name, "cannot be the name of a queue", _OBJECT_REMEDY),
+    "registry": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
+    "registry_pull": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
     "store": (
         lambda text: bool(text.partition("://")[0] and text.partition("://")[2]),
         "names no store",

@@ -81,16 +81,34 @@ def examine_cluster(namespace: str = "", context: str = "") -> tuple[Check, ...]
     try:
         from kale_dist.backends.kubernetes import examination
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "kale_dist":
-            raise
-        remedy = "pip install 'kale-dist[kubernetes]'"
-        return (*here, _failed("package", f"{package!r} is not installed in this Python", remedy))
+        return (*here, _missing(error, "kubernetes"))
     found = examination.examine(namespace, context)
     return (
         *here,
         *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
     )
+
+
+def examine_docker() -> tuple[Check, ...]:
+    """Look at what jobs in containers need, and at the engine. Makes nothing there; never raises for what it finds."""
+    here = (_python(), _state_folder())
+    try:
+        from kale_dist.backends.docker import examination
+    except ModuleNotFoundError as error:
+        return (*here, _missing(error, "docker"))
+    found = examination.examine()
+    return (
+        *here,
+        *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
+    )
+
+
+def _missing(error: ModuleNotFoundError, extra: str) -> Check:
+    """The check of a package that is not installed; anything else that is missing is a fault of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package == "kale_dist":
+        raise error
+    return _failed("package", f"{package!r} is not installed in this Python", f"pip install 'kale-dist[{extra}]'")
 
 
 def _python() -> Check:
@@ -215,7 +233,7 @@ def _notebook() -> Check:
 def _docker() -> Check:
     host = os.environ.get("DOCKER_HOST", "")
     found = host or ("/var/run/docker.sock" if pathlib.Path("/var/run/docker.sock").exists() else "")
-    return _ok("docker", f"{f'found: {found}' if found else 'not found'}; not used by this version")
+    return _ok("docker", f"{f'found: {found}' if found else 'not found'}; 'kale-dist doctor --on docker' looks at it")
 
 
 def _cluster() -> Check:

@@ -42,11 +42,11 @@ class LauncherForm(anywidget.AnyWidget):
     _esm = _STATIC / "form.js"
     _css = _STATIC / "form.css"
 
-    fields = traitlets.List().tag(sync=True)
+    fields: traitlets.List[dict[str, Any]] = traitlets.List().tag(sync=True)
     choice = traitlets.Dict().tag(sync=True)
     problem = traitlets.Dict().tag(sync=True)
     code = traitlets.Unicode().tag(sync=True)
-    claims = traitlets.List().tag(sync=True)
+    claims: traitlets.List[str] = traitlets.List().tag(sync=True)
     job_view = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, namespace: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ _VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
 _DATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _HOST = r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?)*|\[[0-9a-fA-F:]+\])"
 _PATH = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_REGISTRY_PATH = re.compile(rf"{_HOST}(?::[0-9]+)?(?:/{_PATH})*")
 _IMAGE = re.compile(
     rf"(?:{_HOST}(?::[0-9]+)?/)?{_PATH}(?:/{_PATH})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?"
 )
@@ -99,6 +100,17 @@ def is_data_key(text: str) -> bool:
 def is_image(text: str) -> bool:
     """Whether this is a reference of an image: `host:port/path:tag@sha256:digest`, of which the path must be there."""
     return _IMAGE.fullmatch(text) is not None
+
+
+def is_registry_path(text: str) -> bool:
+    """Whether this is the host of a registry, with its port and a path if there are: `localhost:5000/team`.
+
+    `http://` in front says that it has no TLS.
+    """
+    text = text.removeprefix("http://")
+    host = text.partition("/")[0]
+    # Of a reference, docker takes a first part without these for a path on its own hub.
+    return _REGISTRY_PATH.fullmatch(text) is not None and (host == "localhost" or any(char in host for char in ".:"))
 
 
 def _simplify(text: str) -> str:

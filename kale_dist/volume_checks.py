@@ -41,6 +41,7 @@ _SYSTEM_TREES = (
 )  # fmt: skip
 """Folders of which no part can be replaced."""
 
+_VOLUME_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{1,254}")
 _PYTHON = re.compile(r"/(?:site-packages|dist-packages|lib(?:64)?/python[0-9.]*)(?:/|$)")
 
 
@@ -71,6 +72,76 @@ def pod_volumes(volumes: Any) -> tuple[Volume, ...]:
     return tuple(done.values())
 
 
+def container_volumes(volumes: Any) -> tuple[Volume, ...]:
+    """Volumes of a Docker engine's containers.
+
+    `{"/data": "/home/me/data"}` is a folder of this machine (its path begins with `/`, `.` or `~`), `{"/data": "datasets"}`
+    a volume of the engine; with `:ro` behind it, either is read-only. `Volume` objects are taken, too.
+
+    Args:
+        volumes: None for none.
+
+    Raises:
+        ConfigError: A volume is not of these forms, or its path would hide what containers need.
+    """
+    if volumes is None:
+        return ()
+    if isinstance(volumes, Mapping):
+        made = [_parse_for_container(mount, source) for mount, source in volumes.items()]
+    elif isinstance(volumes, Sequence) and all(isinstance(volume, Volume) for volume in volumes):
+        made = list(volumes)
+    else:
+        raise ConfigError("volumes", f"{show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
+    done: dict[str, Volume] = {}
+    for volume in made:
+        settled = _settle_for_container(volume)
+        if settled.mount_path in done:
+            problem = f"two volumes are mounted at {settled.mount_path!r}"
+            raise ConfigError("volumes", problem, "Give each a path of its own")
+        done[settled.mount_path] = settled
+    return tuple(done.values())
+
+
+def _parse_for_container(mount: Any, source: Any) -> Volume:
+    if not isinstance(mount, str) or not isinstance(source, str | pathlib.Path):
+        wrong = source if isinstance(mount, str) else mount
+        raise ConfigError("volumes", f"{show(wrong)} is not text", "Write it as {'/data': '/data'}")
+    text = str(source)
+    read_only = text.endswith(_READ_ONLY)
+    if "://" in text:
+        problem = f"{text!r} is a volume of a cluster, and a Docker engine has none of those"
+        raise ConfigError(
+            "volumes", problem, "Name a folder of this machine, or a volume that `docker volume ls` lists"
+        )
+    return Volume(mount_path=mount, source=text.removesuffix(_READ_ONLY), read_only=read_only)
+
+
+def _settle_for_container(volume: Volume) -> Volume:
+    if volume.kind not in (None, VolumeKind.FOLDER, VolumeKind.CLAIM):
+        problem = f"a Docker engine has no volume of kind {volume.kind.value!r} ({volume.mount_path!r})"
+        raise ConfigError(
+            "volumes", problem, "Name a folder of this machine, or a volume that `docker volume ls` lists"
+        )
+    mount = _mountable(volume.mount_path)
+    kind = volume.kind
+    if kind is None:
+        kind = VolumeKind.FOLDER if volume.source.startswith(("/", ".", "~")) else VolumeKind.CLAIM
+    if kind is VolumeKind.FOLDER:
+        try:
+            source = str(pathlib.Path(volume.source).expanduser().resolve())
+        except (OSError, RuntimeError) as error:
+            raise ConfigError("volumes", f"{volume.source!r}: {error}", "Write the whole path") from None
+        return dataclasses.replace(volume, mount_path=mount, kind=kind, source=source)
+    if not _VOLUME_NAME.fullmatch(volume.source):
+        problem = f"{show(volume.source)} cannot be the name of a volume"
+        remedy = f"A folder is written as {'./' + volume.source!r}; names have letters, digits, '_', '.' and '-'"
+        raise ConfigError("volumes", problem, remedy)
+    if volume.sub_path:
+        problem = f"a part of a named volume cannot be mounted: {volume.sub_path!r} in {volume.source!r}"
+        raise ConfigError("volumes", problem, "Mount the whole volume")
+    return dataclasses.replace(volume, mount_path=mount, kind=kind)
+
+
 def _parse(mount: Any, source: Any) -> Volume:
     if not isinstance(mount, str) or not isinstance(source, str):
         wrong = source if isinstance(mount, str) else mount
@@ -99,19 +170,12 @@ def _parse(mount: Any, source: Any) -> Volume:
 
 def _settle(volume: Volume) -> Volume:
     """One form for each volume; refuses what the cluster would refuse, or what would leave a pod without Python."""
-    mount = re.sub("/+", "/", str(pathlib.PurePosixPath(volume.mount_path)))
     kind = volume.kind or VolumeKind.CLAIM
     if kind is VolumeKind.FOLDER:
         raise ConfigError(
             "volumes", f"{volume.source!r} is a folder of this machine", "Name a claim that holds the data"
         )
-    if ":" in mount or not mount.isprintable():
-        raise ConfigError("volumes", f"{show(mount)} cannot be a path in a pod", "Leave out ':' and control characters")
-    hidden = _hidden(mount)
-    if hidden:
-        raise ConfigError(
-            "volumes", f"a volume at {mount!r} would hide {hidden}", "Mount it elsewhere, such as at '/data'"
-        )
+    mount = _mountable(volume.mount_path)
     if kind is VolumeKind.HOST_PATH:
         if not volume.source.startswith("/") or ".." in pathlib.PurePosixPath(volume.source).parts:
             problem = f"{volume.source!r} is not an absolute path of a node"
@@ -121,6 +185,19 @@ def _settle(volume: Volume) -> Volume:
         remedy = "Write lower-case letters, digits, dashes and dots, as `kubectl get` lists it"
         raise ConfigError("volumes", problem, remedy)
     return dataclasses.replace(volume, mount_path=mount, kind=kind)
+
+
+def _mountable(path: str) -> str:
+    """A path in a pod in one form; refuses one that would leave it without Python."""
+    mount = re.sub("/+", "/", str(pathlib.PurePosixPath(path)))
+    if ":" in mount or not mount.isprintable():
+        raise ConfigError("volumes", f"{show(mount)} cannot be a path in a pod", "Leave out ':' and control characters")
+    hidden = _hidden(mount)
+    if hidden:
+        raise ConfigError(
+            "volumes", f"a volume at {mount!r} would hide {hidden}", "Mount it elsewhere, such as at '/data'"
+        )
+    return mount
 
 
 def _hidden(mount: str) -> str:

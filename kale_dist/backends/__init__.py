@@ -5,12 +5,10 @@ from __future__ import annotations
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
 
-NAMES = ("local", "kubernetes")
+NAMES = ("local", "docker", "kubernetes")
 """The words that `on=` takes."""
 
-PLANNED = ("docker",)
-"""Words that later versions will take; for an honest error message."""
-
+_ENGINE_PACKAGES = ("docker", "requests", "urllib3")
 _CLIENT_PACKAGES = ("kubernetes", "websocket", "yaml")
 
 
@@ -25,6 +23,16 @@ def get(name: str) -> Backend:
         from kale_dist.backends import local
 
         return local.shared()
+    if name == "docker":
+        try:
+            from kale_dist.backends.docker import backend as docker_backend
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in _ENGINE_PACKAGES:
+                raise
+            problem = f"'docker' needs the package {package!r}, which is not installed in this Python"
+            raise ConfigError("on", problem, "Install it: pip install 'kale-dist[docker]'") from None
+        return docker_backend.shared()
     if name == "kubernetes":
         try:
             from kale_dist.backends.kubernetes import backend

@@ -17,7 +17,7 @@ from kale_dist.errors import SnapshotError
 from kale_dist.runtime import loading, search
 from kale_dist.runtime.references import References
 from kale_dist.snapshot import modules, sources
-from kale_dist.snapshot.pickler import CapturePickler
+from kale_dist.snapshot.pickler import CapturePickler, without_file
 
 PACKED_BYTES = 64 << 10
 """Smaller buffers share blobs, which are files on most stores."""
@@ -47,6 +47,8 @@ class Snapshot:
     """What the user should be told, a sentence or two each."""
     compiled: tuple[str, ...] = ()
     """Paths of local modules' files that hold machine code."""
+    imports: tuple[str, ...] = ()
+    """Names, with dots, of what the call imports from outside the notebook's own code."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +111,7 @@ def capture(
             blobs=(digest, *sorted(writer.sizes.keys() - {digest})),
             notes=local.notes,
             compiled=tuple(str(file.source) for file in local.files if file.source.suffix == ".so"),
+            imports=tuple(name for name in local.others if not without_file(name.partition(".")[0])),
         )
     return Captured(snapshot=snapshot, originals=pickler.originals)
 

@@ -59,6 +59,9 @@ class LocalModules:
 
     files: tuple[ModuleFile, ...]
     notes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    """Names, with dots, of what is imported and is not local: installed packages, the standard library, and what is not
+    here."""
 
 
 def collect(names: Iterable[str]) -> LocalModules:
@@ -69,10 +72,15 @@ def collect(names: Iterable[str]) -> LocalModules:
     """
     collector = _Collector()
     waiting = sorted(set(names))
+    seen = set(waiting)
     while waiting:
-        waiting += collector.add(waiting.pop())
+        added = collector.add(waiting.pop())
+        seen.update(added)
+        waiting += added
     return LocalModules(
-        files=tuple(sorted(collector.files.values(), key=lambda file: file.path)), notes=tuple(collector.notes)
+        files=tuple(sorted(collector.files.values(), key=lambda file: file.path)),
+        notes=tuple(collector.notes),
+        others=tuple(sorted(name for name in seen if not collector.has_taken(name))),
     )
 
 
@@ -102,6 +110,10 @@ class _Collector:
             folders = [pathlib.Path(place) for place in spec.submodule_search_locations]
             added = [file for folder in folders for file in self._package(top, folder)]
         return [found for file in added for found in _imports(file)]
+
+    def has_taken(self, name: str) -> bool:
+        """Whether a name is that of a local module, or within one."""
+        return name.partition(".")[0] in self._taken
 
     def _is_local(self, top: str) -> bool:
         if top in _NEVER or top in sys.stdlib_module_names or top in sys.builtin_module_names:

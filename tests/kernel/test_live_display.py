@@ -6,7 +6,6 @@ import time
 import pytest
 
 
-
 @pytest.fixture(scope="module")
 def kernel(kernel):
     """A kernel without the widget's package: jobs are pictures."""

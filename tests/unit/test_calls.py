@@ -326,7 +326,7 @@ def test_old_snapshots_on_a_big_disk_are_warned_of(monkeypatch):
         kd.launch(nothing, b"x" * 100_000, number_of_processes=1).wait()
 
 
-@pytest.mark.parametrize("ref", [None, 3, "", "local://", "://x", "lokal://x", "docker://x"])
+@pytest.mark.parametrize("ref", [None, 3, "", "local://", "://x", "lokal://x", "podman://x"])
 def test_what_is_no_reference_is_refused(ref):
     with pytest.raises(ConfigError) as caught:
         kd.attach(ref)

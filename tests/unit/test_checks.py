@@ -280,7 +280,7 @@ def test_cuda_needs_gpus_and_one_for_each_process():
     ("on", "said"),
     [
         ("locl", "Did you mean 'local'?"), ("LOCAL", "Did you mean 'local'?"), ("kubernets", "Did you mean 'kubernetes'?"),
-        ("docker", "not in this version"), ("k8s", "Use one of: 'local', 'kubernetes'"), ("", "no backend ''"), (None, "None"),
+        ("dokcer", "Did you mean 'docker'?"), ("k8s", "Use one of: 'local', 'docker', 'kubernetes'"), ("", "no backend ''"), (None, "None"),
         (FakeBackend, "no backend"), (3, "3"), (["local"], "no backend"),
     ],
 )  # fmt: skip
@@ -330,6 +330,7 @@ def test_variables_are_text_and_can_still_be_set(environment, said):
     [
         ("threads", 0), ("threads", "1"), ("seed", -1), ("seed", 1.0), ("seed", 2**31), ("seed", True), ("detach", 1),
         ("timeout_s", 0), ("timeout_s", "1h"), ("stall_warn_s", -1), ("stall_timeout_s", False), ("name", "Upper"),
+        ("max_restarts", -1), ("max_restarts", True), ("max_restarts", 1.0), ("max_restarts", None), ("max_restarts", "2"),
     ],
 )  # fmt: skip
 def test_other_arguments_name_themselves(argument, value):

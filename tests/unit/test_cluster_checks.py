@@ -222,7 +222,7 @@ def test_two_volumes_have_two_paths():
     ("value", "said"),
     [
         ("Train:1", "Write 'train:1'"), ("docker://train:1", "Write 'train:1'"), (" train:1 ", "Write 'train:1'"), ("", "registry.example.com"),
-        ("a b", "registry.example.com"), ("é", "registry.example.com"), ("x" * 600, "registry.example.com"), (3, "not text"), ("a:b:c", "a:b:c"),
+        ("a b", "registry.example.com"), ("é", "registry.example.com"), ("x" * 600, "registry.example.com"), (3, "neither text"), ("a:b:c", "a:b:c"),
     ],
 )  # fmt: skip
 def test_images_are_references(value, said):

@@ -38,6 +38,13 @@ def test_the_environment_beats_the_file(tmp_path, file):
     assert dict(found.origins)["image"] == "KALE_DIST_IMAGE"
 
 
+@pytest.mark.parametrize(
+    "place", ["localhost", "localhost:5000", "r.example.com/a/b-c", "http://10.0.0.1:5000", "[::1]:5000/x"]
+)
+def test_registries_are_named_with_a_path_or_without(tmp_path, place):
+    assert load(tmp_path, KALE_DIST_REGISTRY=place, KALE_DIST_REGISTRY_PULL=place).registry == place
+
+
 def test_an_empty_variable_sets_nothing(tmp_path, file):
     file.write_text('namespace = "team-a"\n')
     assert load(tmp_path, KALE_DIST_NAMESPACE="").namespace == "team-a"
@@ -67,6 +74,9 @@ def test_a_named_file_has_to_be_there(tmp_path):
         (b'store = "bucket"', ["'bucket' names no store", "pvc://claim/folder"]),
         (b"image_pull_secrets = [1]", ["not a list of names"]),
         (b'image_pull_secrets = ["A B"]', ["'A B' cannot be the name of a Secret"]),
+        (b'registry = "https://r.example.com"', ["registry in", "is not a registry's host", "http://"]),
+        (b'registry = "r.example.com/team:1"', ["is not a registry's host"]),
+        (b'registry_pull = "team"', ["registry_pull in", "is not a registry's host"]),
         ('service_account = "Träger"'.encode(), ["cannot be the name of a service account"]),
         (b'context = "a\\nb"', ["more than one line"]),
     ],

@@ -29,9 +29,26 @@ def test_what_is_not_well_has_a_remedy(found):
         assert bool(check.remedy) == (check.verdict is not doctor.Verdict.OK)
 
 
-def test_docker_is_said_not_to_be_used(found):
+def test_how_to_look_at_the_engine_is_said(found):
     assert found["docker"].verdict is doctor.Verdict.OK
-    assert "not used by this version" in found["docker"].sentence
+    assert "kale-dist doctor --on docker" in found["docker"].sentence
+
+
+def test_without_the_package_nothing_can_be_said_of_an_engine(monkeypatch, no_docker):
+    for name in [name for name in sys.modules if name.startswith("kale_dist.backends.docker")]:
+        monkeypatch.delitem(sys.modules, name)
+    last = doctor.examine_docker()[-1]
+    assert last.verdict is doctor.Verdict.FAILED
+    assert "pip install 'kale-dist[docker]'" in last.remedy
+
+
+def test_an_engine_that_does_not_answer_is_named(monkeypatch):
+    pytest.importorskip("docker")
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    last = doctor.examine_docker()[-1]
+    assert last.verdict is doctor.Verdict.FAILED
+    assert "tcp://127.0.0.1:1" in last.sentence
+    assert last.remedy
 
 
 def test_how_to_look_at_the_cluster_is_said(found):

@@ -53,14 +53,14 @@ def test_what_a_module_imports_travels_too_also_inside_functions_and_by_name(loc
         "two.py": "def f():\n    import three\n    from four import g\n",
         "three.py": "import importlib\nfive = importlib.import_module('five')\n",
         "four.py": trap, "five.py": trap + "import json, numpy, torch, kale_dist\n",
-        "pkg/__init__.py": trap, "pkg/deep/__init__.py": "from . import other\n", "pkg/deep/other.py": "import six\n",
-        "pkg/data/words.txt": "words", "six.py": "", "pkg/__pycache__/x.pyc": "", "pkg/.git/config": "", "pkg/.env": "",
+        "pkg/__init__.py": trap, "pkg/deep/__init__.py": "from . import other\n", "pkg/deep/other.py": "import sixth\n",
+        "pkg/data/words.txt": "words", "sixth.py": "", "pkg/__pycache__/x.pyc": "", "pkg/.git/config": "", "pkg/.env": "",
         "unrelated.py": "",
     })  # fmt: skip
     found = modules.collect(["one"])
     assert names(found) == [
         "five.py", "four.py", "one.py", "pkg/__init__.py", "pkg/data/words.txt", "pkg/deep/__init__.py",
-        "pkg/deep/other.py", "six.py", "three.py", "two.py",
+        "pkg/deep/other.py", "sixth.py", "three.py", "two.py",
     ]  # fmt: skip
     assert found.notes == ()
     assert not {"one", "two", "pkg"} & set(sys.modules)

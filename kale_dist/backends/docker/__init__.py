@@ -1,1 +1,1 @@
-"""Jobs in containers of a Docker engine."""
+"""Runs jobs in containers of a Docker engine, or of what answers like one."""

@@ -1,0 +1,132 @@
+"""Files into a container and out of it, as the engine's API takes and gives them: tar streams that are never whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pathlib
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+
+from kale_dist.errors import StoreError
+
+_PIECE_BYTES = 1 << 20
+
+OnProgress = Callable[[int, int], None]
+"""Is told of the bytes that are there and of all there are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A folder or a file of an archive."""
+
+    path: str
+    """In the container, without a slash in front."""
+    mode: int
+    data: bytes | pathlib.Path | None = None
+    """The bytes, or the file that has them; None for a folder."""
+    owner: tuple[int, int] = (0, 0)
+    """User and group."""
+
+
+def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """A tar of the entries, piece by piece."""
+    for entry in entries:
+        header = tarfile.TarInfo(entry.path)
+        header.mode = entry.mode
+        header.uid, header.gid = entry.owner
+        if entry.data is None:
+            header.type = tarfile.DIRTYPE
+        else:
+            header.size = len(entry.data) if isinstance(entry.data, bytes) else entry.data.stat().st_size
+        yield header.tobuf(tarfile.PAX_FORMAT)
+        if entry.data is not None:
+            with io.BytesIO(entry.data) if isinstance(entry.data, bytes) else entry.data.open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    yield piece
+            yield bytes(-header.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def read_file(stream: Iterable[bytes]) -> bytes:
+    """The one small file of an archive.
+
+    Raises:
+        StoreError: There is no file in it.
+    """
+    with _opened(stream) as (file, _):
+        return file.read()
+
+
+def save_file(stream: Iterable[bytes], path: pathlib.Path, on_progress: OnProgress | None = None) -> None:
+    """Write the one file of an archive, so that it appears whole or not at all.
+
+    Args:
+        stream: The archive.
+        path: Where to.
+        on_progress: Is told how far it is.
+
+    Raises:
+        StoreError: There is no file in it, it was cut, or the disk is full.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with _opened(stream) as (source, size), os.fdopen(descriptor, "wb") as target:
+            done = 0
+            while piece := source.read(_PIECE_BYTES):
+                target.write(piece)
+                done += len(piece)
+                if on_progress is not None:
+                    on_progress(done, size)
+        pathlib.Path(temporary).replace(path)
+    except OSError as error:
+        raise StoreError(
+            f"{path} could not be written on the notebook's side: {error.strerror or error}. Free some space, or set "
+            "XDG_STATE_HOME to a folder on a larger disk"
+        ) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            pathlib.Path(temporary).unlink()
+
+
+class _Stream(io.RawIOBase):
+    """What comes piece by piece, to be read like a file."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+@contextlib.contextmanager
+def _opened(stream: Iterable[bytes]) -> Iterator[tuple[io.BufferedIOBase, int]]:
+    pieces = iter(stream)
+    try:
+        with tarfile.open(fileobj=io.BufferedReader(_Stream(pieces), _PIECE_BYTES), mode="r|") as packed:
+            for member in packed:
+                file = packed.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    yield file, member.size  # type: ignore[misc]
+                    # Read to its end, for only then is the connection free for the next request.
+                    for _ in pieces:
+                        pass
+                    return
+    except tarfile.TarError as error:
+        raise StoreError(f"What the Docker engine sent of a container's file was cut: {error}") from error
+    raise StoreError("The Docker engine sent no file where one was asked for")

@@ -1,0 +1,230 @@
+"""What the engine is asked for: the containers of a job, from its specification. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from typing import Any
+
+from kale_dist.errors import ConfigError
+from kale_dist.manifests import bootstrap
+from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
+from kale_dist.pod_order import PodOrder, PodVariable, Source
+from kale_dist.spec import JobSpec, Volume, VolumeKind
+
+NETWORK = "kale-dist"
+"""One for all jobs: an engine's address pools hold about 30 networks."""
+
+JOB_LABEL = "kale-dist.job"
+POD_LABEL = "kale-dist.pod"
+SPEC_LABEL = "kale-dist.spec"
+SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
+NETWORK_LABEL = "kale-dist.network"
+
+TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
+"""Where an agent leaves its verdict, as a kubelet would read it."""
+
+INPUT_BYTES = 8 << 20
+"""A snapshot up to this size goes into each container; a larger one into the first, from which the others fetch it."""
+
+_TERMINATION_VARIABLE = "KALE_DIST_TERMINATION_LOG"
+_USER = "kale-dist"
+_GIB = 1 << 30
+_SHM_GIB_PER_RANK = 1.0
+_LARGEST_SHM_GIB = 8.0
+_NANO = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a specification leaves open and the engine's machine decides."""
+
+    user: str = ""
+    """User and group of the processes, as numbers; empty: the image's own."""
+    groups: tuple[int, ...] = ()
+    """Further groups of the processes."""
+    cores: int | None = None
+    """Of the engine's machine, which the containers share."""
+    submitter: str = ""
+
+
+def container_name(job: str, number: int) -> str:
+    """Name of a job's container; the engine has each name once, whoever asks."""
+    return f"kale-dist-{job}-{number}"
+
+
+def host_name(job: str, number: int) -> str:
+    """Name by which the job's other containers find it."""
+    return f"{job}-{number}"
+
+
+def ranks_of(spec: JobSpec, number: int) -> range:
+    """Ranks of a container."""
+    per = spec.topology.processes_per_pod
+    return range(number * per, min((number + 1) * per, spec.topology.number_of_processes))
+
+
+def source_of(spec: JobSpec) -> Source:
+    """Where the agents get the snapshot from."""
+    return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
+
+
+def order_of(spec: JobSpec, torch_flags: Any = ()) -> PodOrder:
+    """What the containers' agents are told."""
+    policy = spec.policy
+    return PodOrder(
+        job=spec.name,
+        world_size=spec.topology.number_of_processes,
+        processes_per_pod=spec.topology.processes_per_pod,
+        head=host_name(spec.name, 0),
+        port=PORT,
+        snapshot=spec.snapshot,
+        blobs=spec.blobs,
+        source=source_of(spec),
+        cuda=spec.cuda,
+        threads=spec.threads,
+        seed=spec.seed,
+        torch_flags=torch_flags,
+        timeout_s=policy.timeout_s,
+        stall_warn_s=policy.stall_warn_s,
+        stall_timeout_s=policy.stall_timeout_s,
+        max_restarts=policy.max_restarts,
+        work_is_kept=True,
+    )
+
+
+def container(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
+    """The body of the request that makes a container, as the engine's API has it.
+
+    Args:
+        spec: The job, with its image.
+        number: Which container.
+        facts: What the specification leaves open.
+    """
+    labels = {
+        JOB_LABEL: spec.name,
+        POD_LABEL: str(number),
+        SPEC_LABEL: json.dumps(spec.to_json(), separators=(",", ":")),
+        **({SUBMITTED_BY_LABEL: facts.submitter} if facts.submitter else {}),
+    }
+    host = host_name(spec.name, number)
+    return {
+        "Image": spec.image,
+        # Not as the command: the image's entry point would get it as arguments.
+        "Entrypoint": bootstrap.command("python3"),
+        "Cmd": [],
+        "Hostname": host,
+        "Env": [f"{name}={value}" for name, value in _environment(spec, number, facts)],
+        "Labels": labels,
+        "User": facts.user,
+        "WorkingDir": HOME_FOLDER,
+        "HostConfig": _host(spec, number, facts),
+        "NetworkingConfig": {"EndpointsConfig": {NETWORK: {"Aliases": [host]}}},
+    }
+
+
+def render(spec: JobSpec) -> str:
+    """The command lines that would do the same, for people."""
+    where = "each container" if source_of(spec) is Source.INPUT else "the first container"
+    lines = [
+        f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into {where}.",
+        f"docker network create {NETWORK}",
+    ]
+    names = [container_name(spec.name, number) for number in range(spec.topology.number_of_pods)]
+    for number, name in enumerate(names):
+        lines.append(_command_line(name, container(spec, number, Facts())))
+    lines += [f"docker cp <input of {name}> {name}:{INPUT_FOLDER}" for name in names]
+    lines.append(f"docker start {' '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, str]]:
+    # A user that is only a number has no name and no home; torch.compile asks for both.
+    fixed = {
+        "HOME": HOME_FOLDER,
+        "USER": _USER,
+        "LOGNAME": _USER,
+        "XDG_CACHE_HOME": f"{HOME_FOLDER}/.cache",
+        "TORCHINDUCTOR_CACHE_DIR": f"{HOME_FOLDER}/.cache/torchinductor",
+        "TRITON_CACHE_DIR": f"{HOME_FOLDER}/.cache/triton",
+        "PYTHONUNBUFFERED": "1",
+    }
+    told = {
+        PodVariable.INPUT: INPUT_FOLDER,
+        PodVariable.WORK: WORK_FOLDER,
+        PodVariable.FIRST_POD: "0",
+        PodVariable.REPLICA_INDEX: str(number),
+        _TERMINATION_VARIABLE: TERMINATION_FILE,
+    }
+    if facts.cores:
+        # Otherwise the ranks of each container would take all cores of the machine for their own.
+        share = spec.resources.cpu or facts.cores / spec.topology.number_of_processes
+        told[PodVariable.CPU_REQUEST] = str(max(1, int(share * len(ranks_of(spec, number)) * 1000)))
+    return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in told.items())]
+
+
+def _host(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
+    asked, ranks = spec.resources, len(ranks_of(spec, number))
+    shm_gib = min(_LARGEST_SHM_GIB, (asked.memory_gib or 2 * _SHM_GIB_PER_RANK) * ranks / 2)
+    if asked.shm_gib is not None:
+        shm_gib = asked.shm_gib * ranks
+    host: dict[str, Any] = {
+        "NetworkMode": NETWORK,
+        "RestartPolicy": {"Name": "no"},
+        "ShmSize": math.ceil(shm_gib * _GIB),
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges"],
+        # Without rotation, whatever the engine's own defaults are: a log that is cut cannot be followed.
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": "1000g", "max-file": "1"}},
+        "Mounts": [_mount(volume) for volume in spec.volumes],
+    }
+    cores = asked.cpu_limit or asked.cpu
+    if cores:
+        host["NanoCpus"] = int(cores * ranks * _NANO)
+    if asked.memory_gib:
+        # Without swap: a process that needs more is to end, not to crawl.
+        host["Memory"] = host["MemorySwap"] = math.ceil(asked.memory_gib * ranks * _GIB)
+    if facts.groups:
+        host["GroupAdd"] = [str(group) for group in facts.groups]
+    gpus = asked.gpus if asked.gpus is not None else int(spec.cuda)
+    if gpus:
+        # By number: a count alone would give the same ones to every container.
+        first = number * spec.topology.processes_per_pod * gpus
+        ids = [str(first + index) for index in range(ranks * gpus)]
+        host["DeviceRequests"] = [{"Driver": "", "DeviceIDs": ids, "Capabilities": [["gpu"]]}]
+    return host
+
+
+def _mount(volume: Volume) -> dict[str, Any]:
+    is_folder = volume.kind is VolumeKind.FOLDER
+    if volume.sub_path and not is_folder:
+        problem = f"{volume.sub_path!r} within the volume {volume.source!r}"
+        raise ConfigError("volumes", f"a part of a named volume cannot be mounted: {problem}", "Mount the whole volume")
+    return {
+        "Type": "bind" if is_folder else "volume",
+        "Source": f"{volume.source}/{volume.sub_path}".rstrip("/") if is_folder else volume.source,
+        "Target": volume.mount_path,
+        "ReadOnly": volume.read_only,
+    }
+
+
+def _command_line(name: str, body: dict[str, Any]) -> str:
+    host = body["HostConfig"]
+    options = [("hostname", body["Hostname"]), ("network", NETWORK), ("network-alias", body["Hostname"])]
+    options += [("cap-drop", "ALL"), ("security-opt", "no-new-privileges"), ("shm-size", str(host["ShmSize"]))]
+    options += [("log-driver", "json-file"), ("workdir", body["WorkingDir"])]
+    if "NanoCpus" in host:
+        options.append(("cpus", f"{host['NanoCpus'] / _NANO:g}"))
+    if "Memory" in host:
+        options += [("memory", str(host["Memory"])), ("memory-swap", str(host["MemorySwap"]))]
+    for request in host.get("DeviceRequests", ()):
+        options.append(("gpus", f'"device={",".join(request["DeviceIDs"])}"'))
+    for mount in host["Mounts"]:
+        read_only = ",readonly" if mount["ReadOnly"] else ""
+        options.append(("mount", f"type={mount['Type']},source={mount['Source']},target={mount['Target']}{read_only}"))
+    options += [("env", variable) for variable in body["Env"]]
+    options += [("label", f"{key}={body['Labels'][key]}") for key in (JOB_LABEL, POD_LABEL)]
+    lines = [f"docker create --name {name}", *(f"--{option} {shlex.quote(value)}" for option, value in options)]
+    return " \\\n    ".join([*lines, f"--entrypoint python3 {body['Image']} -c '<bootstrap>'"])

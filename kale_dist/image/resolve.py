@@ -1,0 +1,324 @@
+"""From a recipe to the image that a job pins: found by its tag, else made.
+
+The tag says what the image is made of, the base by its digest. So nothing has to be remembered: whoever makes the same
+recipe on the same base finds the image, from any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from kale_dist import records
+from kale_dist.errors import ConfigError
+from kale_dist.image import auth, base_image, cache
+from kale_dist.image.auth import Credentials
+from kale_dist.image.base_image import Base
+from kale_dist.image.reference import Reference
+from kale_dist.image.registry import Registry
+from kale_dist.recipe import DOCKER, LAYERS, Recipe
+
+NAME = "kale-dist"
+"""Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
+
+_PLAIN = "http://"
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """The image of a recipe."""
+
+    reference: str
+    """What a job pins: `repository@sha256:...`, as nodes pull it; the engine's own name of an image that lies nowhere
+    else; or, of one that is not made yet, its tag."""
+    was_built: bool
+    """False: it was there, or is not made yet."""
+    tag: str
+
+
+def resolve(
+    recipe: Recipe,
+    *,
+    base: str,
+    registry: str,
+    pull: str = "",
+    python: str = "",
+    credentials: Credentials | None = None,
+    pull_secret_jsons: tuple[str, ...] = (),
+    say: Say,
+    progress: Progress = lambda _done, _total: None,
+) -> Resolved:
+    """Find the recipe's image in the registry, or make it and push it there.
+
+    Args:
+        recipe: With the bytes of its files in this user's blobs.
+        base: What it is built on, if the recipe does not say so.
+        registry: Where images go, as in the configuration: `localhost:5000/team`; with `http://` in front if that has
+            no TLS.
+        pull: The same place as nodes reach it; empty: the same name.
+        python: The minor that the image's Python must have, such as `3.11`; empty for any.
+        credentials: What the registry of images is shown; None: what docker or podman are configured for, else the pull
+            secrets.
+        pull_secret_jsons: Texts of Kubernetes pull secrets, for the registries of base and image.
+        say: Takes a line for the user.
+        progress: Takes what is done and what there is, of the step that goes on: bytes, or a build's steps.
+
+    Raises:
+        ConfigError: There is no registry or base, or one of them is no reference.
+        ImageError: A registry refuses, the base does not fit, or the image cannot be made.
+        BackendError: The Docker engine is needed and cannot be used.
+    """
+    with _Search.begin(recipe, base, registry, pull, python, credentials, pull_secret_jsons) as search:
+        digest, was_built = search.found(), False
+        if not digest:
+            with _alone(search.target, say):
+                # Another kernel may just have made it.
+                digest = search.found()
+                if not digest:
+                    with records.keeping_blobs():
+                        digest = _make(search, python, credentials, say=say, progress=progress)
+                    was_built = True
+    cache.note_use(search.home.name, search.target.tag)
+    return Resolved(reference=str(search.pulled.with_digest(digest)), was_built=was_built, tag=search.target.tag)
+
+
+def look_up(
+    recipe: Recipe,
+    *,
+    base: str,
+    registry: str,
+    pull: str = "",
+    python: str = "",
+    credentials: Credentials | None = None,
+    pull_secret_jsons: tuple[str, ...] = (),
+) -> Resolved:
+    """What `resolve` would give, as far as that can be known without making anything.
+
+    Args:
+        recipe: As for `resolve`, like all others.
+        base: Of `resolve`.
+        registry: Of `resolve`.
+        pull: Of `resolve`.
+        python: Of `resolve`.
+        credentials: Of `resolve`.
+        pull_secret_jsons: Of `resolve`.
+
+    Returns:
+        The image by its digest, or by its tag if it would have to be made.
+
+    Raises:
+        ConfigError: As `resolve`.
+        ImageError: As `resolve`.
+        BackendError: As `resolve`.
+    """
+    with _Search.begin(recipe, base, registry, pull, python, credentials, pull_secret_jsons) as search:
+        digest, tag = search.found(), search.target.tag
+    reference = search.pulled.with_digest(digest) if digest else search.pulled.with_tag(tag)
+    return Resolved(reference=str(reference), was_built=False, tag=tag)
+
+
+def resolve_in_engine(
+    recipe: Recipe, *, base: str, python: str = "", say: Say, progress: Progress = lambda _done, _total: None
+) -> Resolved:
+    """Find the recipe's image in the Docker engine, or build it there: for jobs of that engine, without a registry.
+
+    Args:
+        recipe: With the bytes of its files in this user's blobs.
+        base: What it is built on, if the recipe does not say so.
+        python: As in `resolve`.
+        say: Takes a line for the user.
+        progress: Takes what is done and what there is, of the step that goes on.
+
+    Raises:
+        ConfigError: There is no base, or the recipe asks for the builder that needs a registry.
+        ImageError: The image cannot be made.
+        BackendError: The engine cannot be used.
+    """
+    if recipe.builder == LAYERS:
+        raise _no_registry('Leave out builder="layers" to build in the Docker engine')
+    recipe = dataclasses.replace(recipe, builder=DOCKER)
+    reference = base_image.named(recipe, base)
+    with _opened(reference) as registry:
+        pinned = base_image.find(recipe, reference, registry)
+    tag = recipe.tag(pinned.digest, python)
+    target = Reference.parse(f"{NAME}:{tag}")
+
+    def found() -> str:
+        with base_image.connected() as engine:
+            there = None if recipe.rebuild else base_image.inspect(engine, str(target))
+        return str(there["Id"]) if there else ""
+
+    image, was_built = found(), False
+    if not image:
+        with _alone(target, say):
+            image = found()
+            if not image:
+                from kale_dist.image import docker_builder
+
+                say(f"Building the image {NAME}:{tag} on {pinned.reference}.")
+                with records.keeping_blobs():
+                    image = docker_builder.build(
+                        recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
+                        labels=pinned.labels_with(recipe), say=say, progress=progress, push=False,
+                    ).image_id  # fmt: skip
+                was_built = True
+    return Resolved(reference=image, was_built=was_built, tag=tag)
+
+
+def repository_of(registry: str, argument: str = "registry") -> Reference:
+    """Where images lie in a registry.
+
+    Args:
+        registry: As in the configuration.
+        argument: What the user calls it.
+
+    Raises:
+        ConfigError: It is empty, or is no place in a registry.
+    """
+    if not registry:
+        raise _no_registry("Or name an image that has what is needed, by image=")
+    try:
+        return Reference.parse(f"{registry.removeprefix(_PLAIN)}/{NAME}")
+    except ConfigError as error:
+        raise ConfigError(argument, error.problem, "Write it as 'registry.example.com/team'") from None
+
+
+def open_registry(registry: str) -> tuple[Registry, Reference]:
+    """A connection to where images lie, with this user's credentials, and the place itself.
+
+    Args:
+        registry: As in the configuration.
+
+    Raises:
+        ConfigError: It is empty, or is no place in a registry.
+        ImageError: A file of credentials is damaged.
+    """
+    home = repository_of(registry)
+    return _opened(home, plain=registry.startswith(_PLAIN)), home
+
+
+def standard_recipe(python: str, torch: str) -> Recipe:
+    """An image for those who have none: Debian's slim Python with this torch.
+
+    Args:
+        python: A minor: `3.11`.
+        torch: A version, with its label if it has one: `2.13.0+cpu`.
+    """
+    version, _, label = torch.partition("+")
+    urls = (f"https://download.pytorch.org/whl/{label}", "https://pypi.org/simple") if label else ()
+    return Recipe(
+        base=f"docker.io/library/python:{python}-slim-bookworm", packages=(f"torch=={version}",), index_urls=urls
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Search:
+    """A recipe's place in a registry."""
+
+    recipe: Recipe
+    home: Reference
+    """The repository as this machine reaches it."""
+    pulled: Reference
+    """The repository as nodes reach it."""
+    target: Reference
+    """With the tag, as this machine reaches it."""
+    base: Base
+    ours: Registry
+    theirs: Registry
+    """Where the base lies."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def begin(
+        cls,
+        recipe: Recipe,
+        base: str,
+        registry: str,
+        pull: str,
+        python: str,
+        credentials: Credentials | None,
+        pull_secret_jsons: tuple[str, ...],
+    ) -> Iterator[Self]:
+        """Open both registries and pin the base."""
+        home, pulled = repository_of(registry), repository_of(pull or registry, "registry_pull")
+        reachable = _as_pushed(base_image.named(recipe, base), home, pulled)
+        is_plain, is_home = registry.startswith(_PLAIN), reachable.registry == home.registry
+        known = credentials if is_home else None
+        with (
+            _opened(home, credentials, pull_secret_jsons, plain=is_plain) as ours,
+            _opened(reachable, known, pull_secret_jsons, plain=is_plain and is_home) as theirs,
+        ):
+            pinned = base_image.find(recipe, reachable, theirs)
+            target = home.with_tag(recipe.tag(pinned.digest, python))
+            yield cls(
+                recipe=recipe, home=home, pulled=pulled, target=target, base=pinned, ours=ours, theirs=theirs
+            )  # fmt: skip
+
+    def found(self) -> str:
+        """The image's digest; empty: it has to be made."""
+        there = None if self.recipe.rebuild else self.ours.head(self.home.repository, self.target.tag)
+        return there.digest if there else ""
+
+
+def _make(search: _Search, python: str, credentials: Credentials | None, *, say: Say, progress: Progress) -> str:
+    """Build and push; gives the digest of the manifest."""
+    recipe, target, base = search.recipe, search.target, search.base
+    say(f"Making the image {target} on {base.reference}.")
+    if recipe.chosen_builder == DOCKER:
+        with base_image.needing_docker(recipe):
+            from kale_dist.image import docker_builder
+
+            return docker_builder.build(
+                recipe, base=str(base.reference), tag=str(target), blobs_dir=records.blobs_dir(),
+                labels=base.labels_with(recipe), say=say, progress=progress, credentials=credentials,
+            ).digest  # fmt: skip
+    try:
+        from kale_dist.image import layer_builder
+    except ModuleNotFoundError as error:
+        problem = f"images are made with the package {error.name}, which is not installed"
+        raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from error
+    return layer_builder.build(
+        recipe, registry=search.ours, repository=target.repository, tag=target.tag, base=base.reference,
+        base_registry=search.theirs, blobs_dir=records.blobs_dir(), cache_dir=cache.folder(), labels=base.labels, say=say,
+        progress=progress, python=python,
+    ).digest  # fmt: skip
+
+
+def _alone(target: Reference, say: Say) -> contextlib.AbstractContextManager[None]:
+    return cache.alone(
+        target.tag, lambda: say(f"Another process on this machine makes the image {target}; waiting for it.")
+    )
+
+
+def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference:
+    """A base that lies where nodes pull, by the name that this machine reaches."""
+    if pulled.name == home.name:
+        return base
+    there, here = (place.name.removesuffix(f"/{NAME}") for place in (pulled, home))
+    if base.name.startswith(f"{there}/"):
+        moved = Reference.parse(here + base.name.removeprefix(there))
+        return dataclasses.replace(moved, tag=base.tag, digest=base.digest)
+    if base.registry == pulled.registry:
+        return dataclasses.replace(base, registry=home.registry)
+    return base
+
+
+def _opened(
+    place: Reference, known: Credentials | None = None, pull_secret_jsons: tuple[str, ...] = (), *, plain: bool = False
+) -> Registry:
+    found = known or auth.find(place.registry, repository=place.repository, pull_secret_jsons=pull_secret_jsons)
+    return Registry(place.registry, credentials=found, insecure=plain or None)
+
+
+def _no_registry(remedy: str) -> ConfigError:
+    return ConfigError(
+        "registry",
+        "none is configured, and images that are made for jobs lie in one",
+        f"Set KALE_DIST_REGISTRY or `registry = ...` of the configuration file, such as 'registry.example.com/team'. "
+        f"{remedy}",
+    )

@@ -1,0 +1,225 @@
+"""Arguments of a call that say what its image is made of, as users write them, checked and in one form.
+
+Files are looked at and read; nothing is written, and no registry, engine or index is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import posixpath
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kale_dist import cluster_checks, names
+from kale_dist.errors import ConfigError
+from kale_dist.recipe import BUILDERS, LAYERS, ImageFile, Recipe
+from kale_dist.wording import closest, shorten, show
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+AUTO = "auto"
+
+_APT = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9]+)?(?:=[A-Za-z0-9.+:~-]+)?")
+_PLATFORM = re.compile(r"linux/[a-z0-9]+(?:/v[0-9]+)?")
+_OWN_PREFIX = "KALE_DIST_"
+_NEVER_BELOW = ("/proc", "/sys", "/dev")
+_INSTALLED = 'A container engine or a cluster has images: run there with on="docker" or on="kubernetes"'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ImageWanted:
+    """What a call says about its image."""
+
+    image: str = ""
+    """A reference, if the image is there; else empty."""
+    recipe: Recipe | None = None
+    """What the image is made of, if it is made. Its files may still be `source` files of this machine."""
+    auto: bool = False
+    """Whether the packages that the call imports belong to the recipe, too."""
+
+
+def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
+    """Bring `image`, `packages` and `requirements` into one form.
+
+    Args:
+        image: A reference, a `Recipe`, or None.
+        packages: Requirements, `"auto"`, or None.
+        requirements: A path of a requirements file, its text, or None.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
+    auto = packages == AUTO and isinstance(packages, str)
+    if auto:
+        _parser("packages")
+    listed = _packages(None if auto else packages)
+    if image is not None and not isinstance(image, (str, Recipe)):
+        remedy = "Write it as 'registry.example.com/team/train:1' or as kale_dist.Recipe(packages=[...])"
+        raise ConfigError("image", f"{show(image)} is neither text nor a Recipe", remedy)
+    if not isinstance(image, Recipe):
+        reference = cluster_checks.image(image)
+        if packages is None and requirements is None:
+            return ImageWanted(image=reference)
+        image = Recipe(base=reference)
+    recipe = dataclasses.replace(image, packages=(*image.packages, *listed))
+    if requirements is not None:
+        said = _parser("requirements").read(_source(requirements))
+        urls = tuple(dict.fromkeys((*recipe.index_urls, *said.index_urls)))
+        recipe = dataclasses.replace(recipe, packages=(*recipe.packages, *said.packages), index_urls=urls)
+    recipe = _checked(recipe)
+    if not (recipe.adds_something or auto):
+        return ImageWanted(image=recipe.base)
+    return ImageWanted(recipe=recipe, auto=auto)
+
+
+def check_none(image: Any, packages: Any, requirements: Any) -> None:
+    """Refuse images where there are none: on this machine.
+
+    Raises:
+        ConfigError: One is named, or is to be made.
+    """
+    for argument, value in (("packages", packages), ("requirements", requirements)):
+        if value is not None:
+            problem = "ranks on this machine have what is installed here"
+            pip = "%pip install" if argument == "packages" else "%pip install -r"
+            raise ConfigError(argument, problem, f"Install them here ({pip} ...), or leave it out. {_INSTALLED}")
+    if image is not None:
+        problem = f"{show(image)} means nothing on this machine, where processes see it as it is"
+        raise ConfigError("image", problem, f"Leave it out. {_INSTALLED}")
+
+
+def _packages(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        text = value.strip()
+        remedy = f"Write it as [{text!r}], or 'auto'" if len(text) < 80 else "Write it as ['einops==0.8'], or 'auto'"  # noqa: PLR2004 - still a line
+        problem = f"{shorten(value)} is text, not a list"
+        if value.lower() == AUTO:
+            remedy = "Write it as 'auto'"
+        elif "\n" in text or text.endswith(".txt"):
+            remedy = "Give a file of requirements or its text by requirements="
+        raise ConfigError("packages", problem, remedy)
+    if not isinstance(value, Sequence) and not isinstance(value, (set, frozenset)):
+        raise ConfigError("packages", f"{show(value)} is not a list", "Write it as ['einops==0.8'], or 'auto'")
+    for item in value:
+        if not isinstance(item, str):
+            raise ConfigError("packages", f"{show(item)} in it is not text", "Write it as ['einops==0.8']")
+    return tuple(value)
+
+
+def _source(requirements: Any) -> str | pathlib.Path:
+    if isinstance(requirements, os.PathLike):
+        return pathlib.Path(os.fsdecode(requirements))
+    if isinstance(requirements, str):
+        return requirements
+    remedy = "Give the path of a requirements file or its text; a list goes to packages="
+    raise ConfigError("requirements", f"{show(requirements)} is neither a path nor text", remedy)
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """A recipe in one form."""
+    if recipe.builder and recipe.builder not in BUILDERS:
+        near = closest(recipe.builder, BUILDERS)
+        raise ConfigError(
+            "builder", f"there is no builder {shorten(recipe.builder)}", f"{near}Use 'layers' or 'docker'"
+        )
+    if recipe.builder == LAYERS and recipe.needs_commands:
+        remedy = 'Leave `builder` out, write builder="docker", or name a base that has them'
+        raise ConfigError("apt", "Debian packages need a builder that runs commands, and 'layers' runs none", remedy)
+    if not _PLATFORM.fullmatch(recipe.platform):
+        problem = f"{shorten(recipe.platform)} is not a platform"
+        raise ConfigError("platform", problem, "Write 'linux/amd64' or 'linux/arm64'")
+    if recipe.base:
+        cluster_checks.image(recipe.base)
+    packages = recipe.packages
+    if packages or recipe.index_urls:
+        parser = _parser("packages")
+        packages = parser.canonical("packages", packages)
+        for url in recipe.index_urls:
+            parser.check_url("index_urls", url)
+    return dataclasses.replace(
+        recipe,
+        packages=packages,
+        apt=tuple(sorted(set(map(_apt, recipe.apt)))),
+        files=_files(recipe.files),
+        environment=_environment(recipe.environment),
+    )
+
+
+def _apt(package: str) -> str:
+    if not _APT.fullmatch(package):
+        remedy = "Write its name as `apt-get install` takes it: 'libsndfile1' or 'git=1:2.39.5-0+deb12u2'"
+        raise ConfigError("apt", f"{shorten(package)} cannot be the name of a Debian package", remedy)
+    return package
+
+
+def _files(files: tuple[ImageFile, ...]) -> tuple[ImageFile, ...]:
+    found: dict[str, ImageFile] = {}
+    for file in map(_file, files):
+        if file.path in found:
+            raise ConfigError("files", f"{file.path!r} is given twice", "Leave one of the two out")
+        found[file.path] = file
+    for path in found:
+        for parent in pathlib.PurePosixPath(path).parents:
+            if str(parent) in found:
+                raise ConfigError("files", f"{str(parent)!r} is a file, and {path!r} lies in it", "Rename one of them")
+    return tuple(found[path] for path in sorted(found))
+
+
+def _file(file: ImageFile) -> ImageFile:
+    path = file.path
+    remedy = "Write the whole path of the file in the image, such as '/opt/x.txt'"
+    if not path.startswith("/") or path.endswith("/") or not path.isprintable() or ".." in path.split("/"):
+        raise ConfigError("files", f"{shorten(path)} is not the path of a file in an image", remedy)
+    path = "/" + posixpath.normpath(path).lstrip("/")
+    if path == "/" or any(path == folder or path.startswith(f"{folder}/") for folder in _NEVER_BELOW):
+        raise ConfigError("files", f"nothing can be put at {path!r} in an image", remedy)
+    if not file.source:
+        if not re.fullmatch(r"[0-9a-f]{64}", file.digest):
+            problem = f"{path!r} has neither a file of this machine nor the digest of one"
+            raise ConfigError("files", problem, "Write it as {'/opt/x.txt': 'x.txt'}")
+        return dataclasses.replace(file, path=path)
+    source = pathlib.Path(file.source)
+    try:
+        source = source.expanduser()
+        mode = source.stat().st_mode if source.is_file() else None
+        readable = mode is not None and os.access(source, os.R_OK)
+    except (OSError, ValueError, RuntimeError):
+        mode, readable = None, False
+    if mode is None and source.is_dir():
+        remedy = "Name the files in it; data that jobs read belongs into a volume"
+        raise ConfigError("files", f"{file.source!r} is a folder", remedy)
+    if mode is None or not readable:
+        what = "cannot be read" if mode is not None else "is not a file of this machine"
+        raise ConfigError("files", f"{shorten(file.source)} {what}", "Name a file that this process can read")
+    return dataclasses.replace(file, path=path, source=str(source.absolute()), executable=bool(mode & 0o111))
+
+
+def _environment(environment: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    seen: dict[str, str] = {}
+    for name, value in environment:
+        if not names.is_variable(name):
+            remedy = "Use letters, digits, '_', '-' and '.', and no digit first"
+            raise ConfigError("environment", f"{shorten(name)} cannot be a variable's name in an image", remedy)
+        if name.startswith(_OWN_PREFIX):
+            raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
+        if "\0" in value:
+            raise ConfigError("environment", f"the value of {name} has a NUL character", "Leave it out")
+        if seen.setdefault(name, value) != value:
+            raise ConfigError("environment", f"{name} is given twice", "Leave one of the two out")
+    return tuple(sorted(seen.items()))
+
+
+def _parser(argument: str) -> ModuleType:
+    """The module that reads requirements, which needs the package `packaging`."""
+    try:
+        from kale_dist.image import requirements
+    except ModuleNotFoundError as error:
+        problem = f"images are made with the package {error.name}, which is not installed"
+        raise ConfigError(argument, problem, "pip install 'kale-dist[images]'") from error
+    return requirements

@@ -1,0 +1,234 @@
+"""`kale-dist image`: make images for jobs ahead of time, and see and remove those there are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kale_dist import config, image_checks, records
+from kale_dist.blobs import FolderStore
+from kale_dist.errors import ConfigError
+from kale_dist.recipe import BUILDERS, Recipe
+from kale_dist.runtime import loading
+from kale_dist.view import plain
+
+if TYPE_CHECKING:
+    from kale_dist.image.catalog import Made
+    from kale_dist.image.reference import Reference
+    from kale_dist.image.registry import Registry
+
+_DAY_S = 24 * 3600
+_MIB = 1 << 20
+_SHOWN_PACKAGES = 4
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `image` and its own commands.
+
+    Args:
+        commands: Of the parser that it becomes part of.
+    """
+    what = "make images for jobs, list, show and prune them"
+    parser = commands.add_parser("image", help=what, description=f"{what[:1].upper()}{what[1:]}.")
+    inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        made = inner.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
+        made.set_defaults(command=run)
+        made.add_argument("--registry", metavar="PLACE", help="registry.example.com/team (the configured one)")
+        return made
+
+    build = command("build", "make an image, unless it is there, and print its reference", _build)
+    build.add_argument("--base", default="", metavar="IMAGE", help="what it is built on (the configured image)")
+    for option, name, what in (
+        ("--package", "REQUIREMENT", "such as einops==0.8"),
+        ("--apt", "NAME", "a Debian package; needs Docker"),
+        ("--file", "PATH=FILE", "a file of this machine, and where it goes"),
+        ("--env", "NAME=VALUE", "a variable of every process"),
+        ("--index-url", "URL", "where packages come from, the first in the place of PyPI"),
+    ):
+        build.add_argument(
+            option, action="append", default=[], metavar=name, help=f"{what}; may be given several times"
+        )
+    build.add_argument("--requirements", metavar="FILE", help="a requirements file")
+    build.add_argument("--platform", default=Recipe().platform, help="of the cluster (%(default)s)")
+    build.add_argument("--builder", choices=BUILDERS, default="", help="layers, unless something needs Docker")
+    build.add_argument("--allow-torch-change", action="store_true", help="let packages replace the base's torch")
+    build.add_argument("--rebuild", action="store_true", help="make it although it is there")
+    listed = command("list", "list the images that were made for jobs", _list)
+    shown = command("show", "show what an image is made of", _show)
+    shown.add_argument("tag", metavar="TAG", help="kd-..., as `list` prints it")
+    for made in (listed, shown):
+        made.add_argument("--json", action="store_true", help="as JSON")
+    prune = command("prune", "delete images that this machine has not used for long, and what builds have kept", _prune)
+    prune.add_argument("--days", type=float, default=30.0, metavar="N", help="how long (30)")
+    prune.add_argument("--unknown", action="store_true", help="also those that were never used from this machine")
+    prune.add_argument("--local", action="store_true", help="only what builds have kept on this machine")
+
+
+def _build(options: argparse.Namespace) -> int:
+    recipe = Recipe(
+        base=options.base, platform=options.platform, packages=options.package, apt=options.apt,
+        files=dict(_pair("--file", text, "/opt/x.txt=x.txt") for text in options.file),
+        environment=dict(_pair("--env", text, "NAME=value") for text in options.env), index_urls=options.index_url,
+        allow_torch_change=options.allow_torch_change, builder=options.builder, rebuild=options.rebuild,
+    )  # fmt: skip
+    wanted = image_checks.check(recipe, None, options.requirements)
+    if wanted.recipe is None:
+        raise ConfigError("image build", "nothing goes on top of the base", "Add --package, --apt, --file or --env")
+    settings = config.load()
+    home = _place(options, settings)
+    from kale_dist.image.resolve import resolve
+    from kale_dist.image.settle import keep_files
+
+    with records.keeping_blobs():
+        resolved = resolve(
+            keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
+            pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(), say=_say,
+            progress=_Progress(),
+        )  # fmt: skip
+    _say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
+    print(resolved.reference)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    registry, home = _open(options)
+    from kale_dist.image import catalog
+
+    with registry:
+        found = catalog.images(registry, home.repository)
+    if options.json:
+        print(json.dumps([made.to_json() for made in found], indent=2))
+    elif not found:
+        print(f"There are no images in {home.name}.")
+    else:
+        rows = [(made.tag, f"{made.size / _MIB:,.0f} MiB", _used(made), _base(made), _made_of(made)) for made in found]
+        head = ("tag", "size", "last used from here", "base", "made of")
+        print("\n".join(plain.table(head, rows, right=frozenset((1,)))))
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    registry, home = _open(options)
+    from kale_dist.image import catalog
+
+    with registry:
+        made = catalog.image(registry, home.repository, options.tag)
+    if options.json:
+        print(json.dumps(made.to_json(), indent=2))
+        return 0
+    recipe = made.recipe
+    facts = [("image", f"{home.name}@{made.digest}"), ("tag", made.tag), ("platform", made.platform)]
+    facts += [("base", made.base or "not said"), ("last used from here", _used(made))]
+    for name, values in (
+        ("packages", recipe.packages if recipe else ()),
+        ("apt", recipe.apt if recipe else ()),
+        ("files", [file.path for file in recipe.files] if recipe else ()),
+        ("environment", [f"{key}={value}" for key, value in recipe.environment] if recipe else ()),
+        ("index URLs", recipe.index_urls if recipe else ()),
+    ):
+        facts += [(name if not number else "", value) for number, value in enumerate(values)]
+    facts += [("size", f"{made.size / _MIB:,.1f} MiB in {len(made.layers)} layers")]
+    facts += [("", f"{digest}  {size / _MIB:,.1f} MiB") for digest, size in made.layers]
+    width = max(len(name) for name, _ in facts)
+    print("\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in facts))
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    if not options.days >= 0:
+        raise ConfigError("--days", f"{options.days} is not a number of days", "Give 0 or more")
+    from kale_dist.image import cache, catalog
+
+    unused_s = options.days * _DAY_S
+    if not options.local:
+        registry, home = _open(options)
+        with registry:
+            pruned = catalog.prune(registry, home.repository, unused_s=unused_s, unknown=options.unknown, say=print)
+        for made, reason in pruned.kept:
+            print(f"{made.tag} kept: {reason}")
+        if any(made.last_use_s is None for made, _ in pruned.kept):
+            print("--unknown deletes those that were never used from this machine, too.")
+    print(f"{cache.clean(unused_s) / _MIB:,.1f} MiB of inventories and packages removed from {cache.folder()}")
+    return 0
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """How far a step is, on a line of its own where someone is looking."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty() or total <= 0:
+            return
+        text = f"{min(100, 100 * done // total)} %"
+        if text != self._last:
+            self._last = text
+            sys.stderr.write(f"\r{text:>5}\r")
+            sys.stderr.flush()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _place(options: argparse.Namespace, settings: config.Config) -> str:
+    """Where images lie, as the option or the configuration says."""
+    try:
+        from kale_dist.image.resolve import repository_of
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed"
+        raise ConfigError("image", missing, "Install what it needs: pip install 'kale-dist[images]'") from error
+
+    place = options.registry if options.registry is not None else settings.registry
+    repository_of(place, "--registry" if options.registry is not None else "registry")
+    return str(place)
+
+
+def _open(options: argparse.Namespace) -> tuple[Registry, Reference]:
+    place = _place(options, config.load())
+    from kale_dist.image.resolve import open_registry
+
+    return open_registry(place)
+
+
+def _pair(option: str, text: str, example: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ConfigError(option, f"{text!r} has no '='", f"Write it as {example}")
+    return name, value
+
+
+def _used(made: Made) -> str:
+    if made.last_use_s is None:
+        return "never"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(made.last_use_s))
+
+
+def _base(made: Made) -> str:
+    """The base without its digest's tail."""
+    name, _, digest = made.base.partition("@sha256:")
+    return f"{name}@{digest[:12]}" if digest else name
+
+
+def _made_of(made: Made) -> str:
+    recipe = made.recipe
+    if recipe is None:
+        return "not said"
+    parts: list[str] = [*_some(recipe.packages), *_some([f"apt {name}" for name in recipe.apt])]
+    parts += _some([file.path for file in recipe.files])
+    return ", ".join(parts) or ", ".join(name for name, _ in recipe.environment)
+
+
+def _some(values: Sequence[str]) -> list[str]:
+    more = len(values) - _SHOWN_PACKAGES
+    return [*values[:_SHOWN_PACKAGES], *([f"and {more} more"] if more > 0 else [])]

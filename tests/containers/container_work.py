@@ -1,0 +1,89 @@
+"""What ranks of the tests on a Docker engine do. The containers have PyTorch and no pytest."""
+
+import os
+import pathlib
+import signal
+import time
+
+import kale_dist as kd
+
+
+def summed(factor):
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(value)
+    print(f"rank {dist.get_rank()} has {value.item()}")
+    return value.item() * factor
+
+
+def succeed():
+    print(f"rank {kd.context().rank} of 2")
+
+
+def fail():
+    if kd.context().rank == 1:
+        raise ValueError("boom")
+
+
+def exit_with_3():
+    if kd.context().rank == 1:
+        os._exit(3)
+
+
+def hang():
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+def fails_on_1():
+    if kd.context().rank == 1:
+        raise KeyError("no such column")
+    time.sleep(60)
+
+
+def kills_its_container():
+    """The agent is process 1 of the container, which only its kernel can kill: the test does that from outside."""
+    print("ready", flush=True)
+    signal.pause()
+
+
+def prints_much(lines):
+    for number in range(lines):
+        print(f"line {number:06} of rank {kd.context().rank}")
+    print("\x1b[31mred\x1b[0m \udcff".encode("utf-8", "surrogateescape"))
+    print("x" * 3_000_000)
+
+
+def does_much(path, weights, lines):
+    prints_much(lines)
+    return writes_where_it_must(path), weights
+
+
+def eats_memory():
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20)) * 32)
+
+
+def writes_where_it_must(path):
+    """Whether a user that the image does not know can work, and what it is."""
+    import getpass
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"x")
+    pathlib.Path.home().joinpath(".cache").mkdir(exist_ok=True)
+    pathlib.Path(path, f"from-{kd.context().rank}").write_text("written")
+    return getpass.getuser(), os.getuid(), os.environ["GREETING"], os.statvfs("/dev/shm").f_blocks > 0
+
+
+def waits_a_little(seconds):
+    time.sleep(seconds)
+    return kd.context().rank
+
+
+def user_and_bytes(weights, seconds):
+    time.sleep(seconds)
+    return os.getuid(), weights

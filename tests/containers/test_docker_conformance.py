@@ -1,0 +1,46 @@
+"""The Docker backend keeps what every backend keeps."""
+
+import uuid
+
+import pytest
+from container_work import exit_with_3, fail, hang, succeed
+
+from kale_dist import records
+from kale_dist.backends.docker.backend import DockerBackend
+from kale_dist.blobs import FolderStore
+from kale_dist.snapshot.capture import capture
+from kale_dist.spec import JobSpec, Resources, Topology
+from kale_dist.testing import BackendConformance
+
+FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
+
+
+@pytest.fixture(scope="module")
+def docker_backend(engine):
+    backend = DockerBackend()
+    yield backend
+    for ref in backend.list():
+        if ref.name.startswith("test-conformance-"):
+            backend.delete(ref)
+    backend.close()
+
+
+class TestDockerBackend(BackendConformance):
+    timeout_s = 120.0
+
+    @pytest.fixture
+    def backend(self, docker_backend):
+        return docker_backend
+
+    @pytest.fixture
+    def spec_for(self, image):
+        def make(behaviour):
+            store = FolderStore(records.blobs_dir())
+            snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour).snapshot
+            return JobSpec(
+                name=f"test-conformance-{behaviour}-{uuid.uuid4().hex[:6]}", label=behaviour, kind="call",
+                snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,
+                topology=Topology(number_of_processes=2), image=image, resources=Resources(memory_gib=1.0),
+            )  # fmt: skip
+
+        return make

@@ -1,0 +1,307 @@
+"""Jobs on a real Docker engine, as their users see them: called from here, run in containers, and nothing left in the end."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+
+import docker.errors
+import pytest
+from container_work import (
+    does_much,
+    eats_memory,
+    fails_on_1,
+    hang,
+    kills_its_container,
+    waits_a_little,
+    writes_where_it_must,
+)
+
+import kale_dist as kd
+from kale_dist import records
+from kale_dist.contract import FailureCause, StateName
+from kale_dist.errors import (
+    BackendError,
+    ConfigError,
+    JobCancelledError,
+    JobExistsError,
+    JobFailedError,
+    JobNotFoundError,
+)
+
+
+@pytest.fixture
+def on(image):
+    """Arguments that send a call to the engine."""
+    return {"on": "docker", "image": image, "name": f"test-{uuid.uuid4().hex[:8]}"}
+
+
+def containers_of(engine, job):
+    return engine.api.containers(all=True, filters={"label": f"kale-dist.job={job}"})
+
+
+def wait_for_line(job, text, timeout_s=90):
+    deadline = time.monotonic() + timeout_s
+    while not any(text in line.text for line in job.logs()):
+        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
+        assert not job.done(), job.status
+        time.sleep(0.2)
+
+
+def in_new_process(code, state=None):
+    """Run a script in another process; with a state folder of its own it is as on another machine."""
+    environment = {**os.environ, "PYTHONWARNINGS": "default", **({"XDG_STATE_HOME": str(state)} if state else {})}
+    here = os.path.dirname(__file__)  # noqa: PTH120 - a text is wanted
+    environment["PYTHONPATH"] = here
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_model_is_trained_by_two_containers_and_comes_back(on, engine):
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    model = torch.nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, **on)
+    assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
+    assert job.model is model
+    assert not torch.equal(model.weight, before)
+    assert torch.allclose(model.weight, torch.ones(1, 4), atol=0.2)
+    assert {replica.pod for replica in job.status.replicas} <= {None, *(f"kale-dist-{job.name}-{n}" for n in (0, 1))}
+    assert len(containers_of(engine, job.name)) == 2
+    job.delete()
+    assert containers_of(engine, job.name) == []
+
+
+def test_much_comes_and_goes_and_no_line_is_lost(on, engine, tmp_path):
+    """100 MB there and back, lines faster than they can be read, and a folder, a variable and a user."""
+    lines, size = 20_000, 100_000_000
+    (tmp_path / "data").mkdir()
+
+    weights = os.urandom(1 << 20) * (size >> 20)
+    job = kd.launch(
+        does_much, "/data", weights, lines, number_of_processes=2, volumes={"/data": str(tmp_path / "data")},
+        environment={"GREETING": "hello, $(world)"}, resources={"memory_gib": 2, "shm_gib": 0.5}, **on,
+    )  # fmt: skip
+    results = job.results(timeout=240)
+    for (person, user, greeting, has_shared_memory), back in results:
+        assert (person, user, greeting, has_shared_memory) == ("kale-dist", os.getuid(), "hello, $(world)", True)
+        assert back == weights
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["from-0", "from-1"]
+    for rank in (0, 1):
+        texts = [line.text for line in job.logs(ranks=[rank])]
+        assert [text for text in texts if text.startswith("line ")] == [
+            f"line {number:06} of rank {rank}" for number in range(lines)
+        ]
+        assert sum(text.count("x") for text in texts if set(text) == {"x"}) == 3_000_000
+    job.delete()
+
+
+def test_an_exception_comes_back_with_its_line(on):
+    job = kd.launch(fails_on_1, number_of_processes=2, **on)
+    with pytest.raises(JobFailedError, match="no such column") as caught:
+        job.result(timeout=120)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert job.status.failed_rank == 1
+    job.delete()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, killed):
+    job = kd.launch(kills_its_container, number_of_processes=2, **on)
+    wait_for_line(job, "ready")
+    engine.api.kill(f"kale-dist-{job.name}-{killed}", signal="SIGKILL")
+    status = job.wait(timeout=90)
+    assert status.state is StateName.FAILED, status
+    assert f"kale-dist-{job.name}-{killed} was killed from outside (SIGKILL" in status.reason, status
+    assert not containers_running(engine, job.name)
+    job.delete()
+
+
+def containers_running(engine, job):
+    return [item for item in containers_of(engine, job) if item["State"] == "running"]
+
+
+def test_a_rank_without_memory_is_told_with_its_limit(on):
+    job = kd.launch(eats_memory, number_of_processes=1, resources={"memory_gib": 0.5}, **on)
+    status = job.wait(timeout=120)
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.DIED), status
+    assert "0.5 GiB" in status.reason
+    job.delete()
+
+
+def test_a_job_outlives_its_kernel_and_is_found_from_other_machines(on, engine, tmp_path):
+    name = on.pop("name")
+    said = in_new_process(
+        f"""
+        import kale_dist as kd
+        from container_work import waits_a_little
+        print(kd.launch(waits_a_little, 3, number_of_processes=1, name={name!r}, **{on!r}).ref)
+        """
+    )
+    assert said.strip() == f"docker://{name}"
+    told = in_new_process(
+        f"""
+        import kale_dist as kd
+        assert {said.strip()!r} in [job.ref for job in kd.jobs(on="docker")]
+        job = kd.attach({said.strip()!r})
+        print(job.result(timeout=90), job.status.state)
+        """,
+        tmp_path,
+    )
+    assert told.split() == ["0", "succeeded"]
+    job = kd.attach(said.strip())
+    assert job.result(timeout=60) == 0
+    job.delete()
+    with pytest.raises(JobNotFoundError, match="There is no job"):
+        kd.attach(said.strip())
+    assert containers_of(engine, name) == []
+
+
+def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
+    job = kd.launch(waits_a_little, 0, number_of_processes=1, **on)
+    assert job.result(timeout=90) == 0
+    told = in_new_process(
+        f"""
+        import warnings
+        import kale_dist as kd
+        from kale_dist.backends.docker import submission
+        submission.identity = lambda: "mallory@elsewhere"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            job = kd.attach({job.ref!r})
+            job.wait(timeout=60)
+        assert any("trust=True" in str(item.message) for item in caught), caught
+        try:
+            job.result()
+        except kd.errors.ResultUnavailableError if hasattr(kd, "errors") else Exception as error:
+            print("refused")
+        print(kd.attach({job.ref!r}, trust=True).result(timeout=60))
+        """,
+        tmp_path,
+    )
+    assert told.split() == ["refused", "0"]
+    job.delete()
+
+
+def test_cancel_is_quick_even_before_the_agent_listens(on, engine):
+    job = kd.launch(hang, number_of_processes=1, **on)
+    job.cancel()
+    with pytest.raises(JobCancelledError):
+        job.result(timeout=60)
+    assert not containers_running(engine, job.name)
+    job.delete()
+
+
+def test_a_name_that_somebody_elses_container_has_is_refused_and_nothing_is_left(on, engine):
+    name = f"kale-dist-{on['name']}-1"
+    foreign = engine.api.create_container(on["image"], ["true"], name=name)["Id"]
+    try:
+        with pytest.raises(JobExistsError, match=name):
+            kd.launch(hang, number_of_processes=2, **on)
+        assert containers_of(engine, on["name"]) == []
+        with pytest.raises(JobNotFoundError):
+            kd.attach(f"docker://{on['name']}")
+    finally:
+        engine.api.remove_container(foreign)
+
+
+def test_an_image_without_python_is_refused_and_nothing_is_left(on, engine):
+    import io
+    import tarfile
+
+    tag = f"kale-dist-test-{uuid.uuid4().hex[:8]}"
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("nothing"))
+    engine.api.import_image_from_data(packed.getvalue(), repository=tag)
+    try:
+        with pytest.raises(BackendError, match="no `python3` on its PATH"):
+            kd.launch(hang, number_of_processes=1, **{**on, "image": tag})
+        assert containers_of(engine, on["name"]) == []
+    finally:
+        engine.api.remove_image(tag, force=True)
+
+
+def test_an_image_without_torch_is_named(on):
+    job = kd.launch(hang, number_of_processes=1, **{**on, "image": "python:3.11-slim-bookworm"})
+    with pytest.raises(JobFailedError, match="The image has no torch"):
+        job.result(timeout=60)
+    job.delete()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"image": "localhost:5000/kale-dist/never:1"}, BackendError, "there is no such image"),
+        ({"image": "registry.invalid/never:1"}, BackendError, "the registry cannot be reached"),
+        ({"volumes": {"/data": "/no/such/folder"}}, ConfigError, "'/no/such/folder' does not exist"),
+        ({"resources": {"cpu": 4096}}, ConfigError, "and the engine's machine has"),
+        ({"resources": {"memory_gib": 1e6}}, ConfigError, "and the engine's machine has"),
+        ({"resources": {"memory_gib": 0.001}}, BackendError, "the memory limit is too low"),
+        ({"resources": {"gpus": 1}, "cuda": True}, BackendError, "cannot give GPUs to containers"),
+    ],
+)
+def test_what_the_engine_cannot_give_is_refused_with_a_remedy(on, engine, changes, error, said):
+    with pytest.raises(error, match=said):
+        kd.launch(hang, number_of_processes=1, **{**on, **changes})
+    assert containers_of(engine, on["name"]) == []
+    with pytest.raises(JobNotFoundError):
+        kd.attach(f"docker://{on['name']}")
+
+
+def test_a_new_volume_belongs_to_the_containers_user(on, engine):
+    volume = f"kale-dist-test-{uuid.uuid4().hex[:8]}"
+    try:
+        job = kd.launch(
+            writes_where_it_must, "/data/deep", number_of_processes=1, volumes={"/data/deep": volume},
+            environment={"GREETING": "x"}, **on,
+        )  # fmt: skip
+        assert job.result(timeout=90)[2] == "x"
+        job.delete()
+        assert engine.api.inspect_volume(volume)["Name"] == volume
+    finally:
+        engine.api.remove_volume(volume)
+
+
+def test_no_network_and_no_anonymous_volume_outlives_the_last_job(on, engine):
+    before = {item["Name"] for item in engine.api.volumes()["Volumes"] or ()}
+    job = kd.launch(hang, number_of_processes=1, **on)
+    assert engine.api.inspect_network("kale-dist")["Name"] == "kale-dist"
+    job.delete()
+    assert {item["Name"] for item in engine.api.volumes()["Volumes"] or ()} <= before
+    if not engine.api.containers(all=True, filters={"label": "kale-dist.job"}):
+        with pytest.raises(docker.errors.NotFound):
+            engine.api.inspect_network("kale-dist")
+
+
+def test_render_shows_the_command_lines_and_needs_no_engine(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
+    shown = str(
+        kd.render(
+            hang, number_of_processes=2, on="docker", image="x/y:1", name="test-render",
+            resources={"cpu": 2, "memory_gib": 4}, volumes={"/data": "datasets:ro"},
+        )
+    )  # fmt: skip
+    for part in (
+        "docker network create kale-dist", "docker create --name kale-dist-test-render-1", "--cpus 2",
+        "--mount type=volume,source=datasets,target=/data,readonly", "docker start kale-dist-test-render-0 kale-dist-test-render-1",
+    ):  # fmt: skip
+        assert part in shown
+
+
+def test_an_engine_that_is_not_there_is_told_with_a_remedy(on, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
+    with pytest.raises(BackendError, match="There is no Docker engine at unix:///no/such/socket") as caught:
+        kd.launch(hang, number_of_processes=1, **on)
+    assert "DOCKER_HOST" in str(caught.value)
+    assert not records.exists(f"docker.{on['name']}")

@@ -1,0 +1,106 @@
+"""An engine on another machine, as far as one machine can show it: it is reached over TCP, and sees no folder of ours."""
+
+import contextlib
+import os
+import socket
+import threading
+import uuid
+
+import pytest
+from container_work import user_and_bytes, waits_a_little
+
+import kale_dist as kd
+from kale_dist import backends
+from kale_dist.errors import BackendUnavailableError, ConfigError
+
+
+class Relay:
+    """Carries bytes between a TCP port and the engine's socket, and can cut all connections."""
+
+    def __init__(self, path):
+        self._path = path
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._open = set()
+        self.url = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                threading.Thread(target=self._carry, args=(near,), daemon=True).start()
+
+    def _carry(self, near):
+        with near, socket.socket(socket.AF_UNIX) as far, contextlib.suppress(OSError):
+            far.connect(self._path)
+            self._open |= {near, far}
+            back = threading.Thread(target=self._copy, args=(far, near), daemon=True)
+            back.start()
+            self._copy(near, far)
+            back.join()
+            self._open -= {near, far}
+
+    def _copy(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def cut(self):
+        for end in tuple(self._open):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+
+
+@pytest.fixture
+def relay(engine, monkeypatch):
+    if not engine.is_local:
+        pytest.skip("the engine is remote already")
+    made = Relay(engine.url.removeprefix("unix://"))
+    monkeypatch.setenv("DOCKER_HOST", made.url)
+    yield made
+    backends.get("docker").close()
+    made.close()
+
+
+def test_bytes_travel_by_the_api_and_a_broken_connection_is_taken_up(relay, image):
+    weights = os.urandom(9_000_000)
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    job = kd.launch(
+        user_and_bytes, weights, 2.0, number_of_processes=2, on="docker", image=image, name=name,
+    )  # fmt: skip
+    for _ in job.logs(follow=True):
+        relay.cut()
+        break
+    relay.cut()
+    assert job.results(timeout=120) == [(1000, weights), (1000, weights)]
+    job.delete()
+
+
+def test_a_folder_of_this_machine_is_refused_there(relay, image, tmp_path):
+    with pytest.raises(ConfigError, match="is on another one") as caught:
+        kd.launch(waits_a_little, 0, on="docker", image=image, volumes={"/data": str(tmp_path)})
+    assert "docker volume ls" in caught.value.remedy
+    assert relay.url in str(caught.value)
+
+
+def test_an_engine_that_goes_away_is_told_and_its_job_is_found_again(relay, image, monkeypatch):
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    job = kd.launch(waits_a_little, 1.0, number_of_processes=1, on="docker", image=image, name=name)
+    backends.get("docker").close()
+    relay.close()
+    with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
+        kd.launch(waits_a_little, 0, number_of_processes=1, on="docker", image=image)
+    assert "No Docker engine answers" in job.status.reason
+    with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
+        job.delete()
+    monkeypatch.delenv("DOCKER_HOST")
+    assert job.result(timeout=60) == 0
+    job.delete()

@@ -1,0 +1,118 @@
+"""What an image is made of: one value, one name."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+import pickle
+
+import pytest
+
+import kale_dist as kd
+from kale_dist.errors import ConfigError
+from kale_dist.recipe import ImageFile, Recipe
+
+BASE = "sha256:" + "a" * 64
+FILE = ImageFile(path="/opt/x", digest="b" * 64)
+FULL = Recipe(
+    base="registry.example.com/base:1", platform="linux/arm64", packages=("einops==0.8", "torch>=2"), apt=("git",),
+    files=(FILE,), environment=(("A", "é"),), index_urls=("https://x.example.com/simple",), allow_torch_change=True,
+    builder="docker",
+)  # fmt: skip
+
+GOLDEN = [
+    (Recipe(), "kd-27b4e5d4eafbb499c823"),
+    (Recipe(packages=("einops==0.8",)), "kd-60aed93a1355c3f5d695"),
+    (FULL, "kd-5cc8cc2009059bc339ac"),
+]
+"""Tags that are out there: a change of them makes every image of every user anew, and has to be meant."""
+
+
+@pytest.mark.parametrize(("recipe", "tag"), GOLDEN)
+def test_tags_stay_what_they_are(recipe, tag):
+    assert recipe.tag(BASE, "3.11") == tag
+    assert recipe.digest(BASE, "3.11").startswith(tag.removeprefix("kd-"))
+
+
+CHANGES = [
+    {"packages": ("einops==0.9",)}, {"apt": ()}, {"files": ()}, {"environment": ()}, {"index_urls": ()},
+    {"allow_torch_change": False}, {"platform": "linux/amd64"}, {"builder": "layers"},
+    {"files": (dataclasses.replace(FILE, executable=True),)}, {"files": (dataclasses.replace(FILE, digest="c" * 64),)},
+]  # fmt: skip
+
+
+def test_whatever_makes_another_image_makes_another_tag():
+    recipes = [FULL, *(dataclasses.replace(FULL, **change) for change in CHANGES)]
+    tags = [recipe.tag(BASE, "3.11") for recipe in recipes]
+    tags += [FULL.tag("sha256:" + "0" * 64, "3.11"), FULL.tag(BASE, "3.12")]
+    assert len(set(tags)) == len(tags)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rebuild": True}, {"base": "another/name:2"}, {"builder": ""},
+        {"files": (dataclasses.replace(FILE, source="/home/me/x"),)},
+    ],
+)  # fmt: skip
+def test_what_makes_no_other_image_makes_no_other_tag(change):
+    assert dataclasses.replace(FULL, **change).tag(BASE, "3.11") == FULL.tag(BASE, "3.11")
+
+
+def test_it_is_written_as_one_thinks_of_it():
+    recipe = kd.Recipe(
+        packages=["einops"],
+        files={"/opt/x.txt": pathlib.Path("x.txt")},
+        environment={"A": "1"},
+        index_urls=iter(["https://x.example.com/simple"]),
+    )
+    assert recipe.packages == ("einops",)
+    assert recipe.files == (ImageFile(path="/opt/x.txt", source="x.txt"),)
+    assert recipe.environment == (("A", "1"),)
+    assert recipe.index_urls == ("https://x.example.com/simple",)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), FULL])
+def test_it_survives_copies_pickle_and_json(recipe):
+    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert copy.deepcopy(recipe) == recipe
+    assert len({recipe, dataclasses.replace(recipe)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "words"),
+    [
+        ({"packages": "einops"}, "packages", ["'einops' is not a list", "['einops==0.8']"]),
+        ({"packages": [3]}, "packages", ["3 in it is not text"]),
+        ({"packages": {"einops": "0.8"}}, "packages", ["is not a list"]),
+        ({"apt": None}, "apt", ["None is not a list"]),
+        ({"index_urls": b"x"}, "index_urls", ["is not a list"]),
+        ({"files": "x.txt"}, "files", ["is not a dict", "{'/opt/x.txt': 'x.txt'}"]),
+        ({"files": {"/opt/x.txt": b"bytes"}}, "files", ["'/opt/x.txt'", "b'bytes'"]),
+        ({"files": 3}, "files", ["3 is not a dict"]),
+        ({"environment": "A=1"}, "environment", ["is not a dict"]),
+        ({"environment": {"A": 1}}, "environment", ["1 in it is not text", "Write '1'"]),
+        ({"environment": [("A", "1", "2")]}, "environment", ["not a name and a value"]),
+        ({"base": None}, "base", ["None is not text"]),
+        ({"rebuild": "no"}, "rebuild", ["'no' is neither True nor False"]),
+        ({"allow_torch_change": 1}, "allow_torch_change", ["1 is neither True nor False"]),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_type_is_named(arguments, argument, words):
+    with pytest.raises(ConfigError) as caught:
+        Recipe(**arguments)
+    assert caught.value.argument == argument
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_it_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FULL.base = "x"
+
+
+def test_debian_packages_choose_the_builder():
+    assert [recipe.chosen_builder for recipe in (Recipe(), Recipe(apt=("git",)), Recipe(builder="docker"))] == [
+        "layers", "docker", "docker",
+    ]  # fmt: skip
