@@ -20,7 +20,9 @@ _PREFIX = "KALE_DIST_"
 _OBJECT_REMEDY = "Write the name as `kubectl get` lists it: lower-case letters, digits, dashes and dots"
 
 _REGISTRY_PROBLEM = "is not a registry's host with a path"
-_REGISTRY_REMEDY = "Write it as 'registry.example.com/team' or 'localhost:5000'; only one without TLS begins with http://"
+_REGISTRY_REMEDY = (
+    "Write it as 'registry.example.com/team' or 'localhost:5000'; only one without TLS begins with http://"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

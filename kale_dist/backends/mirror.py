@@ -13,18 +13,16 @@ if nobody has it, said (`pod_copy`). Pods are told apart by their UID. How far e
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import pathlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kale_dist import blobs, contract, transport
+from kale_dist import contract, transport
 from kale_dist.backends.journal import Batch, FolderLock, Journal, PodCursor
 from kale_dist.backends.pod_copy import HEAD, FillEvents, FillLines, PodCopy
 from kale_dist.contract import EventKind, JobFiles, StateName
-from kale_dist.errors import KaleDistError, SnapshotDamagedError, StoreError
+from kale_dist.errors import KaleDistError
 from kale_dist.runtime import outcome
 from kale_dist.transport import EventItem, Heartbeat, Item, Line, OutcomeItem, Plain
 
@@ -249,7 +247,9 @@ class Mirror:
             is_signed = path.exists()
             if not is_signed:
                 self._journal.replace(arrived, item.data)
-                is_signed = _is_signed(arrived, self._key, self._job, item)
+                is_signed = outcome.is_signed(
+                    arrived, key=self._key, job=self._job, attempt=item.attempt, rank=item.rank
+                )
                 if is_signed:
                     arrived.replace(path)
                 else:
@@ -286,18 +286,3 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):
                 if (files.folder / name).stat().st_size <= transport.SMALL_OUTCOME_BYTES:
                     self._came_by_log.add(name)
-
-
-def _is_signed(path: pathlib.Path, key: bytes, job: str, item: OutcomeItem) -> bool:
-    """Whether an outcome was signed by the job for this attempt and rank. Unpickles nothing."""
-    try:
-        header, buffers = blobs.open_container(path)
-    except (SnapshotDamagedError, StoreError):
-        return False
-    signed = {name: value for name, value in header.items() if name != "mac"}
-    mac = header.get("mac")
-    wanted = outcome._header(job, item.attempt, item.rank, ok=signed.get("ok") is True)  # noqa: SLF001 - one format
-    if "buffers" in signed:
-        wanted["buffers"] = signed["buffers"]
-    expected = outcome._sign(key, wanted, buffers)  # noqa: SLF001 - one format
-    return isinstance(mac, str) and hmac.compare_digest(mac.encode(), expected.encode()) and signed == wanted

@@ -22,6 +22,8 @@ from urllib.parse import quote
 from kale_dist.errors import StoreError
 
 _OWN = frozenset({"locks", "used"})
+_BUILDING = "building-"
+_DAY_S = 24 * 3600
 
 
 def folder() -> pathlib.Path:
@@ -88,22 +90,31 @@ def forget_use(repository: str, tag: str) -> None:
 
 
 def clean(older_than_s: float) -> int:
-    """Remove what builders have kept and not touched for so many seconds. Gives the bytes that were freed."""
-    limit, freed = time.time() - older_than_s, 0
+    """Remove what builders have kept and not touched for so many seconds. Gives the bytes that were freed.
+
+    What builds that were killed have left goes after a day; younger folders may be at work.
+    """
+    now, freed = time.time(), 0
     for place in folder().iterdir():
-        if place.name in _OWN:
-            continue
-        for path in sorted(place.rglob("*"), reverse=True) if place.is_dir() else ():
-            with contextlib.suppress(OSError):
-                status = path.lstat()
-                if path.is_dir() and not path.is_symlink():
-                    # Only an empty one goes.
-                    path.rmdir()
-                elif max(status.st_mtime, status.st_atime) < limit:
-                    path.unlink()
-                    freed += status.st_size
-        if place.name.startswith("building-") and place.stat().st_mtime < limit:
-            shutil.rmtree(place, ignore_errors=True)
+        if place.name.startswith(_BUILDING):
+            if place.stat().st_mtime < now - max(older_than_s, _DAY_S):
+                shutil.rmtree(place, ignore_errors=True)
+        elif place.name not in _OWN and place.is_dir():
+            freed += _clean(place, now - older_than_s)
+    return freed
+
+
+def _clean(place: pathlib.Path, limit: float) -> int:
+    freed = 0
+    for path in sorted(place.rglob("*"), reverse=True):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if path.is_dir() and not path.is_symlink():
+                # Only an empty one goes.
+                path.rmdir()
+            elif max(status.st_mtime, status.st_atime) < limit:
+                path.unlink()
+                freed += status.st_size
     return freed
 
 

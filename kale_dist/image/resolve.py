@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -24,6 +25,7 @@ NAME = "kale-dist"
 """Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
 
 _PLAIN = "http://"
+_PYPI = "https://pypi.org/simple"
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -202,18 +204,29 @@ def open_registry(registry: str) -> tuple[Registry, Reference]:
     return _opened(home, plain=registry.startswith(_PLAIN)), home
 
 
-def standard_recipe(python: str, torch: str) -> Recipe:
-    """An image for those who have none: Debian's slim Python with this torch.
+def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = False) -> Recipe:
+    """A recipe on Debian's slim Python with this torch, for those who have no image to build on.
 
     Args:
+        recipe: What else goes into it; its base is replaced.
         python: A minor: `3.11`.
         torch: A version, with its label if it has one: `2.13.0+cpu`.
+        cuda: Whether the ranks have GPUs: then a label that says otherwise does not count.
     """
     version, _, label = torch.partition("+")
-    urls = (f"https://download.pytorch.org/whl/{label}", "https://pypi.org/simple") if label else ()
-    return Recipe(
-        base=f"docker.io/library/python:{python}-slim-bookworm", packages=(f"torch=={version}",), index_urls=urls
+    ready = any(_names_torch(package) for package in recipe.packages)
+    own = f"https://download.pytorch.org/whl/{label}" if label and not (cuda and label == "cpu") else ""
+    urls = recipe.index_urls or ((_PYPI,) if own else ())
+    return dataclasses.replace(
+        recipe,
+        base=f"docker.io/library/python:{python}-slim-bookworm",
+        packages=recipe.packages if ready else tuple(sorted((*recipe.packages, f"torch=={version}"))),
+        index_urls=(*urls, own) if own and not ready else recipe.index_urls,
     )
+
+
+def _names_torch(package: str) -> bool:
+    return re.match(r"torch(?![a-z0-9._-])", package) is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,25 +154,16 @@ def read(
         raise ResultUnavailableError(f"Rank {rank} of {job} has left no outcome: {error}", job) from error
     # The first buffer is what can run code: from here on it is a copy that nobody else can write to.
     data = bytes(buffers[0]) if buffers else b""
-    signed = {name: value for name, value in header.items() if name != "mac"}
-    wanted = _header(job, attempt, rank, ok=signed.get("ok") is True) | (
-        {"buffers": signed.get("buffers")} if "buffers" in signed else {}
-    )
-    mac = header.get("mac")
-    if not (
-        isinstance(mac, str)
-        and hmac.compare_digest(mac.encode(), _sign(key, wanted, [data, *buffers[1:]]).encode())
-        and signed == wanted
-    ):
+    if not _has_signature(header, [data, *buffers[1:]], key, job, attempt, rank):
         raise SnapshotDamagedError(
             f"The outcome of rank {rank} of {job} was not signed by this job (attempt {attempt}): it is damaged, or "
             "somebody else wrote it. It has not been loaded."
         )
-    if not signed["ok"]:
+    if not header["ok"]:
         with reducers.loading(_surroundings(lambda _: memoryview(b""), resolve)):
             failure, text = failures.rebuild(json.loads(data), pickle.loads)
         return Outcome(ok=False, error=failure, traceback=text)
-    count = int(signed["buffers"])
+    count = int(header["buffers"])
     plain, storages = buffers[1 : count + 1], buffers[count + 1 :]
     with reducers.loading(_surroundings(storages.__getitem__, resolve)):
         try:
@@ -184,6 +175,23 @@ def read(
                 job,
             ) from error
     return Outcome(ok=True, value=value)
+
+
+def is_signed(path: str | os.PathLike[str], *, key: bytes, job: str, attempt: int, rank: int) -> bool:
+    """Whether a file is the outcome of this rank, signed by the job. Unpickles nothing.
+
+    Args:
+        path: Where it is.
+        key: The job's secret.
+        job: The job's name.
+        attempt: The attempt, from 0.
+        rank: The rank.
+    """
+    try:
+        header, buffers = blobs.open_container(path)
+    except (SnapshotDamagedError, StoreError):
+        return False
+    return _has_signature(header, buffers, key, job, attempt, rank)
 
 
 def _pickle(value: object, references: References, *, inline: bool = False) -> tuple[bytes, TensorPickler]:
@@ -206,6 +214,21 @@ def _joined(source: Sequence[blobs.Buffer]) -> blobs.Buffer:
 
 def _header(job: str, attempt: int, rank: int, *, ok: bool) -> dict[str, Any]:
     return {"contract": contract.VERSION, "job": job, "attempt": attempt, "rank": rank, "ok": ok}
+
+
+def _has_signature(
+    header: dict[str, Any], buffers: Sequence[blobs.Buffer], key: bytes, job: str, attempt: int, rank: int
+) -> bool:
+    signed = {name: value for name, value in header.items() if name != "mac"}
+    mac = header.get("mac")
+    wanted = _header(job, attempt, rank, ok=signed.get("ok") is True)
+    if "buffers" in signed:
+        wanted["buffers"] = signed["buffers"]
+    return (
+        isinstance(mac, str)
+        and hmac.compare_digest(mac.encode("utf-8", "replace"), _sign(key, wanted, buffers).encode())
+        and signed == wanted
+    )
 
 
 def _sign(key: bytes, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> str:

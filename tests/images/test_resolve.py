@@ -1,4 +1,4 @@
-"""From a recipe to a digest: found or made, in real registries and the real engine, and by the command line."""
+"""From a recipe to a digest: found or made, in real registries and the real engine."""
 
 import contextlib
 import io
@@ -10,70 +10,32 @@ import sys
 import tarfile
 import threading
 import time
-import urllib.request
 import uuid
 
 import bases
 import pytest
-from registries import PASSWORD, USER, registry_program
+from registries import PASSWORD, USER
+from resolving import DIGEST, MODE, Place, raw_manifest, use_own_folders, with_base
 
 from kale_dist import records
 from kale_dist.blobs import FolderStore
-from kale_dist.cli import main
 from kale_dist.errors import BackendError, ConfigError, ImageError
-from kale_dist.image import cache, catalog, media
+from kale_dist.image import cache, catalog
 from kale_dist.image.auth import Credentials
 from kale_dist.image.registry import Registry
-from kale_dist.image.resolve import look_up, resolve, resolve_in_engine, standard_recipe
+from kale_dist.image.resolve import look_up, resolve_in_engine, standard_recipe
 from kale_dist.image.settle import keep_files
-from kale_dist.recipe import ImageFile, Recipe
-from kale_dist.spec import JobSpec, Topology
-
-DIGEST = r"sha256:[0-9a-f]{64}"
-MODE = Recipe(environment={"MODE": "x"})
+from kale_dist.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("DOCKER_CONFIG", os.environ.get("DOCKER_CONFIG", str(tmp_path / "docker")))
-
-
-class Place:
-    """A part of a registry with a base in it, and what was said while images were resolved for it."""
-
-    def __init__(self, host):
-        self.host, self.team = host, f"resolve-{uuid.uuid4().hex[:8]}"
-        self.registry, self.repository = f"{host}/{self.team}", f"{self.team}/kale-dist"
-        self.base = f"{self.registry}/base:1"
-        self.said = []
-
-    def resolve(self, recipe, **options):
-        self.said = []
-        given = {"base": self.base, "registry": self.registry, "python": "3.11"} | options
-        return resolve(recipe, say=self.said.append, **given)
-
-    def tags(self):
-        with Registry(self.host) as registry:
-            return registry.tags(self.repository)
-
-
-def raw_manifest(place, tag):
-    """A manifest's bytes and media type."""
-    request = urllib.request.Request(f"http://{place.host}/v2/{place.repository}/manifests/{tag}")
-    request.add_header("Accept", ", ".join(media.ACCEPTED))
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return answer.read(), answer.headers["Content-Type"]
+    use_own_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def place(own_registry):
-    made = Place(own_registry)
-    with Registry(own_registry) as registry:
-        bases.push(registry, f"{made.team}/base", "1", bases.plain())
-    return made
+    return with_base(own_registry)
 
 
 # -- found or made ---------------------------------------------------------------------------------------------------
@@ -237,11 +199,27 @@ def test_credentials_are_those_of_docker_of_pull_secrets_or_of_the_call(password
     assert place.resolve(MODE, credentials=known).reference == first.reference
 
 
-def test_an_image_for_those_who_have_none_names_this_torch():
-    recipe = standard_recipe("3.11", "2.13.0+cpu")
-    assert (recipe.base, recipe.packages) == ("docker.io/library/python:3.11-slim-bookworm", ("torch==2.13.0",))
-    assert recipe.index_urls == ("https://download.pytorch.org/whl/cpu", "https://pypi.org/simple")
-    assert standard_recipe("3.12", "2.13.0").index_urls == ()
+INDEX = "https://download.pytorch.org/whl"
+
+
+@pytest.mark.parametrize(
+    ("given", "torch", "cuda", "packages", "urls"),
+    [
+        ({}, "2.13.0", False, ("torch==2.13.0",), ()),
+        ({}, "2.13.0+cpu", False, ("torch==2.13.0",), ("https://pypi.org/simple", f"{INDEX}/cpu")),
+        ({}, "2.13.0+cpu", True, ("torch==2.13.0",), ()),
+        ({}, "2.13.0+cu126", True, ("torch==2.13.0",), ("https://pypi.org/simple", f"{INDEX}/cu126")),
+        ({"packages": ("torch>=2",)}, "2.13.0+cpu", False, ("torch>=2",), ()),
+        (
+            {"packages": ("torchmetrics", "a"), "index_urls": ("https://x/s",)}, "2.13.0+cpu", False,
+            ("a", "torch==2.13.0", "torchmetrics"), ("https://x/s", f"{INDEX}/cpu"),
+        ),
+    ],
+)  # fmt: skip
+def test_who_has_no_image_gets_one_with_this_torch(given, torch, cuda, packages, urls):
+    recipe = standard_recipe(Recipe(**given), python="3.11", torch=torch, cuda=cuda)
+    assert recipe.base == "docker.io/library/python:3.11-slim-bookworm"
+    assert (recipe.packages, recipe.index_urls) == (packages, urls)
 
 
 # -- in Docker -------------------------------------------------------------------------------------------------------
@@ -311,168 +289,3 @@ def test_debian_packages_without_an_engine_say_what_would_help(place, monkeypatc
         place.resolve(Recipe(apt=["git"]))
     with pytest.raises(BackendError, match=r"gone\.sock"):
         place.resolve(Recipe(environment={"A": "1"}, builder="docker"))
-
-
-# -- what there is ---------------------------------------------------------------------------------------------------
-
-
-def long_ago(place, tag):
-    path = next((cache.folder() / "used").rglob(tag))
-    os.utime(path, (1e9, 1e9))
-
-
-def prune(place, *, unused_s=3600.0, unknown=False):
-    with Registry(place.host) as registry:
-        return catalog.prune(registry, place.repository, unused_s=unused_s, unknown=unknown, say=place.said.append)
-
-
-def test_images_say_what_they_are_made_of(place):
-    first, second = place.resolve(MODE), place.resolve(Recipe(environment={"MODE": "y"}))
-    long_ago(place, first.tag)
-    with Registry(place.host) as registry:
-        bases.push(registry, place.repository, "not-ours", bases.plain())
-        found = catalog.images(registry, place.repository)
-        assert [made.tag for made in found] == [second.tag, first.tag]
-        made = catalog.image(registry, place.repository, first.tag)
-        with pytest.raises(ImageError, match="There is no image 'not-ours'"):
-            catalog.image(registry, place.repository, "not-ours")
-        assert catalog.images(registry, f"{place.team}/nothing") == ()
-    assert (made.recipe, made.platform, made.last_use_s) == (MODE, "linux/amd64", 1e9)
-    assert f"{place.registry}/kale-dist@{made.digest}" == first.reference
-    assert re.fullmatch(rf"{re.escape(place.registry)}/base@{DIGEST}", made.base)
-    assert made.size == sum(size for _, size in made.layers) > 0
-
-
-def test_what_was_not_used_for_long_goes(place):
-    old, new = place.resolve(MODE), place.resolve(Recipe(environment={"MODE": "y"}))
-    long_ago(place, old.tag)
-    pruned = prune(place)
-    assert ([made.tag for made in pruned.deleted], pruned.kept) == ([old.tag], ())
-    assert place.tags() == (new.tag,)
-    assert place.resolve(MODE).reference == old.reference
-
-
-def test_what_others_may_use_stays_unless_that_is_wished(place, monkeypatch, tmp_path):
-    tag = place.resolve(MODE).tag
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    pruned = prune(place)
-    assert (pruned.deleted, pruned.kept[0][0].tag) == ((), tag)
-    assert "no call on this machine has used it" in pruned.kept[0][1]
-    assert [made.tag for made in prune(place, unknown=True).deleted] == [tag]
-
-
-def test_what_a_job_or_another_tag_needs_stays(place):
-    job, tagged = place.resolve(MODE), place.resolve(Recipe(environment={"MODE": "y"}))
-    for tag in (job.tag, tagged.tag):
-        long_ago(place, tag)
-    spec = JobSpec(
-        name="job", label="x", kind="call", snapshot="0", image=job.reference, topology=Topology(number_of_processes=1)
-    )
-    records.create("job", b"0" * 32)
-    records.write(
-        records.Record(ref="kubernetes://a/job", name="job", created=0, spec=spec, kernel_pid=1, detach=False)
-    )
-    with Registry(place.host) as registry:
-        registry.put_manifest(place.repository, "release", *raw_manifest(place, tagged.tag))
-    reasons = {made.tag: reason for made, reason in prune(place).kept}
-    assert reasons[job.tag] == "the job kubernetes://a/job was submitted with it"
-    assert reasons[tagged.tag] == "it is also tagged release"
-
-
-def test_a_registry_that_does_not_delete_is_named(registry_folder, monkeypatch):
-    monkeypatch.setenv("REGISTRY_STORAGE_DELETE_ENABLED", "false")
-    with registry_program(registry_folder / "keeps") as host:
-        place = Place(host)
-        with Registry(host) as registry:
-            bases.push(registry, f"{place.team}/base", "1", bases.plain())
-        long_ago(place, place.resolve(MODE).tag)
-        with pytest.raises(ImageError, match=r"does not let images be deleted \(HTTP 405\).*DELETE_ENABLED=true"):
-            prune(place)
-
-
-def test_what_builds_have_kept_is_removed_by_age(place):
-    place.resolve(MODE)
-    kept = [path for path in cache.folder().rglob("*") if path.is_file()]
-    inventories = [path for path in kept if "layers" in path.parts]
-    assert inventories
-    assert cache.clean(3600.0) == 0
-    for path in inventories:
-        os.utime(path, (1e9, 1e9))
-    assert cache.clean(3600.0) > 0
-    assert not any(path.exists() for path in inventories)
-    assert cache.last_use(f"{place.registry}/kale-dist", place.tags()[0]) is not None
-
-
-# -- the command line ------------------------------------------------------------------------------------------------
-
-
-def test_the_command_line_makes_lists_shows_and_prunes(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("KALE_DIST_REGISTRY", place.registry)
-    monkeypatch.setenv("KALE_DIST_REGISTRY_PULL", f"nodes.example.com/{place.team}")
-    monkeypatch.setenv("KALE_DIST_IMAGE", place.base)
-    (tmp_path / "x.txt").write_text("one")
-    build = ["image", "build", "--file", f"/opt/x.txt={tmp_path}/x.txt", "--env", "MODE=a=b"]
-    assert main(build) == 0
-    made = capsys.readouterr()
-    assert re.fullmatch(rf"nodes\.example\.com/{place.repository}@{DIGEST}\n", made.out)
-    tag = re.search(r"Made: (kd-\w+)", made.err)[1]
-    assert main(build) == 0
-    again = capsys.readouterr()
-    assert (again.out, again.err) == (made.out, f"It was there: {tag}\n")
-    assert main(["image", "list"]) == 0
-    assert re.search(
-        rf"{tag} +0 MiB +20\d\d-.* {re.escape(place.registry)}/base@\w+ +/opt/x\.txt", capsys.readouterr().out
-    )
-    assert main(["image", "show", tag]) == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("MODE=a=b", "/opt/x.txt", "linux/amd64", "in 4 layers", "sha256:"))
-    assert main(["image", "show", tag, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    digest = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
-    assert Recipe.from_json(told["recipe"]).files == (ImageFile(path="/opt/x.txt", digest=digest),)
-    assert main(["image", "prune", "--days", "0"]) == 0
-    assert f"{tag} deleted" in capsys.readouterr().out
-    assert main(["image", "list"]) == 0
-    assert capsys.readouterr().out == f"There are no images in {place.registry}/kale-dist.\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["list"], "registry: none is configured"),
-        (["show", "kd-0"], "registry: none is configured"),
-        (["build", "--package", "einops"], "registry: none is configured"),
-        (["build"], "nothing goes on top of the base"),
-        (["build", "--env", "A"], "--env: 'A' has no '='"),
-        (["build", "--file", "/opt/x=gone"], "files: 'gone' is not a file of this machine"),
-        (["build", "--package", "-e ."], "'-e .' is an option of pip"),
-        (["build", "--requirements", "gone.txt"], "gone.txt cannot be read"),
-        (["build", "--apt", "git", "--builder", "layers"], 'builder="docker"'),
-        (["list", "--registry", "https://x"], "--registry: "),
-        (["prune", "--days", "-1"], "--days: -1.0"),
-        (["prune", "--days", "nan"], "--days: nan"),
-    ],
-)  # fmt: skip
-def test_a_wrong_word_on_the_command_line_is_named(words, said, capsys):
-    assert main(["image", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-# -- a job's files ---------------------------------------------------------------------------------------------------
-
-
-def test_the_files_of_a_recipe_stay_as_long_as_its_job(tmp_path):
-    (tmp_path / "x.txt").write_text("kept")
-    store = FolderStore(records.blobs_dir())
-    recipe = keep_files(Recipe(files={"/x": tmp_path / "x.txt"}), store)
-    topology = Topology(number_of_processes=1)
-    spec = JobSpec(name="kept", label="x", kind="call", snapshot="0", recipe=recipe, topology=topology)
-    for name in ("kept", "other"):
-        records.create(name, b"0" * 32)
-        record = records.Record(ref=f"local://{name}", name=name, created=0, spec=spec, kernel_pid=1, detach=False)
-        if name == "kept":
-            records.write(record)
-    records.delete("other")
-    assert store.exists(recipe.files[0].digest)
-    records.delete("kept")
-    assert not store.exists(recipe.files[0].digest)

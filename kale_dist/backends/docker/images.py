@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
 import docker.errors
 
 from kale_dist.engine import Engine, explain, explained
+from kale_dist.image.for_job import say
 
 _MIB = 1 << 20
 _SAY_EACH_S = 2.0
 
 Say = Callable[[str], None]
-
-
-def say(text: str) -> None:
-    """Tell the user of something that takes time."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def is_there(engine: Engine, image: str) -> bool:

@@ -9,7 +9,7 @@ from kale_dist import config
 from kale_dist.backends.docker import connection, images
 from kale_dist.engine import Engine
 from kale_dist.errors import BackendError, ConfigError, warn
-from kale_dist.runtime import loading
+from kale_dist.image import for_job
 from kale_dist.spec import JobSpec, VolumeKind
 
 _GIB = 1 << 30
@@ -24,20 +24,18 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
             pulled.
 
     Returns:
-        The specification with its image.
+        The specification with its image, which is made now if it has a recipe.
 
     Raises:
-        ConfigError: There is no image, or the engine's machine has less than was asked for.
+        ConfigError: There is no image and no way to one, or the engine's machine has less than was asked for.
+        ImageError: The image cannot be made.
         BackendError: The engine cannot be reached, or the image cannot be had.
     """
-    image = spec.image or config.load().image
-    if not image:
-        raise ConfigError(
-            "image",
-            "none is named, and containers need one",
-            f"Name any image with Python {loading.python_version()} and torch: image='registry/name:tag', `image = ...` "
-            "in the configuration file, or the variable KALE_DIST_IMAGE",
-        )
+    configured = config.load()
+    image = spec.image or configured.image
+    if spec.recipe is None and not image and not configured.registry:
+        # Nothing has to be asked for this to be known.
+        for_job.make(None, image="", settings=configured, cuda=spec.cuda, in_engine=True)
     spec = dataclasses.replace(spec, image=image)
     try:
         engine = connection.connect()
@@ -48,7 +46,9 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
             raise
         return spec
     if submit:
+        image = for_job.make(spec.recipe, image=image, settings=configured, cuda=spec.cuda, in_engine=True)
         images.ensure(engine, image)
+        spec = dataclasses.replace(spec, image=image)
         _warn(engine, spec)
     return spec
 

@@ -27,7 +27,7 @@ from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
-from kale_dist.status import JobStatus
+from kale_dist.status import JobStatus, reduce_events
 from kale_dist.transport import EventItem, Line
 
 T = TypeVar("T")
@@ -37,6 +37,9 @@ _REST_S = 0.1
 _LOCK_S = 2.0
 _SETTLE_S = 3.0
 """From the cluster's word that a job has failed until it is believed: the agents' own account may still be on its way."""
+
+_EXPLAIN_S = 5.0
+"""From the agents' word that something was killed, or told to end, until nobody waits for the cluster to say by whom."""
 
 _DRAIN_S = 20.0
 _FETCH_AGAIN_S = 1.0
@@ -265,6 +268,8 @@ class Follower:
 
     def _end_well(self, view: JobView) -> bool:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
+        if self._verdict_at is None:
+            self._verdict_at = time.monotonic()
         missing = self._missing()
         for name in missing if self._spec.store else ():
             self._from_store(name)
@@ -276,7 +281,25 @@ class Follower:
                 self.activity = f"The results could not be fetched yet: {error}"
         if not self._is_drained(view) and (self._missing() or not self._is_told()):
             return False
+        if not self._explain(view):
+            return False
         self._mirror.release_final()
+        return True
+
+    def _explain(self, view: JobView) -> bool:
+        """Put the cluster's better reason before the agents' own; False while it may still come."""
+        event = self._mirror.verdict or {}
+        told = reduce_events(self._reader.status(), [event])
+        if not told.is_final or not states.is_unsure(told, view):
+            return True
+        better = states.overlay(told, view, self._spec, time.time())
+        if better == told:
+            since = self._verdict_at or time.monotonic()
+            return time.monotonic() > since + (_SETTLE_S if all(pod.has_ended for pod in view.pods) else _EXPLAIN_S)
+        cause = str(better.cause or "")
+        self._mirror.record_event({**event, "state": str(better.state), "reason": better.reason, "cause": cause})
+        self._mirror.say(better.reason)
+        self._free(view)
         return True
 
     def _missing(self) -> list[str]:
@@ -303,11 +326,9 @@ class Follower:
 
     def _is_told(self) -> bool:
         """Whether every rank's end is here, which its agent tells after the rank's last line."""
-        if self._verdict_at is None:
-            self._verdict_at = time.monotonic()
         ended = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED)
         told = all(replica.state in ended for replica in self._reader.status().replicas)
-        return told or time.monotonic() > self._verdict_at + _DRAIN_S
+        return told or time.monotonic() > (self._verdict_at or 0.0) + _DRAIN_S
 
     def _from_store(self, name: str) -> None:
         """Take an outcome from the job's store, if that is a URL or a claim that this process's pod mounts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
 import pathlib
 
@@ -13,8 +15,8 @@ from kale_dist.backends.kubernetes.self_pod import SelfPod
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError, warn
+from kale_dist.image import for_job
 from kale_dist.pod_order import Source
-from kale_dist.runtime import loading
 from kale_dist.spec import JobSpec
 from kale_dist.url_store import UrlStore
 
@@ -71,6 +73,7 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         settled = dataclasses.replace(settled, resources=limit)
     if submit:
         _look(cluster, settled, own)
+        settled = dataclasses.replace(settled, image=_made(cluster, settled, configured))
     return settled
 
 
@@ -130,16 +133,30 @@ def _reach(spec: JobSpec, configured: Config, *, required: bool) -> Cluster | No
 
 
 def _image(spec: JobSpec, configured: Config, own: SelfPod | None) -> str:
+    """The image, or what its recipe goes on top of; empty where an image like this Python has to be made."""
     image = spec.image or configured.image or (own.image if own is not None else "")
-    if not image:
-        python = loading.python_version()
-        raise ConfigError(
-            "image",
-            "none is named, and this process does not run in a pod whose own image could be used",
-            f"Name any image with Python {python} and torch: image='registry/name:tag', `image = ...` in the "
-            "configuration file, or the variable KALE_DIST_IMAGE",
-        )
+    if not image and spec.recipe is None and not configured.registry:
+        return for_job.make(None, image="", settings=configured, cuda=spec.cuda, in_engine=False)
     return image
+
+
+def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
+    """The image by its digest, made now if it has to be."""
+    secrets = []
+    if spec.recipe is not None or not spec.image:
+        for name in spec.cluster.image_pull_secrets:
+            # The registry may let this machine in without it.
+            with contextlib.suppress(Exception):
+                data = cluster.core.read_namespaced_secret(name, spec.cluster.namespace).data or {}
+                secrets.append(base64.b64decode(data[".dockerconfigjson"]).decode())
+    return for_job.make(
+        spec.recipe,
+        image=spec.image,
+        settings=configured,
+        cuda=spec.cuda,
+        in_engine=False,
+        pull_secret_jsons=tuple(secrets),
+    )
 
 
 def _own_volume(own: SelfPod | None) -> str:

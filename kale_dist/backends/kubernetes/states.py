@@ -71,17 +71,25 @@ def overlay(base: JobStatus, view: JobView, spec: JobSpec, now: float, *, activi
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
+def is_unsure(verdict: JobStatus, view: JobView) -> bool:
+    """Whether the cluster may know better than the agents why the job has ended, and whether it was cancelled at all."""
+    if CANCELLED_ANNOTATION in _annotations(view.job or {}) or view.is_deleted or _is_suspended(view.job or {}):
+        return False
+    return verdict.state is StateName.CANCELLED or (verdict.state is StateName.FAILED and verdict.cause in _UNSURE)
+
+
 def _explained(base: JobStatus, view: JobView) -> JobStatus:
     """A failure in the cluster's words, if a pod was killed by the cluster and the agents cannot know it."""
-    found = _first_failure(view) if base.state is not StateName.SUCCEEDED else None
-    if found is None or found.text in base.reason or CANCELLED_ANNOTATION in _annotations(view.job or {}):
+    found = _first_failure(view) if is_unsure(base, view) else None
+    if found is None or found.text in base.reason:
         return base
-    is_known_to_kill = found.trouble.place in (Place.POD, Place.DISRUPTION) or found.trouble.name == "out-of-memory"
-    # Whom the cluster ends, it tells so by SIGTERM, which the agents take for a cancel.
-    is_unsure = base.cause in _UNSURE if base.state is StateName.FAILED else found.trouble.place is Place.DISRUPTION
-    if not is_known_to_kill or not is_unsure:
-        return base
-    return dataclasses.replace(base, reason=f"{found.text} {base.reason}".strip())
+    ends_pods = found.trouble.place in (Place.POD, Place.DISRUPTION) or found.trouble.name == "pod-deleted"
+    if base.state is StateName.CANCELLED and ends_pods:
+        # Whom the cluster ends, it tells so by SIGTERM, which the agents take for a cancel.
+        return dataclasses.replace(base, state=StateName.FAILED, cause=found.trouble.cause, reason=found.text)
+    if base.state is StateName.FAILED and (ends_pods or found.trouble.name == "out-of-memory"):
+        return dataclasses.replace(base, reason=f"{found.text} {base.reason}".strip())
+    return base
 
 
 def _end(base: JobStatus, view: JobView, spec: JobSpec, now: float) -> JobStatus | None:

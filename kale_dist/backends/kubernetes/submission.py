@@ -15,6 +15,7 @@ from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import encode_record
 from kale_dist.errors import BackendError
+from kale_dist.image import for_job
 from kale_dist.manifests import PodSettings, StoreMount, input_secret_name
 from kale_dist.manifests.settings import (
     CANCELLED_ANNOTATION,
@@ -120,7 +121,9 @@ def render(spec: JobSpec) -> str:
     order = json.dumps(order_of(spec, source).to_json(), indent=2).encode()
     secret = manifests.input_secret(spec.name, spec.cluster.namespace, "", {InputFiles.ORDER: order})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
+    recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
     return (
+        f"{recipe}"
         f"# The Secret gets the PyTorchJob as its owner once that has a uid. It also gets: {', '.join(files)}.\n"
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
         f"{manifests.to_yaml(manifests.pytorch_job(spec, settings_of(spec)), secret)}"
