@@ -58,5 +58,5 @@ $(VENV)/venv.stamp: .ci/make-venv
 # One stamp for each dependency group of pyproject.toml. The name in front of the colon is the group's.
 $(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
 	@echo "Installing what \`$*\` needs"
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[docker,kubernetes,notebook]' --group $*
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[docker,images,kubernetes,notebook]' --group $*
 	@touch $@

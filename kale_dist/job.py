@@ -140,7 +140,7 @@ class Job(Generic[R]):
         if status.state is StateName.SUCCEEDED:
             self._fill_notebook_model()
         else:
-            print(f"{self.ref} {status.state.value}: {status.reason}. job.result() raises the error.")  # noqa: T201 - the line is for the notebook's user
+            print(f"{self.ref} {status.state.value}: {status.reason.rstrip('.')}. job.result() raises the error.")  # noqa: T201 - the line is for the notebook's user
         return status
 
     def result(self, timeout: float | None = None) -> R:

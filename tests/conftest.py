@@ -12,7 +12,7 @@ import time
 import uuid
 
 import pytest
-from on_cluster import run_kubectl
+from on_cluster import IMAGE, run_kubectl
 
 _RUN_NAME = "KALE_DIST_TEST_RUN"
 """Every process that a test starts inherits this variable, however it was started."""
@@ -96,6 +96,37 @@ def make_namespace(kubeconfig):
     yield make
     if made:
         run_kubectl("delete", "namespace", *made, "--wait=false", "--ignore-not-found")
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """A connection to the engine; skips where none answers."""
+    module = pytest.importorskip("kale_dist.engine")
+    from kale_dist.errors import BackendError
+
+    try:
+        found = module.connect()
+    except BackendError as error:
+        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
+            pytest.fail(f"no engine answers, and KALE_DIST_REQUIRE_CLUSTER is set: {error}")
+        pytest.skip("no Docker engine answers")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def image(engine):
+    """An image with this Python's minor version and torch, which the engine has."""
+    from kale_dist.backends.docker import images
+    from kale_dist.errors import BackendError
+
+    try:
+        images.ensure(engine, IMAGE)
+    except BackendError as error:
+        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
+            pytest.fail(f"{error}")
+        pytest.skip(f"the engine cannot have {IMAGE}")
+    return IMAGE
 
 
 class _Absent:

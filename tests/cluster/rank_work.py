@@ -76,3 +76,31 @@ def last_of(weights):
 def bytes_after(seconds, size):
     time.sleep(seconds)
     return bytes(size)
+
+
+def einops_version():
+    """Of a package that the image does not have by itself."""
+    import einops
+
+    return einops.__version__
+
+
+def says_and_waits():
+    signal.signal(signal.SIGTERM, lambda *_: (print("my last words", flush=True), os._exit(0)))
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+def fills_the_disk_on_1(folder):
+    signal.signal(signal.SIGTERM, lambda *_: (print("my last words", flush=True), os._exit(0)))
+    if kd.context().rank == 1:
+        with open(f"{folder}/large", "wb") as file:  # noqa: PTH123 - as users write it
+            file.write(bytes(50_000_000))
+    time.sleep(600)
+
+
+def fills_memory_on_1():
+    if kd.context().rank == 1:
+        kept = [b"x" * 10_000_000 for _ in range(1000)]
+        print(len(kept))
+    time.sleep(600)

@@ -87,3 +87,10 @@ def waits_a_little(seconds):
 def user_and_bytes(weights, seconds):
     time.sleep(seconds)
     return os.getuid(), weights
+
+
+def einops_version():
+    """Of a package that the image does not have by itself."""
+    import einops
+
+    return einops.__version__

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import uuid
 
 import nbformat
 import pytest
@@ -13,6 +14,7 @@ from on_cluster import IMAGE
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ON_A_CLUSTER = {"cluster"}
+IN_CONTAINERS = {"packages"}
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -22,6 +24,9 @@ def executed(request, tmp_path_factory):
     if request.param.stem in ON_A_CLUSTER:
         settings["KALE_DIST_NAMESPACE"] = request.getfixturevalue("make_namespace")()
         settings["KALE_DIST_IMAGE"] = IMAGE
+    if request.param.stem in IN_CONTAINERS:
+        settings["KALE_DIST_IMAGE"] = request.getfixturevalue("image")
+        settings["KALE_DIST_REGISTRY"] = f"{IMAGE.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}"
     found = subprocess.run(
         [sys.executable, "-m", "kale_dist.cli", "run", str(request.param), "-o", str(output)],
         capture_output=True, text=True, check=False, timeout=250,

@@ -9,6 +9,7 @@ import shlex
 from typing import Any
 
 from kale_dist.errors import ConfigError
+from kale_dist.image import for_job
 from kale_dist.manifests import bootstrap
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.pod_order import PodOrder, PodVariable, Source
@@ -129,6 +130,7 @@ def render(spec: JobSpec) -> str:
     """The command lines that would do the same, for people."""
     where = "each container" if source_of(spec) is Source.INPUT else "the first container"
     lines = [
+        *([f"# {for_job.describe(spec.recipe, spec.image)}."] if spec.recipe is not None else []),
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into {where}.",
         f"docker network create {NETWORK}",
     ]

@@ -297,9 +297,8 @@ class Follower:
             since = self._verdict_at or time.monotonic()
             return time.monotonic() > since + (_SETTLE_S if all(pod.has_ended for pod in view.pods) else _EXPLAIN_S)
         cause = str(better.cause or "")
-        self._mirror.record_event({**event, "state": str(better.state), "reason": better.reason, "cause": cause})
         self._mirror.say(better.reason)
-        self._free(view)
+        self._mirror.record_event({**event, "state": str(better.state), "reason": better.reason, "cause": cause})
         return True
 
     def _missing(self) -> list[str]:

@@ -115,7 +115,9 @@ class PodLog:
         """Read the container's log until it ends or breaks; whether it came to its end."""
         arguments: dict[str, Any] = {}
         if self._last_read:
-            arguments["since_seconds"] = int(time.monotonic() - self._last_read) + _OVERLAP_S
+            if self._is_replaced():
+                return True
+            arguments["since_seconds"] = int(_now() - self._last_read) + _OVERLAP_S
         self._response = self._cluster.core.read_namespaced_pod_log(
             self._pod,
             self._namespace,
@@ -142,8 +144,13 @@ class PodLog:
             self._response = None
         return True
 
+    def _is_replaced(self) -> bool:
+        """Whether another pod has the name by now: the operator makes a new one for one that was deleted."""
+        pod = self._cluster.core.read_namespaced_pod(self._pod, self._namespace, _request_timeout=_CONNECT_S)
+        return pod.metadata is None or pod.metadata.uid != self._uid
+
     def _take(self, items: list[Item]) -> None:
-        self._last_read = time.monotonic()
+        self._last_read = _now()
         self._mirror.take(self._uid, self.number, items)
         self._on_items()
 
@@ -164,3 +171,8 @@ class PodLog:
                 return True
         self._stopped.wait(_POLL_S)
         return False
+
+
+def _now() -> float:
+    """Seconds, those that a laptop has slept among them: its pods went on."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -144,10 +144,12 @@ def _first_failure(view: JobView) -> Finding | None:
     if not found:
         return None
 
-    def order(item: tuple[PodView, Finding]) -> tuple[bool, bool, float]:
+    def order(item: tuple[PodView, Finding]) -> tuple[int, bool, float]:
         pod, finding = item
-        without_a_word = finding.trouble.name in ("ended", "pod-failed", "pod-deleted")
-        return without_a_word, _told(pod) is None, pod.main.ended or pod.created
+        told = _told(pod) or {}
+        knows = told.get("state") == StateName.FAILED and _cause(told.get("cause")) not in _UNSURE
+        words = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}
+        return words.get(finding.trouble.name, 0), not told, pod.main.ended or pod.created
 
     return min(found, key=order)[1]
 
