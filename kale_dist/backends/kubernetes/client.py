@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import re
 import shutil
 import threading
 from collections.abc import Mapping
@@ -127,6 +128,9 @@ _lock = threading.Lock()
 _connections: dict[_Source, Cluster] = {}
 
 
+_REVIEW = re.compile(r"/selfsubject\w*reviews$")
+
+
 class _TimedRest(rest.RESTClientObject):
     """Gives each request a limit; the client's own have none, and wait for ever behind a silent proxy."""
 
@@ -134,7 +138,13 @@ class _TimedRest(rest.RESTClientObject):
         self, method: str, url: str, *, _request_timeout: Any = None, **options: Any
     ) -> Any:
         timeout = (CONNECT_S, READ_S) if _request_timeout is None else _request_timeout
-        return super().request(method, url, _request_timeout=timeout, **options)  # type: ignore[no-untyped-call]
+        try:
+            return super().request(method, url, _request_timeout=timeout, **options)  # type: ignore[no-untyped-call]
+        except (urllib3.exceptions.HTTPError, OSError):
+            # urllib3 repeats what only reads, when a kept connection turns out to be closed. So does a review, by POST.
+            if method != "POST" or not _REVIEW.search(url):
+                raise
+            return super().request(method, url, _request_timeout=timeout, **options)  # type: ignore[no-untyped-call]
 
 
 def _source(config: Config, context: str) -> _Source:
