@@ -15,12 +15,12 @@ import pathlib
 import posixpath
 import re
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, Protocol, Self, cast
 
 from kale_dist.errors import ImageError
+from kale_dist.image.kept import write_atomically
 
 _TEXTS = re.compile(
     r"(^|/)pyvenv\.cfg$|\.dist-info/(METADATA|RECORD)$|\.egg-info$|\.egg-info/(PKG-INFO|installed-files\.txt)$"
@@ -172,21 +172,6 @@ class Tree:
         for path in sorted(self._texts):
             if path.startswith(prefix):
                 yield path.removeprefix(prefix), self._texts[path]
-
-
-def write_atomically(path: pathlib.Path, data: bytes) -> None:
-    """Keep something in a cache: whole or not at all, and not where there is no room, for it can be found out again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = pathlib.Path(file.name)
-            try:
-                file.write(data)
-                file.flush()
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
 
 
 def follow(path: str, links: dict[str, str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Self
@@ -98,6 +99,7 @@ class Connection:
         self.origin = f"{'http' if plain else 'https'}://{_HUB_HOST if host == DOCKER_HUB else host}"
         self._network = Network(None if plain else trust(host, ca_file))
         self._has_credentials = credentials is not None
+        self._logging_in = threading.Lock()
         self._answers = Answers(host, credentials, secure=not plain, fetch=self._fetch)
 
     def close(self) -> None:
@@ -141,8 +143,9 @@ class Connection:
         """
         url, moves, tries, asked = self.absolute(url), 0, 0, False
         while True:
+            shown = self._answers.header(access) if self._is_ours(url) else ""
             try:
-                answer = self._once(method, url, dict(headers or {}), body, access)
+                answer = self._once(method, url, dict(headers or {}), body, shown)
             except HTTPError as error:
                 tries += 1
                 cut = self._explain(error, doing, url)
@@ -157,7 +160,7 @@ class Connection:
                 url, moves = self.absolute(answer.headers["Location"], url), moves + 1
             elif answer.status == 401 and not asked and self._is_ours(url):  # noqa: PLR2004 - HTTP's own number
                 asked = True
-                if not self._answers.accept(", ".join(answer.headers.getlist("WWW-Authenticate")), access):
+                if not self._log_in(", ".join(answer.headers.getlist("WWW-Authenticate")), access, shown):
                     raise refused
             elif answer.status in _BUSY and tries < _TRIES:
                 tries += 1
@@ -214,11 +217,16 @@ class Connection:
     def _is_ours(self, url: str) -> bool:
         return _origin(url) == _origin(self.origin)
 
+    def _log_in(self, challenge: str, access: Access, shown: str) -> bool:
+        """Whether there is something else to show than what was refused; requests at the same time log in once."""
+        with self._logging_in:
+            return self._answers.header(access) not in ("", shown) or self._answers.accept(challenge, access)
+
     def _once(
-        self, method: str, url: str, headers: dict[str, str], body: Body | None, access: Access
+        self, method: str, url: str, headers: dict[str, str], body: Body | None, authorization: str
     ) -> urllib3.BaseHTTPResponse:
         headers |= {"User-Agent": "kale-dist", "Accept-Encoding": "identity"}
-        if self._is_ours(url) and (authorization := self._answers.header(access)):
+        if authorization:
             headers["Authorization"] = authorization
         read_s = _READ_S if method in ("GET", "HEAD") else _WRITE_S
         return self._network.pool(url).request(

@@ -16,11 +16,15 @@ from typing import Any, Self
 
 from kale_dist.image.base_layers import Scan, Tree, follow
 from kale_dist.image.installed import Distribution, canonical, distributions_of
+from kale_dist.image.kept import write_atomically
 from kale_dist.image.python_layout import layout_of, libc_of
 from kale_dist.image.registry import ImageManifest, Registry
 
 LABEL = "dev.kale-dist.inventory"
 """Of the images that this library makes."""
+
+_FORMAT = 1
+"""Of what is kept on this machine: another one where the same image would now give another inventory."""
 
 _LINK_DEPTH = 3
 """Links deeper in the image than this lead nowhere that files of a recipe go."""
@@ -76,12 +80,14 @@ class Inventory:
         """
         return follow(path, dict(self.links)) or path
 
+    def without_files(self) -> Self:
+        """The same without the packages' files, which are most of it."""
+        kept = tuple(dataclasses.replace(distribution, files=()) for distribution in self.distributions)
+        return dataclasses.replace(self, distributions=kept)
+
     def to_label(self, diff_ids: Sequence[str]) -> str:
         """Text for the label of the image that has these layers, given by their `sha256:...` of the plain tars."""
-        data = dataclasses.asdict(dataclasses.replace(self, distributions=()))
-        data["distributions"] = [
-            dataclasses.asdict(dataclasses.replace(distribution, files=())) for distribution in self.distributions
-        ]
+        data = dataclasses.asdict(self.without_files())
         return json.dumps({"layers": _layers_digest(diff_ids), "inventory": data}, separators=(",", ":"))
 
     @classmethod
@@ -120,7 +126,7 @@ def read(
         registry: Where its layers are.
         image: Its manifest and configuration.
         repository: Where in the registry.
-        cache_dir: Where what was read of each layer is kept, in `layers/`.
+        cache_dir: Where what was read of each layer is kept, in `layers/`, and what came of it, in `inventories/`.
         say: Takes a line for the user.
         progress: Takes the bytes that have been read and those that there are.
         files: Whether each package's files are wanted too; then a label is not enough.
@@ -133,10 +139,17 @@ def read(
     label = (settings.get("Labels") or {}).get(LABEL)
     if label and not files and (known := Inventory.from_label(label, diff_ids)) is not None:
         return known
+    place = cache_dir / "inventories" / f"{image.descriptor.digest.replace(':', '-')}-{_FORMAT}.json"
+    if not files:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if (kept := Inventory.from_label(place.read_text(encoding="utf-8"), diff_ids)) is not None:
+                return kept
     tree = Tree()
     for scan in _scans(registry, image, repository, cache_dir, say, progress):
         tree.add(scan)
-    return inventory_of(tree, image.config)
+    inventory = inventory_of(tree, image.config)
+    write_atomically(place, inventory.to_label(diff_ids).encode())
+    return inventory if files else inventory.without_files()
 
 
 def _scans(

@@ -14,27 +14,32 @@ import json
 import pathlib
 import posixpath
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from kale_dist.blobs import FolderStore
-from kale_dist.errors import ImageError
+from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import inventory as inventories
-from kale_dist.image import media, packages, replacement
-from kale_dist.image.base_layers import write_atomically
+from kale_dist.image import media, replacement
 from kale_dist.image.installed import Distribution, canonical
 from kale_dist.image.inventory import Inventory
+from kale_dist.image.kept import write_atomically
 from kale_dist.image.layer import Entry, Layer, make_layer
+from kale_dist.image.pushing import push
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
 from kale_dist.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kale_dist.image.packages import Wheel
 
 RECIPE_LABEL = "dev.kale-dist.recipe"
 """Of the images that this library makes: what they are made of, as JSON."""
 
 _HISTORY = "kale-dist: packages and files of a recipe"
-_MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +79,14 @@ def build(
         base: The base image.
         base_registry: Where the base lies; may be `registry`.
         blobs_dir: Where the recipe's files lie, by digest.
-        cache_dir: Where inventories and wheels are kept.
+        cache_dir: Where manifests, inventories and wheels are kept.
         labels: Of the image, besides those that say what it is made of.
         say: Takes a line for the user.
         progress: Takes bytes done and bytes in all, of what is being read, copied or sent at the time.
         python: The minor that the base's Python must have, such as `3.11`; empty for any.
 
     Raises:
+        ConfigError: There are packages, and what unpacks them is not installed here.
         ImageError: The base does not fit, the packages cannot be had, or a registry refuses.
     """
     if recipe.apt:
@@ -88,7 +94,8 @@ def build(
             f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, and the one without "
             f'a daemon runs none. Use `builder="docker"`, or a base image that has them.'
         )
-    image = base_registry.image(base.repository, base.target, recipe.platform)
+    manifests = cache_dir / "manifests"
+    image = base_registry.image(base.repository, base.target, recipe.platform, cache_dir=manifests)
 
     def read(*, files: bool) -> Inventory:
         return inventories.read(
@@ -97,7 +104,7 @@ def build(
 
     inventory = read(files=False)
     _check(recipe, base, inventory, python)
-    wheels = packages.resolve(recipe, inventory, cache_dir=cache_dir, say=say)
+    wheels = _packages().resolve(recipe, inventory, cache_dir=cache_dir, say=say) if recipe.packages else ()
     gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
     if gone:
         say("Replaced in the base image: " + ", ".join(f"{one.name} {one.version}" for one in gone))
@@ -123,15 +130,10 @@ def build(
             layers.append(make_layer(_files(recipe, inventory, blobs_dir), folder / "files.tar.gz"))
         after = replacement.with_installed(inventory, installed)
         manifest, config = _compose(recipe, image, layers, after, labels)
-        sent = _push_base(registry, repository, base_registry, base, image, folder, say, progress)
-        for layer in layers:
-            if not registry.has_blob(repository, layer.digest):
-                say(f"Pushing a layer of {layer.size / _MIB:.1f} MiB to {registry.host}/{repository}.")
-                with layer.path.open("rb") as file:
-                    registry.upload(repository, file, layer.digest, progress=progress)
-                sent += layer.size
-        registry.upload(repository, config, media.digest_of(config))
-        digest = registry.put_manifest(repository, tag, manifest, media.media_type(json.loads(manifest)))
+        digest, sent = push(
+            registry=registry, repository=repository, tag=tag, manifest=manifest, config=config, layers=layers,
+            base_registry=base_registry, base=base, image=image, folder=folder, say=say, progress=progress,
+        )  # fmt: skip
     return Built(digest=digest, size=sum(layer.size for layer in layers), sent=sent)
 
 
@@ -145,17 +147,25 @@ class _Packed:
     """What is installed by it."""
 
 
-def _pack(
-    wheels: Sequence[packages.Wheel], inventory: Inventory, gone: Sequence[Distribution], folder: pathlib.Path
-) -> _Packed:
+def _pack(wheels: Sequence[Wheel], inventory: Inventory, gone: Sequence[Distribution], folder: pathlib.Path) -> _Packed:
     """Unpack wheels as they lie in the image, hide what they replace, and make a layer of it."""
-    unpacked = packages.unpack(wheels, inventory, folder / "root")
-    hidden = replacement.removals(inventory, gone, [entry.path for entry in unpacked.entries])
+    unpacked = _packages().unpack(wheels, inventory, folder / "root")
+    hidden = replacement.removals(inventory, gone, [entry.path for entry in unpacked.entries]) if gone else ()
     layer = make_layer((*unpacked.entries, *hidden), folder / "packages.tar.gz")
     return _Packed(layer=layer, distributions=unpacked.distributions)
 
 
-def _key(wheels: Sequence[packages.Wheel], inventory: Inventory, image: ImageManifest) -> str:
+def _packages() -> types.ModuleType:
+    """What only recipes with packages need is imported for them alone."""
+    try:
+        from kale_dist.image import packages
+    except ModuleNotFoundError as error:
+        problem = f"packages of an image are unpacked with the package {error.name}, which is not installed"
+        raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from error
+    return packages
+
+
+def _key(wheels: Sequence[Wheel], inventory: Inventory, image: ImageManifest) -> str:
     """Names what the bytes of a layer of packages depend on."""
     contents = [(wheel.path.parent.name, wheel.path.name) for wheel in wheels]
     layout = (inventory.python, inventory.site_directory, inventory.scripts_directory, inventory.prefix)
@@ -239,31 +249,3 @@ def _compose(
         )
         manifest, config = json.loads(manifest_bytes), json.loads(config_bytes)
     return manifest_bytes, config_bytes
-
-
-def _push_base(
-    registry: Registry,
-    repository: str,
-    base_registry: Registry,
-    base: Reference,
-    image: ImageManifest,
-    folder: pathlib.Path,
-    say: Callable[[str], None],
-    progress: Callable[[int, int], None],
-) -> int:
-    """Bring the base's layers to where the image goes; gives the bytes that had to travel."""
-    sent = 0
-    for layer in image.manifest["layers"]:
-        digest = layer["digest"]
-        if registry.has_blob(repository, digest):
-            continue
-        if registry.host == base_registry.host and registry.mount(repository, digest, base.repository):
-            continue
-        size = layer["size"] / _MIB
-        say(f"Copying a layer of the base image ({size:.1f} MiB) from {base_registry.host} to {registry.host}.")
-        with tempfile.TemporaryFile(dir=folder) as file:
-            for block in base_registry.blob(base.repository, digest):
-                file.write(block)
-            registry.upload(repository, file, digest, progress=progress)
-        sent += layer["size"]
-    return sent

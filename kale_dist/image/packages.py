@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
 import tempfile
 import time
 import zipfile
@@ -27,9 +26,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import parse_wheel_filename
 
 from kale_dist.errors import ImageError
-from kale_dist.image.base_layers import write_atomically
 from kale_dist.image.installed import Distribution, canonical, read_metadata
 from kale_dist.image.inventory import Inventory
+from kale_dist.image.kept import write_atomically
 from kale_dist.image.layer import Entry
 from kale_dist.image.package_errors import explain, explain_source, missing_requirement
 from kale_dist.image.pip_program import Pip, PipError
@@ -78,12 +77,13 @@ def resolve(
     wheels = None if recipe.rebuild else _recall(remembered, cache_dir)
     if wheels is None:
         try:
-            with tempfile.TemporaryDirectory(prefix="kale-dist-packages-") as folder:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as folder:
                 wheels = _resolve_anew(recipe, inventory, pathlib.Path(folder), cache_dir, say)
         except OSError as error:
             raise ImageError(
-                f"Packages for the image could not be kept on this machine: {error}. Make room in the folders for temporary "
-                f"files (TMPDIR) and for caches ({cache_dir}), and call again."
+                f"Packages for the image could not be kept on this machine: {error}. Make room in the folder for caches "
+                f"({cache_dir}), or set XDG_CACHE_HOME to one that has some, and call again."
             ) from error
         _remember(remembered, wheels)
     torch = inventory.find("torch")
@@ -142,7 +142,15 @@ def _resolve_anew(
     recipe: Recipe, inventory: Inventory, folder: pathlib.Path, cache_dir: pathlib.Path, say: Callable[[str], None]
 ) -> tuple[Wheel, ...]:
     """Ask pip, making wheels of packages that exist as source only."""
-    pip = Pip(inventory, folder, index_urls=recipe.index_urls, say=say)
+    fetched = folder / "wheels"
+    fetched.mkdir()
+    with Pip(inventory, folder, index_urls=recipe.index_urls, say=say) as pip:
+        _fetch(pip, recipe, inventory, fetched, say)
+    return tuple(sorted((_keep(path, cache_dir) for path in fetched.iterdir()), key=lambda wheel: wheel.name))
+
+
+def _fetch(pip: Pip, recipe: Recipe, inventory: Inventory, fetched: pathlib.Path, say: Callable[[str], None]) -> None:
+    """Resolve, and put the wheels into a folder."""
     pip.lay_installed(
         (distribution.name, distribution.version, _kept_requirements(distribution, inventory))
         for distribution in inventory.distributions
@@ -169,14 +177,11 @@ def _resolve_anew(
             url = _build(pip, name, f"{name} @ {_source_url(link)}", inventory, say).as_uri()
         digest = (link.get("archive_info") or {}).get("hashes", {}).get("sha256")
         links.append(f"{name} @ {url}" + (f"#sha256={digest}" if digest and url == link["url"] else ""))
-    fetched = folder / "wheels"
-    fetched.mkdir()
     if links:
         try:
             pip.download(links, fetched)
         except PipError as error:
             raise explain(error.output, inventory) from None
-    return tuple(sorted((_keep(path, cache_dir) for path in fetched.iterdir()), key=lambda wheel: wheel.name))
 
 
 def _source_url(link: dict[str, object]) -> str:
@@ -210,9 +215,7 @@ def _keep(path: pathlib.Path, cache_dir: pathlib.Path) -> Wheel:
     place = cache_dir / "wheels" / digest / path.name
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as copy, path.open("rb") as source:
-            shutil.copyfileobj(source, copy, _MIB)
-        pathlib.Path(copy.name).replace(place)
+        path.replace(place)
     return _wheel(place)
 
 

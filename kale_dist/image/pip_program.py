@@ -7,17 +7,19 @@ about the machine and the Python's version is answered for the image.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
 
 from kale_dist.errors import ImageError
 from kale_dist.image.inventory import Inventory
@@ -26,15 +28,32 @@ _MINIMUM = (23, 3)
 """The first pip whose dry run takes the platform of another machine."""
 
 _START = """
-import platform, runpy, sys
-installed, library, machine, version, *arguments = sys.argv[1:]
+import json, os, platform, runpy, sys
+installed, library, machine, version, mark = sys.argv[1:]
 sys.path[:0] = [installed]
 sys.path.append(library)
 platform.machine = lambda: machine
 platform.python_version = lambda: version
 platform.python_version_tuple = lambda: tuple(version.split("."))
-sys.argv[1:] = arguments
-runpy.run_module("pip", run_name="__main__", alter_sys=True)
+commands = os.fdopen(os.dup(0), encoding="utf-8")
+with open(os.devnull) as nothing:
+    os.dup2(nothing.fileno(), 0)
+for command in commands:
+    sys.argv[1:] = json.loads(command)
+    try:
+        runpy.run_module("pip", run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    sys.stderr.flush()
+    print("" if code else mark, flush=True)
+    if code:
+        sys.exit(code)
+"""
+"""Reads commands as lines of JSON and marks the end of each; the first that fails is the last.
+
+Starting pip takes longer than what it does for a few packages. A command that failed may be tried again with other
+packages in a folder that pip has looked into, and would not look into again.
 """
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "arm": "armv7l"}
@@ -72,7 +91,7 @@ class PipError(Exception):
 
 
 class Pip:
-    """pip for one image.
+    """pip for one image; use it in a `with`.
 
     Args:
         inventory: What the image has.
@@ -91,6 +110,8 @@ class Pip:
         self._folder = folder
         self._say = say
         self._told: set[str] = set()
+        self._process: subprocess.Popen[str] | None = None
+        self._mark = ""
         self._sources = folder / "from-source"
         self._sources.mkdir()
         self._installed = folder / "installed"
@@ -187,37 +208,75 @@ class Pip:
             self._say(line)
 
     def _run_for_image(self, *arguments: str) -> str:
-        """Run pip as if it were in the image."""
-        version = self._inventory.python_version
-        known = [str(self._installed), str(self._library), _machine(self._inventory), version]
-        return self._run([sys.executable, "-I", "-S", "-c", _START, *known, *arguments[:1], *_QUIET, *arguments[1:]])
+        """Run pip as if it were in the image: one process for what goes well."""
+        if self._process is None:
+            self._mark = secrets.token_hex()
+            known = (
+                str(self._installed),
+                str(self._library),
+                _machine(self._inventory),
+                self._inventory.python_version,
+            )
+            self._process = self._start([sys.executable, "-I", "-S", "-c", _START, *known, self._mark], subprocess.PIPE)
+        if self._process.stdin is not None:
+            # It may have ended: then its output tells why.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps([*arguments[:1], *_QUIET, *arguments[1:]]) + "\n")
+                self._process.stdin.flush()
+        lines: list[str] = []
+        for line in self._lines(self._process):
+            lines.append(line.removesuffix(self._mark))
+            if line.endswith(self._mark):
+                return "\n".join(lines)
+        self.close()
+        raise PipError("\n".join(lines))
+
+    def close(self) -> None:
+        """End what runs. Calling it again does nothing."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            # What was not written any more is of no use to a process that has ended.
+            with contextlib.suppress(BrokenPipeError):
+                process.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(self, command: Sequence[str]) -> str:
-        """All that it prints; lines about large downloads and builds are said at once."""
+        """All that a program prints until it ends."""
+        with self._start(command, subprocess.DEVNULL) as process:
+            try:
+                output = "\n".join(self._lines(process))
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise PipError(output)
+        return output
+
+    def _start(self, command: Sequence[str], stdin: int) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
-        lines = []
-        with subprocess.Popen(
+        return subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=self._folder,
             encoding="utf-8",
             errors="replace",
-        ) as process:
-            try:
-                for line in process.stdout or ():
-                    shown = _SECRET.sub("***@", line.rstrip())
-                    lines.append(shown)
-                    self._tell(shown.strip())
-            except BaseException:
-                process.kill()
-                raise
-        output = "\n".join(lines)
-        if process.returncode:
-            raise PipError(output)
-        return output
+        )
+
+    def _lines(self, process: subprocess.Popen[str]) -> Iterator[str]:
+        """What it prints; lines about large downloads and builds are said at once."""
+        for line in process.stdout or ():
+            shown = _SECRET.sub("***@", line.rstrip())
+            self._tell(shown.strip())
+            yield shown
 
 
 def _find() -> pathlib.Path:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Self
@@ -19,6 +20,7 @@ from kale_dist.image import media
 from kale_dist.image.auth import Credentials
 from kale_dist.image.connection import Connection, RefusedError
 from kale_dist.image.download import check, damaged, download
+from kale_dist.image.kept import ByDigest
 from kale_dist.image.reference import is_digest, is_registry, is_repository, is_tag
 from kale_dist.image.upload import Progress, Upload
 
@@ -109,12 +111,24 @@ class Registry:
             return self.manifest(repository, reference)[1]
         return Descriptor(digest=digest, size=int(size), media_type=_kind(answer.headers.get("Content-Type")))
 
-    def manifest(self, repository: str, reference: str) -> tuple[dict[str, Any], Descriptor]:
-        """A manifest or an index, by tag or digest; its bytes have been checked against the digest."""
+    def manifest(
+        self, repository: str, reference: str, *, cache_dir: pathlib.Path | None = None
+    ) -> tuple[dict[str, Any], Descriptor]:
+        """A manifest or an index, by tag or digest; its bytes have been checked against the digest.
+
+        Args:
+            repository: Where it lies.
+            reference: Tag or digest.
+            cache_dir: Where what is named by a digest is kept; it is not asked for again.
+        """
         doing = f"read the manifest of {_shown(repository, reference)}"
+        path, kept = _manifest_path(repository, reference), ByDigest(cache_dir)
+        if is_digest(reference) and (known := kept.get(reference)) is not None:
+            body = self._json(known, doing)
+            return body, Descriptor(digest=reference, size=len(known), media_type=media.media_type(body))
         answer = self._connection.send(
             "GET",
-            _manifest_path(repository, reference),
+            path,
             doing=doing,
             access=_pull(repository),
             headers={"Accept": ", ".join(media.ACCEPTED)},
@@ -126,21 +140,36 @@ class Registry:
         kind = _kind(answer.headers.get("Content-Type"))
         if kind not in media.ACCEPTED:
             kind = media.media_type(body)
+        if kind == media.media_type(body):
+            kept.put(digest, data)
         return body, Descriptor(digest=digest, size=len(data), media_type=kind)
 
-    def image(self, repository: str, reference: str, platform: str = "linux/amd64") -> ImageManifest:
+    def image(
+        self,
+        repository: str,
+        reference: str,
+        platform: str = "linux/amd64",
+        *,
+        cache_dir: pathlib.Path | None = None,
+    ) -> ImageManifest:
         """The image for a platform, chosen from the index where there are several.
+
+        Args:
+            repository: Where it lies.
+            reference: Tag or digest.
+            platform: `os/architecture` or `os/architecture/variant`.
+            cache_dir: Where manifests and configurations are kept by digest, so that they are read once; None: nowhere.
 
         Raises:
             ImageError: Also where there is none for this platform; the text names those there are.
         """
         what = f"{self.host}/{_shown(repository, reference)}"
-        body, descriptor = self.manifest(repository, reference)
+        body, descriptor = self.manifest(repository, reference, cache_dir=cache_dir)
         if media.is_index(descriptor.media_type):
             chosen = media.choose(body, platform, what).get("digest")
             if not isinstance(chosen, str) or not is_digest(chosen):
                 raise ImageError(f"The index of {what} names no digest for {platform}. It is damaged: push it again.")
-            body, descriptor = self.manifest(repository, chosen)
+            body, descriptor = self.manifest(repository, chosen, cache_dir=cache_dir)
         entry = body.get("config")
         entry = entry if isinstance(entry, dict) else {}
         kind = entry.get("mediaType", media.OCI_CONFIG if entry else "")
@@ -149,7 +178,7 @@ class Registry:
             raise ImageError(
                 f"{what} is no image that can be run: {found}. Name an image, or push it again with a newer tool."
             )
-        config = self._config(repository, str(entry.get("digest")), what)
+        config = self._config(repository, str(entry.get("digest")), what, ByDigest(cache_dir))
         wanted = media.split_platform(platform)
         there = (str(config.get("os") or wanted[0]), str(config.get("architecture") or wanted[1]))
         if there != wanted[:2]:
@@ -211,7 +240,13 @@ class Registry:
         return answer.status != _ACCEPTED
 
     def upload(
-        self, repository: str, file: BinaryIO | bytes, digest: str, *, progress: Progress = lambda _done, _total: None
+        self,
+        repository: str,
+        file: BinaryIO | bytes,
+        digest: str,
+        *,
+        progress: Progress = lambda _done, _total: None,
+        look: bool = True,
     ) -> None:
         """Put a blob into a repository, unless it is there. A cut upload is gone on with where the registry allows it.
 
@@ -220,10 +255,11 @@ class Registry:
             file: Its bytes; a file has to be seekable.
             digest: `sha256:...` of them; the registry checks it.
             progress: Called with the bytes sent and the bytes in all.
+            look: Whether to ask first if it is there; False where that is known, or as quickly sent as asked.
         """
         source = io.BytesIO(file) if isinstance(file, bytes) else file
         size = source.seek(0, io.SEEK_END)
-        if not self.has_blob(repository, digest):
+        if not (look and self.has_blob(repository, digest)):
             Upload(
                 self._connection,
                 repository,
@@ -280,13 +316,16 @@ class Registry:
         )
         self._connection.done(answer)
 
-    def _config(self, repository: str, digest: str, what: str) -> dict[str, Any]:
+    def _config(self, repository: str, digest: str, what: str, kept: ByDigest) -> dict[str, Any]:
         doing = f"read the configuration of {what}"
         if not is_digest(digest):
             raise ImageError(f"The manifest of {what} names no configuration. It is damaged: push it again.")
-        path = _blob_path(repository, digest)
-        data = self._connection.read(self._connection.send("GET", path, doing=doing, access=_pull(repository)), doing)
-        check(self.host, data, digest, doing)
+        path, data = _blob_path(repository, digest), kept.get(digest)
+        if data is None:
+            answer = self._connection.send("GET", path, doing=doing, access=_pull(repository))
+            data = self._connection.read(answer, doing)
+            check(self.host, data, digest, doing)
+            kept.put(digest, data)
         return self._json(data, doing)
 
     def _list(self, path: str, key: str, doing: str, access: tuple[str, ...]) -> tuple[str, ...]:

@@ -131,10 +131,12 @@ def test_a_layer_is_read_once_and_images_that_share_it_share_the_reading(read):
 
 
 @pytest.mark.parametrize("damage", ["", "no JSON", "[]", '[1, {"other": {}}]', '[99, {"texts": {}}]', None])
-def test_what_was_kept_of_a_layer_is_read_again_if_it_is_damaged(read, tmp_path, damage):
+def test_what_was_kept_of_a_layer_and_of_the_whole_is_read_again_if_it_is_damaged(read, tmp_path, damage):
     found = read(bases.plain())
     for path in (tmp_path / "cache" / "layers").iterdir():
         path.write_bytes(path.read_bytes()[:-9] if damage is None else gzip.compress(damage.encode()))
+    for path in (tmp_path / "cache" / "inventories").iterdir():
+        path.write_bytes(path.read_bytes()[:-9] if damage is None else damage.encode())
     assert read([], again=True) == found
 
 

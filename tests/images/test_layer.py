@@ -1,6 +1,9 @@
 import gzip
 import hashlib
+import io
 import os
+import random
+import subprocess
 import tarfile
 
 import pytest
@@ -53,6 +56,29 @@ def test_a_path_that_would_be_unpacked_elsewhere_is_refused(tmp_path, path):
     with pytest.raises(ImageError, match="absolute path"):
         make_layer([Entry(path=path, content=b"")], tmp_path / "layer.tar.gz")
     assert not list(tmp_path.iterdir())
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("size", [0, 1, MIB - 1024, MIB - 512, MIB, 9 * MIB + 1])
+@pytest.mark.parametrize(("unit", "most"), [("noise", 1.001), ("text", 0.1), ("both", 0.6)])
+def test_what_does_not_compress_is_stored_and_what_does_is_packed_in_a_stream_that_gzip_reads(
+    tmp_path, unit, size, most
+):
+    noise, text = (
+        random.Random(1).randbytes(size),
+        (b"def function(argument):\n    return argument\n" * (size // 9))[:size],
+    )
+    content = {"noise": noise, "text": text, "both": noise[: size // 2] + text[size // 2 :]}[unit]
+    path = tmp_path / "content"
+    path.write_bytes(content)
+    layer = make_layer([Entry(path="/opt/content", content=path)], tmp_path / "layer.tar.gz")
+    assert layer.size < most * size + 2048
+    plain = subprocess.run(["gzip", "--decompress", "--stdout", layer.path], capture_output=True, check=True).stdout
+    assert layer.diff_id == f"sha256:{hashlib.sha256(plain).hexdigest()}"
+    with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
+        assert archive.extractfile("opt/content").read() == content
 
 
 def test_a_path_that_is_there_twice_is_refused_by_name(tmp_path):

@@ -1,5 +1,6 @@
 import json
 import subprocess
+import sys
 import uuid
 
 import bases
@@ -8,8 +9,9 @@ from on_cluster import IMAGE, run_kubectl
 from registries import PASSWORD, USER
 from wheelhouse import Wheelhouse
 
+import kale_dist.image
 from kale_dist.blobs import FolderStore
-from kale_dist.errors import ImageError
+from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import inventory as inventories
 from kale_dist.image.auth import Credentials
 from kale_dist.image.layer_builder import RECIPE_LABEL, build
@@ -217,6 +219,36 @@ def test_a_base_without_torch_will_do_if_the_packages_bring_it(registry, make, t
     assert "/usr/local/lib/python3.11/site-packages/torch/__init__.py" in bases.read_layer(
         registry, make.repository, image
     )
+
+
+def test_a_base_that_is_named_by_its_digest_is_read_once(registry, make, tmp_path):
+    bases.push(registry, make.base, "1", bases.plain())
+    digest = registry.head(make.base, "1").digest
+    recipe = Recipe(environment=(("MODE", "x"),))
+    _, first = make(recipe, base=f"{make.base}@{digest}")
+    registry.delete(make.base, digest)
+    _, again = make(recipe, base=f"{make.base}@{digest}")
+    assert again.digest == first.digest
+    for path in (tmp_path / "cache" / "manifests").iterdir():
+        path.write_bytes(path.read_bytes().replace(b"linux", b"other"))
+        if path.name == digest.partition(":")[2]:
+            path.write_bytes(b"{}")
+    with pytest.raises(ImageError, match="404"):
+        make(recipe, base=f"{make.base}@{digest}")
+
+
+def test_packages_without_what_unpacks_them_name_what_to_install_and_files_do_without(
+    registry, index, make, tmp_path, monkeypatch
+):
+    bases.push(registry, make.base, "1", bases.plain())
+    monkeypatch.setitem(sys.modules, "installer", None)
+    monkeypatch.delitem(sys.modules, "kale_dist.image.packages", raising=False)
+    monkeypatch.delattr(kale_dist.image, "packages", raising=False)
+    with pytest.raises(ConfigError, match=r"package installer.*kale-dist\[images\]"):
+        make(Recipe(packages=("kdthing",), index_urls=(index,)))
+    digest = FolderStore(tmp_path / "blobs").put([b"text"])
+    image, _ = make(Recipe(files=(ImageFile(path="/opt/kd.txt", digest=digest),)))
+    assert set(bases.read_layer(registry, make.repository, image)) == {"/opt/kd.txt"}
 
 
 def test_debian_packages_need_another_builder(registry, make):
