@@ -14,7 +14,8 @@ from kale_dist.transport import EventItem, Line, Plain
 
 FillLines = Callable[[str, int, int, int], Sequence[Line] | None]
 """Asks for lines that a stream has skipped: UID of the pod, its number, numbers of the first and the last line. Gives
-those of them that there are, in order, or as many of the first as it likes; None or nothing if there are none."""
+those of them that there are, in order, or as many of the first as it likes; None if nobody can be asked, and nothing if
+who has the whole log says that it has none of these and none behind them."""
 
 FillEvents = Callable[[str, int, int, int], Sequence[EventItem] | None]
 """The same for events."""
@@ -112,9 +113,10 @@ class PodCopy:
         """Say, once for each kind, that something of the pod was not signed."""
         if kind not in self._cursor.refused:
             self._cursor.refused.append(kind)
+            what = "a line" if kind == "line" else f"an {kind}"
+            why = "the pod's agent has not written" if kind == "line" else "this job has not signed"
             self._say(
-                f"Refused an {kind} in the log of pod {self.number} that this job has not signed: it is damaged, or "
-                "somebody else wrote it"
+                f"Refused {what} in the log of pod {self.number} that {why}: it is damaged, or somebody else wrote it"
             )
 
     # -- lines ---------------------------------------------------------------------------------------------------------
@@ -136,25 +138,34 @@ class PodCopy:
                 if item.sequence > expected:
                     self._append_lines(lines)
                     lines = []
-                    self.close_gap(item.sequence)
+                    if not self.close_gap(item.sequence):
+                        self.refuse("line")
+                        continue
                 lines.append(item.framed)
                 expected = item.sequence + 1
         self._append_lines(lines)
         self._append_plain(plain)
 
-    def close_gap(self, following: int) -> None:
-        """Fetch the lines that are missing in front of one, and say what cannot be had."""
+    def close_gap(self, following: int) -> bool:
+        """Fetch the lines that are missing in front of one, and say what cannot be had.
+
+        Returns:
+            Whether there may be such a line: False if the pod's agent denies it, and then nothing is missing.
+        """
         if following - self._cursor.next_line >= _MAX_GAP:
-            return
+            return False
         while self._cursor.next_line < following and not self._journal.is_closed:
             first = self._cursor.next_line
-            found = self._fill(self._uid, self.number, first, following - 1) or ()
-            missing = [line for line in found if first <= line.sequence < following]
+            found = self._fill(self._uid, self.number, first, following - 1)
+            if found is not None and not found:
+                return False
+            missing = [line for line in found or () if first <= line.sequence < following]
             run = [line.framed for index, line in enumerate(missing) if line.sequence == first + index]
             if run:
                 self._append_lines(run)
             else:
                 self._lose(missing[0].sequence if missing else following)
+        return True
 
     def _append_lines(self, framed: Sequence[bytes]) -> None:
         self._journal.append_lines(Batch("log", self._uid, self._cursor.next_line), framed)
@@ -188,20 +199,26 @@ class PodCopy:
                 if ahead:
                     self._append_events(run)
                     run = []
-                    self.close_event_gap(item.number or 0)
+                    self.close_event_gap(item.number or 0, is_signed=True)
                 run.append(item.event)
         self._append_events(run)
 
-    def close_event_gap(self, following: int) -> None:
-        """Fetch the events that are missing in front of one, and say what cannot be had."""
+    def close_event_gap(self, following: int, *, is_signed: bool = False) -> None:
+        """Fetch the events that are missing in front of one, and say what cannot be had.
+
+        Args:
+            following: The number of that one.
+            is_signed: Whether there is such an event for certain. A heartbeat is not signed, and agents can deny it.
+        """
         if following - self._cursor.next_event >= _MAX_GAP:
             return
         while self._cursor.next_event < following and not self._journal.is_closed:
             first = self._cursor.next_event
             asked = self._fill_events or (lambda *_: None)
-            found = [
-                item for item in asked(self._uid, self.number, first, following - 1) or () if self._is_usable(item)
-            ]
+            answer = asked(self._uid, self.number, first, following - 1)
+            if answer is not None and not answer and not is_signed:
+                return
+            found = [item for item in answer or () if self._is_usable(item)]
             run = [item.event for index, item in enumerate(found) if item.number == first + index < following]
             if run:
                 self._append_events(run)

@@ -171,6 +171,18 @@ def test_a_heartbeat_shows_that_the_end_is_missing(make):
     assert job.log == ["[0] 0", "[0] 1", "[0] 2", "[0] 3"]
 
 
+def test_lines_and_events_that_the_pods_agent_denies_are_no_gap(make):
+    job = make(fill=lambda *_: (), fill_events=lambda *_: ())
+    job.take(lines([b"0"]) + transport.heartbeat_frame(9, 9) + 2 * lines([b"forged"], first=7))
+    job.take(lines([b"1"], first=1) + event(EventKind.NOTE, 0, text="0"))
+    assert [line.partition(":")[0] for line in job.log] == [
+        "[0] 0",
+        "[kale-dist] Refused a line in the log of pod 0 that the pod's agent has not written",
+        "[0] 1",
+    ]
+    assert [found["text"] for found in job.events] == ["0"]
+
+
 def test_a_number_that_cannot_be_is_no_gap(job):
     job.take(lines([b"0"]) + lines([b"nonsense"], first=1 << 40) + transport.heartbeat_frame(1 << 40, 1 << 40))
     job.take(lines([b"1"], first=1))

@@ -100,9 +100,37 @@ def test_agents_that_only_know_of_a_kill_are_told_by_whom():
 def test_a_drained_node_explains_what_agents_take_for_a_cancel():
     told = base(StateName.CANCELLED, reason="The agent was told to end (SIGTERM)", cause=FailureCause.USER)
     gone = pod(container=ended(143), disruption="EvictionByEvictionAPI: evicting", is_gone=True)
-    assert "its node n1 was drained" in overlay(told, view(gone)).reason
+    status = overlay(told, view(gone))
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.AGENT_DIED)
+    assert "its node n1 was drained" in status.reason
     cancelled = job(annotations={"kale-dist.dev/cancelled": "ada"})
     assert overlay(told, view(gone, of=cancelled)) == told
+    full = pod(
+        container=ended(143), phase="Failed", reason="Evicted", message="Usage of EmptyDir volume exceeds the limit"
+    )
+    status = overlay(told, view(full))
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.AGENT_DIED)
+    assert "was evicted from node n1: Usage of EmptyDir" in status.reason
+
+
+@pytest.mark.parametrize("state", [StateName.CANCELLED, StateName.FAILED])
+def test_a_pod_that_somebody_deleted_is_named_whatever_the_others_said_as_they_ended(state):
+    told = base(state, reason="as it was", cause=FailureCause.AGENT_DIED)
+    words = '{"state": "cancelled", "cause": "user", "message": "told to end"}'
+    deleted = pod("worker", container=ended(143, message=words), is_ending=True)
+    status = overlay(told, view(pod(container=ended(1, message=words)), deleted))
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.AGENT_DIED)
+    assert status.reason.startswith("Pod x-worker-0 was deleted while it ran")
+    suspended = job(run_policy={"suspend": True})
+    assert overlay(told, view(deleted, of=suspended)) == told
+    assert overlay(told, view(deleted, is_deleted=True)) == told
+
+
+def test_an_error_of_a_rank_counts_before_the_deletion_of_pods_that_followed():
+    words = '{"state": "failed", "cause": "error", "rank": 1, "message": "Rank 1 failed: no"}'
+    deleted = pod(container=ended(143, at=NOW - 5), is_ending=True)
+    status = overlay(base(), view(deleted, pod("worker", container=ended(1, message=words))))
+    assert status.reason == "Rank 1 failed: no"
 
 
 def test_the_first_failing_pods_own_words_count():

@@ -344,7 +344,8 @@ class Follower:
     def _fill(self, uid: str, number: int, first: int, last: int) -> Sequence[Line] | None:
         """Lines that a container's stream has skipped, from its whole log."""
         with contextlib.suppress(Exception):
-            return container_log.lines_between(self._engine, uid, number, first, last)
+            # An engine that has dropped them denies nothing.
+            return container_log.lines_between(self._engine, uid, number, first, last) or None
         return None
 
     def _fill_events(self, uid: str, number: int, first: int, last: int) -> Sequence[EventItem] | None:

@@ -28,7 +28,6 @@ from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus, reduce_events
-from kale_dist.transport import EventItem, Line
 
 T = TypeVar("T")
 
@@ -39,7 +38,10 @@ _SETTLE_S = 3.0
 """From the cluster's word that a job has failed until it is believed: the agents' own account may still be on its way."""
 
 _EXPLAIN_S = 5.0
-"""From the agents' word that something was killed, or told to end, until nobody waits for the cluster to say by whom."""
+"""From the agents' word that something was killed until nobody waits for the cluster to say by whom."""
+
+_TOLD_S = 40.0
+"""The same for a pod that was told to end: it has 30 s for that, and the cluster speaks afterwards."""
 
 _DRAIN_S = 20.0
 _FETCH_AGAIN_S = 1.0
@@ -81,6 +83,7 @@ class Follower:
         self._key = key
         self._reader = reader
         self._source = source
+        self._folder = records.files(ref.record_name).folder
         self._on_change = on_change
         self._created = reader.record().created
         self._woken = threading.Event()
@@ -92,13 +95,14 @@ class Follower:
         self._failing_since: float | None = None
         self._last_item = 0.0
         self._verdict_at: float | None = None
+        self._pods_ended_at = 0.0
         self._mirror = Mirror(
             records.files(ref.record_name),
             key,
             job=spec.name,
             world_size=spec.topology.number_of_processes,
-            fill=self._fill,
-            fill_events=self._fill_events,
+            fill=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.log(first)),
+            fill_events=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.events(first)),
         )
         self._unsubscribe = watch.subscribe(spec.name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
@@ -270,9 +274,9 @@ class Follower:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
         if self._verdict_at is None:
             self._verdict_at = time.monotonic()
-        missing = self._missing()
-        for name in missing if self._spec.store else ():
-            self._from_store(name)
+        for name in self._missing() if self._spec.store else ():
+            with contextlib.suppress(StoreError):
+                kept_results.copy(self._cluster, self._spec, name, self._folder / name)
         head = self._head(view)
         if head is not None and (self._missing() or self._mirror.waits_for_acknowledgement):
             try:
@@ -288,17 +292,18 @@ class Follower:
 
     def _explain(self, view: JobView) -> bool:
         """Put the cluster's better reason before the agents' own; False while it may still come."""
-        event = self._mirror.verdict or {}
-        told = reduce_events(self._reader.status(), [event])
+        told = reduce_events(self._reader.status(), [self._mirror.verdict or {}])
         if not told.is_final or not states.is_unsure(told, view):
             return True
         better = states.overlay(told, view, self._spec, time.time())
         if better == told:
-            since = self._verdict_at or time.monotonic()
-            return time.monotonic() > since + (_SETTLE_S if all(pod.has_ended for pod in view.pods) else _EXPLAIN_S)
-        cause = str(better.cause or "")
-        self._mirror.say(better.reason)
-        self._mirror.record_event({**event, "state": str(better.state), "reason": better.reason, "cause": cause})
+            if not self._pods_ended_at and all(pod.is_over for pod in view.pods):
+                self._pods_ended_at = time.monotonic()
+            if self._pods_ended_at:
+                return time.monotonic() > self._pods_ended_at + _LOOK_S
+            limit_s = _TOLD_S if told.state is StateName.CANCELLED else _EXPLAIN_S
+            return time.monotonic() > (self._verdict_at or 0.0) + limit_s
+        self._conclude(better)
         return True
 
     def _missing(self) -> list[str]:
@@ -308,19 +313,17 @@ class Follower:
         if self._key is not None and verdict.get("state") == StateName.SUCCEEDED:
             ranks = range(self._spec.topology.number_of_processes)
             names |= {f"outcome-{verdict.get('attempt', 0)}-{rank}" for rank in ranks}
-        folder = records.files(self._ref.record_name).folder
-        return sorted(name for name in names if not (folder / name).exists())
+        return sorted(name for name in names if not (self._folder / name).exists())
 
     def _fetch_from(self, agent: PodClient) -> None:
         """Take all that pod 0's agent holds, and tell it that it may go."""
-        folder = records.files(self._ref.record_name).folder
         status = agent.status()
         names = [name for name in self._missing() if name.removeprefix("outcome-") in status["outcomes"]]
         failed = (self._mirror.verdict or {}).get("state") != StateName.SUCCEEDED
         if failed and status.get("checkpoint") is not None:
             names.append("checkpoint")
         for name in names:
-            agent.fetch_file(name, folder / name, self._progress("Fetching the results"))
+            agent.fetch_file(name, self._folder / name, self._progress("Fetching the results"))
         agent.ack()
 
     def _is_told(self) -> bool:
@@ -328,12 +331,6 @@ class Follower:
         ended = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED)
         told = all(replica.state in ended for replica in self._reader.status().replicas)
         return told or time.monotonic() > (self._verdict_at or 0.0) + _DRAIN_S
-
-    def _from_store(self, name: str) -> None:
-        """Take an outcome from the job's store, if that is a URL or a claim that this process's pod mounts."""
-        path = records.files(self._ref.record_name).folder / name
-        with contextlib.suppress(StoreError):
-            kept_results.copy(self._cluster, self._spec, name, path)
 
     def _is_drained(self, view: JobView) -> bool:
         alive = {pod.uid for pod in view.pods if not pod.has_ended}
@@ -379,24 +376,22 @@ class Follower:
                     "state": str(replica.state), "pid": None, "exit_code": replica.exit_code, "signal": replica.signal,
                 }
             )  # fmt: skip
+        self._conclude(status)
+        self._mirror.release_final()
+
+    def _conclude(self, status: JobStatus) -> None:
+        """Let everybody see how the job has ended."""
         self._mirror.say(status.reason)
         self._mirror.record_event(
             {
                 "event": EventKind.STATE, "time": time.time(), "rank": None, "attempt": status.attempt,
                 "state": str(status.state), "reason": status.reason, "cause": str(status.cause or ""),
+                "failed_rank": status.failed_rank,
             }
         )  # fmt: skip
-        self._mirror.release_final()
-
-    def _fill(self, uid: str, number: int, first: int, _last: int) -> Sequence[Line] | None:
-        """Lines that a pod's stream has skipped, from its agent."""
-        return self._ask(uid, number, lambda agent: agent.log(first))
-
-    def _fill_events(self, uid: str, number: int, first: int, _last: int) -> Sequence[EventItem] | None:
-        """Events that a pod's stream has skipped, from its agent."""
-        return self._ask(uid, number, lambda agent: agent.events(first))
 
     def _ask(self, uid: str, number: int, question: Callable[[PodClient], Sequence[T]]) -> Sequence[T] | None:
+        """What a pod's stream has skipped, from its agent; None if that cannot be asked."""
         pod = next((pod for pod in self.view.pods if pod.uid == uid and pod.is_running), None)
         if pod is None:
             return None

@@ -24,6 +24,10 @@ _OVERLAP_S = 5
 """A stream that is taken up again begins this much before it broke; what was seen is dropped by its number."""
 
 _FORBIDDEN = 403
+_GONE = (400, 404, 410)
+_TRIES = 20
+"""How often the log of an ended pod is asked for where the API server, or the node, fails to give it."""
+
 _READ_BYTES = 1 << 16
 
 Ask = Callable[[], Any]
@@ -88,6 +92,7 @@ class PodLog:
         from kubernetes.client.exceptions import ApiException
 
         read = self._stream
+        failures = 0
         while not self._stopped.is_set():
             # Asked before reading: what a container has written before it ended is then read for certain.
             ended = self._has_ended()
@@ -97,9 +102,11 @@ class PodLog:
                 whole = False
                 if error.status == _FORBIDDEN:
                     read = self._poll_agent
-                elif ended and error.status is not None:
+                elif ended and error.status:
+                    failures += 1
                     # Nobody has the log any more: the pod is gone, or its node is.
-                    break
+                    if error.status in _GONE or failures == _TRIES:
+                        break
             except JobNotFoundError:
                 break
             except Exception:  # noqa: BLE001 - whatever broke the stream, it is taken up again
@@ -140,6 +147,8 @@ class PodLog:
                     self._mirror.refuse(self._uid, self.number)
             self._take(reader.finish())
         finally:
+            # What is left of a stream must not be taken for the answer to the next request of its connection.
+            self._response.close()
             self._response.release_conn()
             self._response = None
         return True

@@ -92,7 +92,12 @@ class PodView:
     @property
     def has_ended(self) -> bool:
         """Whether the agent runs no longer, and will not again in this pod."""
-        return self.is_gone or self.phase in ("Succeeded", "Failed") or self.main.state == "terminated"
+        return self.is_over or self.main.state == "terminated"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of its containers runs any longer, so that the cluster has said why."""
+        return self.is_gone or self.phase in ("Succeeded", "Failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
