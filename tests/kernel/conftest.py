@@ -113,14 +113,6 @@ def kernel(tmp_path_factory):
     kernel.close()
 
 
-def alive(pid):
-    """Whether a process runs; a zombie does not."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture
 def wait_until():
     """Waits for a condition, or fails with the time it took."""

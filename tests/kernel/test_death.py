@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import alive
+from liveness import alive
 
 import kale_dist as kd
 from kale_dist import records
