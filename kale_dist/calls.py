@@ -332,7 +332,7 @@ def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str
         labels: On a cluster, those that have all of these labels.
 
     Raises:
-        ConfigError: There is no such backend, or it has no namespaces and labels.
+        ConfigError: There is no such backend, it has no namespaces and labels, or these are none.
     """
     backend = _named_backend("on", on)
     if isinstance(backend, Selects):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kale_dist import backends, cluster_checks, image_checks, names, volume_checks
+from kale_dist import backends, cluster_checks, image_checks, names, store_address, volume_checks
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
@@ -120,7 +120,7 @@ def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> R
         recipe=wanted.recipe,
         auto_packages=wanted.auto,
         resources=cluster_checks.resources(given["resources"]),
-        store=cluster_checks.store(given["store"]),
+        store=store_address.check("store", given["store"]),
         cluster=cluster_checks.cluster_options(given["cluster"]),
         policy=Policy(**limits, detach=detach, max_restarts=given["max_restarts"]),
         warnings=(),

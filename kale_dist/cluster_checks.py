@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,39 +118,6 @@ def image(value: Any) -> str:
             remedy = f"Write {better!r}"
             break
     raise ConfigError("image", f"{shorten(value)} is not an image's reference", remedy)
-
-
-def store(value: Any) -> str:
-    """Where bytes travel: empty for None, `pvc://claim/folder`, or a URL.
-
-    Raises:
-        ConfigError: Pods could not reach it, or it holds a password.
-    """
-    if value is None or value == "":
-        return ""
-    example = "Write it as 'pvc://claim/folder' or a URL such as 's3://bucket/folder'"
-    if not isinstance(value, str):
-        raise ConfigError("store", f"{show(value)} is not text", example)
-    scheme, separator, rest = value.partition("://")
-    if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
-        raise ConfigError("store", f"{shorten(value)} names no store", example)
-    if scheme in ("file", "local", "memory"):
-        raise ConfigError("store", f"{shorten(value)} is on this machine, and pods do not see it", example)
-    if scheme == "pvc":
-        claim, _, folder = rest.partition("/")
-        if not names.is_object_name(claim):
-            raise ConfigError("store", f"{show(claim)} cannot be the name of a claim", example)
-        if ".." in folder.split("/"):
-            raise ConfigError("store", f"{folder!r} goes up with '..'", example)
-        return value.rstrip("/")
-    if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:
-        remedy = "Leave it out, and give it to the pods by cluster={'secret_environment': {'NAME': 'secret/key'}}"
-        raise ConfigError("store", f"this {scheme} URL holds a password", remedy)
-    try:
-        urllib.parse.urlsplit(value)
-    except ValueError as error:
-        raise ConfigError("store", f"{shorten(value)} is not a URL ({error})", example) from None
-    return value.rstrip("/")
 
 
 def check_fits(spec: JobSpec) -> None:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kale_dist import names
+from kale_dist import names, store_address
 from kale_dist.errors import ConfigError
 from kale_dist.wording import closest, shorten, show
 
@@ -134,6 +134,8 @@ def _checked(key: str, value: Any, argument: str) -> Any:
         return value
     if "\0" in value or "\n" in value:
         raise ConfigError(argument, f"{show(value)} is more than one line", "Write it on one line")
+    if key == "store":
+        return store_address.check(argument, value)
     if key in _FORMS:
         _check_form(_FORMS[key][0], value, argument, *_FORMS[key][1:])
     return value
@@ -153,9 +155,4 @@ _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "queue": (names.is_object_name, "cannot be the name of a queue", _OBJECT_REMEDY),
     "registry": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
     "registry_pull": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
-    "store": (
-        lambda text: bool(text.partition("://")[0] and text.partition("://")[2]),
-        "names no store",
-        "Write it as 'pvc://claim/folder' or a URL such as 's3://bucket/folder'",
-    ),
 }  # fmt: skip

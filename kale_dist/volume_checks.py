@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kale_dist import names
@@ -54,22 +54,7 @@ def pod_volumes(volumes: Any) -> tuple[Volume, ...]:
     Raises:
         ConfigError: A volume is not of these forms, or its path would hide what pods need.
     """
-    if volumes is None:
-        return ()
-    if isinstance(volumes, Mapping):
-        made = [_parse(mount, source) for mount, source in volumes.items()]
-    elif isinstance(volumes, Sequence) and all(isinstance(volume, Volume) for volume in volumes):
-        made = list(volumes)
-    else:
-        raise ConfigError("volumes", f"{show(volumes)} is not a dict", "Write it as {'/data': 'claim'}")
-    done: dict[str, Volume] = {}
-    for volume in made:
-        settled = _settle(volume)
-        if settled.mount_path in done:
-            problem = f"two volumes are mounted at {settled.mount_path!r}"
-            raise ConfigError("volumes", problem, "Give each a path of its own")
-        done[settled.mount_path] = settled
-    return tuple(done.values())
+    return _collected(volumes, _parse, _settle, example="{'/data': 'claim'}")
 
 
 def container_volumes(volumes: Any) -> tuple[Volume, ...]:
@@ -84,17 +69,24 @@ def container_volumes(volumes: Any) -> tuple[Volume, ...]:
     Raises:
         ConfigError: A volume is not of these forms, or its path would hide what containers need.
     """
+    return _collected(volumes, _parse_for_container, _settle_for_container, example="{'/data': '/data'}")
+
+
+def _collected(
+    volumes: Any, parse: Callable[[Any, Any], Volume], settle: Callable[[Volume], Volume], *, example: str
+) -> tuple[Volume, ...]:
+    """All volumes in one form, each at a path of its own."""
     if volumes is None:
         return ()
     if isinstance(volumes, Mapping):
-        made = [_parse_for_container(mount, source) for mount, source in volumes.items()]
+        made = [parse(mount, source) for mount, source in volumes.items()]
     elif isinstance(volumes, Sequence) and all(isinstance(volume, Volume) for volume in volumes):
         made = list(volumes)
     else:
-        raise ConfigError("volumes", f"{show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
+        raise ConfigError("volumes", f"{show(volumes)} is not a dict", f"Write it as {example}")
     done: dict[str, Volume] = {}
     for volume in made:
-        settled = _settle_for_container(volume)
+        settled = settle(volume)
         if settled.mount_path in done:
             problem = f"two volumes are mounted at {settled.mount_path!r}"
             raise ConfigError("volumes", problem, "Give each a path of its own")

@@ -136,7 +136,8 @@ class Bringer:
         if not loading.torch_version():
             raise ContractError("The image has no torch. Give one that has, with image=")
         if found := loading.version_differences(self._site.store, self._order.snapshot):
+            told = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
             raise ContractError(
-                f"The image does not fit the notebook: {'; '.join(found).replace('there', 'in the notebook')}. "
+                f"The image does not fit the notebook: {told}. "
                 "Give an image with the notebook's versions, with image=, or run the notebook with the image's"
             )

@@ -144,6 +144,7 @@ def test_a_model_is_trained_by_two_other_pods(executed):
 def test_what_is_large_travels_by_the_notebook_s_own_volume(executed):
     assert "large [True, True]" in executed[1]
     assert "sent through the API server: False" in executed[1]
+    assert "/.kale-dist, a volume of this notebook's pod" in executed[0]
 
 
 def test_the_pods_ran_the_notebook_s_image_without_a_token(executed, namespace):

@@ -95,6 +95,16 @@ def test_a_wrong_variable_is_named(tmp_path, value):
         load(tmp_path, KALE_DIST_NAMESPACE=value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["webdav://me:hunter2@host/a", "WEBDAV://me:hunter2@host/a", "file:///data", "pvc://a/../b", "results", "s3://"],
+)
+def test_a_configured_store_is_checked_as_the_argument_is(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"^KALE_DIST_STORE: ") as caught:
+        load(tmp_path, KALE_DIST_STORE=value)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_folder_in_the_place_of_the_file_is_named(tmp_path, file):
     file.mkdir()
     with pytest.raises(ConfigError, match=r"config.toml cannot be read: Is a directory"):

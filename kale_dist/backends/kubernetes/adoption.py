@@ -10,17 +10,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import records, transport
+from kale_dist import names, records, transport
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.kubernetes import refusals, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.refusals import Doing
-from kale_dist.errors import JobExistsError, JobNotFoundError, warn
+from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError, warn
 from kale_dist.manifests import input_secret_name
 from kale_dist.manifests.settings import SPEC_ANNOTATION, SUBMITTED_BY_ANNOTATION
 from kale_dist.pod_order import InputFiles, Source
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
+from kale_dist.wording import show
 
 MANAGED_BY = "app.kubernetes.io/managed-by=kale-dist"
 
@@ -34,8 +35,10 @@ def select(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -
         labels: Those that have all of these.
 
     Raises:
+        ConfigError: The namespace or a label is none.
         BackendError: The cluster refused.
     """
+    _check_selection(namespace, labels)
     selector = ",".join([MANAGED_BY, *(f"{name}={value}" for name, value in labels.items())])
     place = (submission.GROUP, submission.VERSION)
     where = cluster.namespace if namespace is None else namespace
@@ -54,6 +57,22 @@ def select(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -
     return [JobRef("kubernetes", f"{job['metadata']['namespace']}/{job['metadata']['name']}") for job in jobs]
 
 
+def _check_selection(namespace: Any, labels: Any) -> None:
+    """Refuse what would select other jobs than meant: a comma in a value begins another condition."""
+    is_place = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
+    if not is_place:
+        remedy = "Write lower-case letters, digits and dashes, such as 'team-a', or '*' for all"
+        raise ConfigError("namespace", f"{show(namespace)} cannot be a namespace", remedy)
+    if not isinstance(labels, Mapping):
+        raise ConfigError("labels", f"{show(labels)} is not a dict", "Write it as {'team': 'vision'}")
+    for key, value in labels.items():
+        if not isinstance(key, str) or not names.is_qualified_name(key):
+            raise ConfigError("labels", f"{show(key)} cannot be a label", "Write it as 'team' or 'example.com/team'")
+        if not isinstance(value, str) or not names.is_label_value(value):
+            remedy = "Write at most 63 letters, digits, '-', '_' and '.'"
+            raise ConfigError("labels", f"{show(value)} of {key} cannot be a label's value", remedy)
+
+
 def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
     """Make a record of a job that is on the cluster.
 
@@ -67,7 +86,7 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
         BackendError: The cluster refused.
     """
     namespace, _, name = ref.name.partition("/")
-    job = _read_job(cluster, ref, namespace, name)
+    job = _read_job(cluster, namespace, name)
     annotations = job["metadata"].get("annotations") or {}
     try:
         spec = JobSpec.from_json(json.loads(annotations[SPEC_ANNOTATION]))
@@ -104,7 +123,7 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
         )  # fmt: skip
 
 
-def _read_job(cluster: Cluster, ref: JobRef, namespace: str, name: str) -> Any:
+def _read_job(cluster: Cluster, namespace: str, name: str) -> Any:
     try:
         job: Any = cluster.custom.get_namespaced_custom_object(
             submission.GROUP, submission.VERSION, namespace, submission.PLURAL, name
@@ -117,7 +136,6 @@ def _read_job(cluster: Cluster, ref: JobRef, namespace: str, name: str) -> Any:
             ) from error
         doing = Doing(verb="get", resource=submission.PLURAL, namespace=namespace, name=name)
         raise refusals.explain(error, doing=doing) from error
-    del ref
     return job
 
 

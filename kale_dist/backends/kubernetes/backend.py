@@ -184,7 +184,7 @@ class KubernetesBackend:
 
     def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
         """Jobs that the cluster has, whoever submitted them, oldest first."""
-        return adoption.select(client.connect(), namespace, labels or {})
+        return adoption.select(client.connect(), namespace, {} if labels is None else labels)
 
     def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
         """Make a record of a job that was submitted from another machine."""

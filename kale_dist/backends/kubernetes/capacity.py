@@ -11,6 +11,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from kale_dist.backends.kubernetes.findings import Finding
 from kale_dist.manifests import input_secret_name
+from kale_dist.manifests.settings import QUEUE_LABEL
 
 _JOB_COUNT = "count/pytorchjobs.kubeflow.org"
 _SERVICES = ("services", "count/services")
@@ -83,7 +84,7 @@ class Wanted:
             image_pull_secrets=tuple(secret["name"] for secret in first.get("imagePullSecrets") or ()),
             service_account=first.get("serviceAccountName") or "default",
             priority_class=first.get("priorityClassName") or "",
-            queue=(job["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name", ""),
+            queue=(job["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""),
             has_host_path=has_host_path,
             has_master_and_workers={"Master", "Worker"} <= replicas.keys(),
         )

@@ -10,7 +10,7 @@ import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import urllib3
@@ -49,6 +49,7 @@ class Cluster:
     """A cluster that has answered, and a namespace in it. Safe to use from threads."""
 
     api: client.ApiClient = dataclasses.field(repr=False)
+    """Reads its kubeconfig again whenever that was written anew: jobs run for longer than a login holds."""
     core: client.CoreV1Api = dataclasses.field(repr=False)
     custom: client.CustomObjectsApi = dataclasses.field(repr=False)
     authorization: client.AuthorizationV1Api = dataclasses.field(repr=False)
@@ -64,6 +65,8 @@ class Cluster:
 
     def token(self) -> str:
         """The header `Authorization`, as fresh as it can be had; empty with a client certificate. Never to be shown."""
+        if isinstance(self.api, _Client):
+            self.api.renew()
         for key in _TOKEN_KEYS:
             found: str | None = self.api.configuration.get_api_key_with_prefix(key)
             if found:
@@ -147,16 +150,57 @@ class _TimedRest(rest.RESTClientObject):
             return super().request(method, url, _request_timeout=timeout, **options)  # type: ignore[no-untyped-call]
 
 
+class _Client(client.ApiClient):
+    """Sends requests with the credentials that its kubeconfig has at the time.
+
+    Args:
+        configuration: Filled from the kubeconfig.
+        source: The kubeconfig; that of a pod's service account is kept fresh by the kubernetes client itself.
+    """
+
+    def __init__(self, configuration: client.Configuration, source: _Source) -> None:
+        super().__init__(configuration)
+        self.rest_client = _TimedRest(configuration)
+        self._source = source
+        self._renewing = threading.Lock()
+
+    def renew(self) -> None:
+        """Take other credentials over, if the kubeconfig was written anew. One that cannot be read changes nothing."""
+        if not self._source.files:
+            return
+        with self._renewing:
+            stamps = _stamps(self._source.files.split(os.pathsep))
+            if stamps == self._source.stamps:
+                return
+            fresh = client.Configuration()
+            with contextlib.suppress(ConfigError, BackendUnavailableError):
+                _load_kubeconfig(self._source, fresh)
+                self._source = dataclasses.replace(self._source, stamps=stamps)
+                if fresh.host == self.configuration.host:
+                    self._take_over(fresh)
+
+    def _take_over(self, fresh: client.Configuration) -> None:
+        known = self.configuration
+        known.api_key, known.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
+        certificates = [(known, name, getattr(fresh, name)) for name in ("ssl_ca_cert", "cert_file", "key_file")]
+        if any(getattr(settings, name) != value for settings, name, value in certificates):
+            for settings, name, value in certificates:
+                setattr(settings, name, value)
+            # Connections keep the certificates with which they were made.
+            self.rest_client = _TimedRest(known)
+
+    def update_params_for_auth(self, *args: Any, **options: Any) -> None:
+        """Put the credentials into a request."""
+        self.renew()
+        super().update_params_for_auth(*args, **options)
+
+
 def _source(config: Config, context: str) -> _Source:
     named = config.kubeconfig or os.environ.get("KUBECONFIG", "")
     files = [os.path.expanduser(name) for name in (named or "~/.kube/config").split(os.pathsep) if name]  # noqa: PTH111 - pathlib raises for a user without a home
-    stamps = []
-    for file in files:
-        with contextlib.suppress(OSError, ValueError):
-            found = os.stat(file)  # noqa: PTH116 - one call for both numbers
-            stamps.append((found.st_mtime_ns, found.st_ino))
+    stamps = _stamps(files)
     if stamps:
-        return _Source(files=os.pathsep.join(files), stamps=tuple(stamps), context=context)
+        return _Source(files=os.pathsep.join(files), stamps=stamps, context=context)
     if named and config.kubeconfig:
         origin = dict(config.origins).get("kubeconfig", "config")
         raise ConfigError("kubeconfig", f"there is no file {named} (set by {origin})", "Correct the path")
@@ -172,6 +216,16 @@ def _source(config: Config, context: str) -> _Source:
         "No cluster is known: there is no ~/.kube/config, KUBECONFIG is not set, and this is not a pod with a service "
         "account. Get a kubeconfig from the cluster's administrator or provider; 'kubectl get nodes' tells if it works"
     )
+
+
+def _stamps(files: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """What changes when a file is written anew, of those that are there."""
+    stamps = []
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):
+            found = os.stat(file)  # noqa: PTH116 - one call for both numbers
+            stamps.append((found.st_mtime_ns, found.st_ino))
+    return tuple(stamps)
 
 
 def _open(source: _Source) -> Cluster:
@@ -192,8 +246,8 @@ def _open(source: _Source) -> Cluster:
     # At this level the client writes down whole responses, and among them are Secrets.
     log = logging.getLogger("kubernetes.client.rest")
     log.setLevel(max(log.level, logging.INFO))
-    api = client.ApiClient(configuration)
-    api.rest_client = _TimedRest(configuration)
+    # The same context from here on, also when the kubeconfig's current one is another.
+    api = _Client(configuration, dataclasses.replace(source, context=context))
     return Cluster(
         api=api,
         core=client.CoreV1Api(api),

@@ -59,7 +59,7 @@ def hindrance(pod: PodView, view: JobView) -> Finding | None:
     if pod.has_ended or pod.is_running:
         return None
     if pod.scheduling and not pod.node:
-        return _find(Place.SCHEDULING, pod.scheduling, pod, view, _scheduling_facts(pod, view))
+        return _find(Place.SCHEDULING, pod.scheduling, pod, view, _scheduling_facts(pod))
     for container in pod.containers:
         said = f"{container.reason}: {container.message}"
         if container.is_init and container.state == "running" and container.name == "init-pytorch":
@@ -239,7 +239,7 @@ def _exit(code: int | None) -> str:
     return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
 
 
-def _scheduling_facts(pod: PodView, view: JobView) -> dict[str, str]:
+def _scheduling_facts(pod: PodView) -> dict[str, str]:
     """The scheduler's message in words; its second half, about preemption, helps nobody."""
     found = _SCHEDULER_SAYS.match(pod.scheduling)
     if found is None:
@@ -253,7 +253,6 @@ def _scheduling_facts(pod: PodView, view: JobView) -> dict[str, str]:
                 break
         else:
             parts.append(group)
-    del view
     return {"nodes": f"of {found['all']} node{'s' * (found['all'] != '1')}, {' and '.join(parts)}"}
 
 

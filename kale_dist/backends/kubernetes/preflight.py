@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import datetime as dt
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +27,7 @@ _AT_ONCE = 8
 _MANY_NODES = 500
 _OPERATOR_LABEL = "control-plane=kubeflow-training-operator"
 _ENFORCE = "pod-security.kubernetes.io/enforce"
+_FLAP = dt.timedelta(minutes=1)
 _INSTALL = "An administrator installs Kubeflow's Training Operator; docs/rbac.md says how"
 _BYTES = ("create pods/portforward", "get pods/portforward"), ("create pods/exec", "get pods/exec")
 
@@ -175,13 +177,19 @@ def _operator(cluster: Cluster, notes: _Notes, _: Wanted | None) -> None:
             label_selector=_OPERATOR_LABEL, _request_timeout=_TIMEOUT_S
         )
     )
-    if deployments is not None and deployments.items:
-        ready = any(item.status.ready_replicas for item in deployments.items)
-        if not ready:
-            place = deployments.items[0].metadata
-            sentence = f"The Training Operator (deployment {place.name} in {place.namespace}) is not running"
-            remedy = f"kubectl -n {place.namespace} describe pods -l {_OPERATOR_LABEL} says why; jobs wait until then"
-            notes.add("operator", sentence, remedy)
+    there = [] if deployments is None else deployments.items
+    if there and not any(item.status.ready_replicas or _has_just_changed(item) for item in there):
+        place = there[0].metadata
+        sentence = f"The Training Operator (deployment {place.name} in {place.namespace}) is not running"
+        remedy = f"kubectl -n {place.namespace} describe pods -l {_OPERATOR_LABEL} says why; jobs wait until then"
+        notes.add("operator", sentence, remedy)
+
+
+def _has_just_changed(deployment: Any) -> bool:
+    """Whether it was ready a moment ago, as one that is started anew, or whose probe was late on a busy node."""
+    now = dt.datetime.now(dt.UTC)
+    changes = (item.last_transition_time for item in deployment.status.conditions or () if item.type == "Available")
+    return any(change is not None and now - change < _FLAP for change in changes)
 
 
 def _namespace(cluster: Cluster, notes: _Notes, wanted: Wanted | None) -> None:

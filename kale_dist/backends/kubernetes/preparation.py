@@ -72,6 +72,11 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
         settled = dataclasses.replace(settled, resources=limit)
     if submit:
+        if settled.store and not spec.store and not configured.store:
+            warn(
+                f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod "
+                "that other pods can write to. store= names another place"
+            )
         _look(cluster, settled, own)
         settled = dataclasses.replace(settled, image=_made(cluster, settled, configured))
     return settled
