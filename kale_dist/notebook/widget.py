@@ -7,7 +7,6 @@ free: beside a cell that runs where kernel and front end have subshells, else af
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import contextvars
@@ -16,7 +15,6 @@ import pathlib
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -42,14 +40,14 @@ MAX_DOWNLOAD_BYTES = 64 << 20
 
 _LINES_EACH_S = 0.03
 _PARTS_EACH_S = 0.25
+_PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
+_FIRST_PAGE = "the page of the cell"
 _STATIC = pathlib.Path(__file__).parent / "static"
 _PARTS = ("head", "progress", "error", "curves", "ranks", "notes")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_alive: weakref.WeakSet[JobWidget] = weakref.WeakSet()
 
 
 def _of_no_cell(function: Callable[P, R]) -> Callable[P, R]:
@@ -82,9 +80,11 @@ class JobWidget(anywidget.AnyWidget):
         job: The job.
     """
 
-    _esm = _STATIC / "job.js"
+    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "log", "keep", "job"))
     _css = _STATIC / "job.css"
 
+    identity = traitlets.Unicode().tag(sync=True)
+    ref = traitlets.Unicode().tag(sync=True)
     name = traitlets.Unicode().tag(sync=True)
     state = traitlets.Unicode().tag(sync=True)
     world_size = traitlets.Int(0).tag(sync=True)
@@ -96,18 +96,20 @@ class JobWidget(anywidget.AnyWidget):
     curves = traitlets.Unicode().tag(sync=True)
     ranks = traitlets.Unicode().tag(sync=True)
     notes = traitlets.Unicode().tag(sync=True)
+    picture = traitlets.Unicode().tag(sync=True)
 
     @_of_no_cell
     def __init__(self, job: Job[Any]) -> None:
-        super().__init__()
-        self._display_id = f"kale-dist-{uuid.uuid4().hex}"
+        identity = uuid.uuid4().hex
+        super().__init__(identity=identity, model_id=identity)
+        self._display_id = f"kale-dist-{identity}"
         self._lock = threading.RLock()
-        self._seen_by: set[str] = set()
+        # Whoever runs the cell sees it; the page may be able to say so only when the cell has ended.
+        self._seen_by = {_FIRST_PAGE}
         self._woken = threading.Event()
         self._is_shown = False
         self._take(job)
         self.on_msg(self._receive)
-        _alive.add(self)
 
     def show(self) -> None:
         """Show it below the cell that runs; front ends without widgets get the picture as HTML or text."""
@@ -117,17 +119,15 @@ class JobWidget(anywidget.AnyWidget):
         self._is_shown = True
         self.start()
 
-    def settle(self) -> None:
-        """Put the picture as it is now into the notebook, for whoever opens it without this kernel."""
+    def _settle(self) -> None:
+        """Put the final picture into the notebook's file, for viewers that know no widgets."""
         from IPython.display import publish_display_data
 
         if self._is_shown:
+            # Front ends may be gone.
             with contextlib.suppress(Exception):
-                bundle = self._bundle()
-                # Without this kernel a front end would look for the widget, and show nothing else.
-                bundle.pop("application/vnd.jupyter.widget-view+json", None)
                 publish_display_data(  # type: ignore[no-untyped-call]
-                    bundle, transient={"display_id": self._display_id}, update=True
+                    self._bundle(), transient={"display_id": self._display_id}, update=True
                 )
 
     # -- what is shown ------------------------------------------------------------------------------------------------
@@ -140,6 +140,7 @@ class JobWidget(anywidget.AnyWidget):
             self._next = len(self._lines)
             self._status: JobStatus | None = None
             self._is_over = False
+            self._pictured_at = float("-inf")
         self._draw()
         job.call_after_wait(self._draw)
 
@@ -172,14 +173,20 @@ class JobWidget(anywidget.AnyWidget):
                 self._read_log()
             found = view.parts(status, time.time())
             with self.hold_sync():
+                self.ref = facts.clean(status.ref)
                 self.name = facts.name(status)
                 self.state = status.state.value
                 self.world_size = len(status.replicas)
                 self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
                 for part in _PARTS:
                     setattr(self, part, found[part])
+                if status.is_final or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
+                    self._pictured_at = time.monotonic()
+                    self.picture = view.html(status, tuple(self._lines)[-view.LOG_LINES :], time.time())
             self._status = status
             self._is_over = status.is_final
+            if self._is_over:
+                self._settle()
 
     @_of_no_cell
     def _read_log(self) -> None:
@@ -215,7 +222,7 @@ class JobWidget(anywidget.AnyWidget):
             with contextlib.suppress(Exception):
                 if self._seen_by:
                     self._read_log()
-                if time.monotonic() - drawn >= (_PARTS_EACH_S if self._seen_by else _UNSEEN_EACH_S):
+                if time.monotonic() - drawn >= _PARTS_EACH_S and (self._seen_by or self._job.done()):
                     self._draw()
                     drawn = time.monotonic()
             self._woken.wait(_LINES_EACH_S if self._seen_by else _UNSEEN_EACH_S)
@@ -230,7 +237,7 @@ class JobWidget(anywidget.AnyWidget):
             case "here":
                 self._note_view(seen, visible=bool(message.get("visible")), first=message.get("next"))
             case "gone":
-                self._note_view(seen, visible=False)
+                self._forget_view(seen)
         actions: dict[Any, Callable[[], dict[str, Any] | None]] = {
             "cancel": self._cancel, "retry": self._retry, "plan": self._plan,
         }  # fmt: skip
@@ -246,13 +253,20 @@ class JobWidget(anywidget.AnyWidget):
 
     def _note_view(self, seen: str, *, visible: bool, first: Any = None) -> None:
         with self._lock:
+            self._seen_by.discard(_FIRST_PAGE)
             if visible:
                 self._seen_by.add(seen)
                 self._read_log()
                 self._send_lines(first if isinstance(first, int) else 0)
+                self._draw()
             else:
                 self._seen_by.discard(seen)
+        self.send({"view": seen, "heard": "visible" if visible else "hidden"})
         self._woken.set()
+
+    def _forget_view(self, seen: str) -> None:
+        with self._lock:
+            self._seen_by.discard(seen)
 
     def _cancel(self) -> dict[str, Any]:
         self._job.cancel()
@@ -277,10 +291,3 @@ class JobWidget(anywidget.AnyWidget):
             while size > MAX_DOWNLOAD_BYTES:
                 size -= len(text.popleft())
         self.send({"view": seen, "file": f"{self._job.name}.log"}, buffers=[b"".join(text)])
-
-
-@atexit.register
-def _settle_all() -> None:
-    """When the kernel ends in order, notebooks keep pictures instead of widgets that nobody answers for."""
-    for widget in tuple(_alive):
-        widget.settle()

@@ -115,7 +115,8 @@ def last_epoch(curve: Curve) -> tuple[int, int] | None:
 def _curve(name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow, float]]]) -> Curve:
     several = len({source for source, _ in groups}) > 1
     series = []
-    for (source, rank), rows in list(groups.items())[:MAX_SERIES]:
+    # By rank, not by who reported first: a rank then has the colour here that it has in the log.
+    for (source, rank), rows in sorted(groups.items(), key=lambda group: group[0][1] or 0)[:MAX_SERIES]:
         said = facts.clean(source)
         label = said if rank is None else (f"{said} rank {rank}" if several else f"rank {rank}")
         xs, by_epoch = _positions([row for row, _ in rows])

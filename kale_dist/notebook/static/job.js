@@ -1,265 +1,203 @@
+
 // The live view of one job. Python sends parts of the picture as HTML of its own making, and log lines as they come;
-// this file puts them into the page, and sends back what is clicked. Everything that came from a job is escaped: parts
-// in Python, log lines here by textContent.
+// these files put them into the page, and send back what is clicked. Everything that came from a job is escaped: parts
+// in Python, log lines in log.js by textContent. page.js, log.js, keep.js and job.js are one module, in this order.
 
-const MAX_LINES = 5000; // kept in the page; all are in the job's log
-const SHOWN_LINES = 1000; // in the document at a time
 const ANSWER_MS = 2000; // a kernel that runs a cell may answer late, or never before the cell ends
+const SAID_MS = 6000;
+const MAX_WAIT_MS = 60000;
 const PARTS = ["head", "progress", "error", "curves", "ranks", "notes"];
+const AFTER = {
+  cancel: "The job is cancelled then.",
+  retry: "The job is submitted again then.",
+  plan: "It is copied then.",
+  download: "The log comes then.",
+};
 
-// What the user has set in a view: a front end may take a view away and put another one in its place.
-const choices = new Map();
+// All views of each job: a front end may take one away and put another one in its place, which then is the same.
+const views = new Map();
 
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
+// One view. It outlives the front end's: `attach` puts it into the page, again where it was taken away.
+class JobView {
+  constructor() {
+    this.id = crypto.randomUUID?.() ?? String(Math.random());
+    this.open = {};
+    this.timers = {};
+    this.visible = null;
+    this.onScreen = true;
+    this.focused = null;
+    this.said = element("div", { class: "kd-said", role: "status" });
+    this.log = new LogView((what) => this.ask(what), (text) => this.announce(text));
+    this.places = Object.fromEntries(PARTS.map((part) => [part, element("div", { class: `kd-${part}` })]));
+    this.cancel = this.button("Cancel", () => this.confirm(true), "kd-danger");
+    this.no = this.button("No", () => this.confirm(false));
+    const yes = this.button("Yes, cancel the job", () => { this.confirm(false); this.ask("cancel"); }, "kd-danger");
+    this.sure = element("span", { class: "kd-sure", role: "group", "aria-label": "Cancel the job?", hidden: true }, yes, this.no);
+    this.sure.addEventListener("keydown", (event) => event.key === "Escape" && this.confirm(false));
+    this.retry = this.button("Retry", () => this.ask("retry"));
+    this.plan = this.button("", () => this.ask("plan"));
+    const actions = element("div", { class: "kd-actions" }, this.cancel, this.sure, this.retry, this.plan, this.said);
+    const { head, ...others } = this.places;
+    this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node);
+    this.root.addEventListener("focusin", (event) => (this.focused = event.target));
+    this.root.addEventListener("focusout", () => setTimeout(() => this.root.isConnected && !this.root.contains(document.activeElement) && (this.focused = null)));
+    this.observer = new IntersectionObserver((entries) => {
+      this.onScreen = entries[entries.length - 1].isIntersecting;
+      this.see();
+    });
+    this.see = this.see.bind(this);
+    this.watched = [
+      ...PARTS.map((part) => [`change:${part}`, () => this.drawPart(part)]),
+      ["change:state", () => this.drawActions()],
+      ["change:name", () => this.drawActions()],
+      ["change:world_size", () => this.log.setRanks(this.model.get("world_size"))],
+      ["change:job_number", () => { this.log.clear(); this.tellHere(); }],
+      ["comm_live_update", () => this.checkKernel()],
+      ["msg:custom", (message, buffers) => this.receive(message, buffers)],
+    ];
   }
-  made.append(...children);
-  return made;
-}
 
-async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    // Pages that are not served over TLS have no clipboard.
-    const area = element("textarea", { style: "position:fixed;opacity:0" });
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
+  button(text, onclick, kind = "") {
+    return element("button", { type: "button", class: kind, onclick }, text);
   }
-}
 
-function save(name, parts) {
-  const link = element("a", { href: URL.createObjectURL(new Blob(parts, { type: "text/plain" })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
-
-class LogView {
-  constructor(model, choice, ask, announce) {
+  attach(model, el) {
+    this.detach();
     this.model = model;
-    this.choice = choice;
-    this.lines = []; // {number, rank, text}
-    this.next = 0;
-    this.skipped = 0;
-    this.shown = 0;
-    this.box = element("div", { class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
-    this.empty = element("div", { class: "kd-empty" }, "Nothing was printed yet.");
-    this.count = element("span", { class: "kd-count" });
-    this.rank = element("select", { "aria-label": "Lines of", onchange: () => this.filter("rank", this.rank.value) });
-    this.search = element("input", {
-      type: "search", placeholder: "Search the log", "aria-label": "Search the log", value: choice.search,
-      oninput: () => this.filter("search", this.search.value),
-    });
-    this.follow = element("button", { type: "button", onclick: () => this.setFollow(!this.choice.follow) }, "Follow");
-    const copied = element("button", { type: "button", onclick: () => {
-      copy(this.matching().map((line) => `${this.prefix(line)} ${line.text}`).join("\n"));
-      announce("The lines shown were copied");
-    } }, "Copy");
-    const download = element("button", { type: "button", onclick: () => ask("download") }, "Download");
-    this.bar = element("div", { class: "kd-bar" }, this.rank, this.search, this.follow, copied, download, this.count);
-    this.node = element("div", { class: "kd-log" }, this.bar, this.box);
-    this.box.append(this.empty);
-    this.box.addEventListener("wheel", (event) => event.deltaY < 0 && this.setFollow(false), { passive: true });
-    this.box.addEventListener("keydown", (event) => ["ArrowUp", "PageUp", "Home"].includes(event.key) && this.setFollow(false));
-    this.setFollow(choice.follow);
-    this.setRanks();
+    this.el = el;
+    el.append(this.root);
+    PARTS.forEach((part) => this.drawPart(part));
+    this.drawActions();
+    this.log.setRanks(model.get("world_size"));
+    this.log.shownAgain();
+    if (this.focused && document.activeElement === document.body) this.focused.focus({ preventScroll: true });
+    this.watched.forEach(([event, callback]) => model.on(event, callback));
+    this.observer.observe(this.root);
+    document.addEventListener("visibilitychange", this.see);
+    this.see();
+    keepInNotebook(model);
+    model.widget_manager?.get_model?.(model.get("identity")).then((found) => {
+      this.found = found;
+      this.checkKernel();
+    }, () => {});
   }
 
-  setRanks() {
-    const ranks = this.model.get("world_size");
-    this.rank.replaceChildren(
-      element("option", { value: "" }, "All ranks"),
-      ...Array.from({ length: ranks }, (_, rank) => element("option", { value: String(rank) }, `Rank ${rank}`)),
-    );
-    this.rank.value = this.choice.rank;
+  detach() {
+    if (!this.model) return;
+    this.watched.forEach(([event, callback]) => this.model.off(event, callback));
+    this.observer.disconnect();
+    document.removeEventListener("visibilitychange", this.see);
+    Object.values(this.timers).forEach(clearTimeout);
+    this.tell({ tell: "gone", view: this.id });
+    this.model = this.visible = null;
   }
 
-  setFollow(on) {
-    this.choice.follow = on;
-    this.follow.setAttribute("aria-pressed", String(on));
-    if (on) this.box.scrollTop = this.box.scrollHeight;
+  // Without its kernel this is a picture.
+  checkKernel() {
+    if (!this.model || !this.found || this.found.comm_live) return;
+    const { model, el } = this;
+    this.detach();
+    this.root.remove();
+    el.innerHTML = lastPicture(model);
   }
 
-  filter(what, value) {
-    this.choice[what] = value;
-    this.draw();
-  }
-
-  prefix(line) {
-    return `[${line.rank === null ? "kale-dist" : line.rank}]`;
-  }
-
-  matches(line) {
-    const { rank, search } = this.choice;
-    return (rank === "" || String(line.rank) === rank) && (!search || line.text.toLowerCase().includes(search.toLowerCase()));
-  }
-
-  matching() {
-    return this.lines.filter((line) => this.matches(line));
-  }
-
-  row(line) {
-    const who = element("span", { class: `kd-who kd-who-${line.rank === null ? "x" : line.rank % 6}` }, this.prefix(line));
-    return element("div", { class: "kd-line" }, who, ` ${line.text}`);
-  }
-
-  // New lines, numbered from `first`. What is here already is passed over: several views of one job share the messages.
-  add(first, added) {
-    const fresh = [];
-    added.forEach(([rank, text], index) => {
-      if (first + index >= this.next) fresh.push({ number: first + index, rank, text });
-    });
-    if (!fresh.length) return;
-    if (fresh[0].number > this.next) this.skipped += fresh[0].number - this.next;
-    this.next = fresh[fresh.length - 1].number + 1;
-    this.lines.push(...fresh);
-    if (this.lines.length > MAX_LINES) this.lines.splice(0, this.lines.length - MAX_LINES);
-    const rows = fresh.filter((line) => this.matches(line)).slice(-SHOWN_LINES).map((line) => this.row(line));
-    if (rows.length) {
-      this.empty.remove();
-      this.box.append(...rows);
-      this.shown += rows.length;
-      for (; this.shown > SHOWN_LINES; this.shown -= 1) this.box.firstElementChild.remove();
-      if (this.choice.follow) this.box.scrollTop = this.box.scrollHeight;
+  // A kernel that has ended takes nothing more.
+  tell(message) {
+    try {
+      this.model.send(message);
+    } catch (error) {
+      console.debug("kale_dist", error);
     }
-    this.tell();
   }
 
-  draw() {
-    const found = this.matching();
-    const rows = found.slice(-SHOWN_LINES).map((line) => this.row(line));
-    this.shown = rows.length;
-    this.empty.textContent = this.lines.length ? "No line is like that." : "Nothing was printed yet.";
-    this.box.replaceChildren(...(rows.length ? rows : [this.empty]));
-    if (this.choice.follow) this.box.scrollTop = this.box.scrollHeight;
-    this.tell(found.length);
+  later(name, wait_ms, callback) {
+    clearTimeout(this.timers[name]);
+    this.timers[name] = setTimeout(callback, wait_ms);
   }
 
-  tell(found) {
-    const filtered = this.choice.rank !== "" || this.choice.search !== "";
-    const lines = `${this.next.toLocaleString("en")} line${this.next === 1 ? "" : "s"}`;
-    this.count.textContent = filtered ? `${(found ?? this.matching().length).toLocaleString("en")} of ${lines}` : lines;
-    const hidden = this.next > MAX_LINES || this.skipped > 0;
-    this.count.title = hidden ? "The last lines are kept here. Download has all of them." : "";
+  // A page that nobody sees is sent nothing; what it missed is sent when it is seen again. Said until it is answered:
+  // what a page says before its kernel has a subshell for it waits for the cell that runs.
+  see() {
+    const now = this.onScreen && document.visibilityState === "visible";
+    if (now !== this.visible) {
+      this.visible = now;
+      this.tellHere();
+    }
+  }
+
+  tellHere(wait_ms = 1000) {
+    this.later("here", wait_ms, () => this.tellHere(Math.min(2 * wait_ms, MAX_WAIT_MS)));
+    const next = this.log.complete ? this.log.next : 0;
+    this.tell({ tell: "here", view: this.id, next, visible: this.visible });
+  }
+
+  ask(what) {
+    this.tell({ ask: what, view: this.id });
+    this.later("answer", ANSWER_MS, () => this.announce(`The kernel is busy: stop the cell first (■ in the toolbar). ${AFTER[what]}`, true));
+  }
+
+  announce(text, stays = false) {
+    this.said.textContent = text;
+    clearTimeout(this.timers.said);
+    if (!stays) this.later("said", SAID_MS, () => (this.said.textContent = ""));
+  }
+
+  receive(message, buffers) {
+    if (message.lines) this.log.add(message.first, message.lines);
+    if (message.view !== this.id) return;
+    if (message.heard) {
+      clearTimeout(this.timers.here);
+      if (message.heard === "visible") this.log.complete = true;
+      return;
+    }
+    clearTimeout(this.timers.answer);
+    if (message.say) this.announce(message.say);
+    if (message.plan) copy(message.plan).then(() => this.announce("Copied"));
+    if (message.file) save(message.file, buffers);
+  }
+
+  confirm(open) {
+    this.sure.hidden = !open;
+    this.cancel.hidden = open;
+    (open ? this.no : this.cancel).focus();
+  }
+
+  drawPart(part) {
+    const place = this.places[part];
+    const fresh = place.cloneNode(false);
+    fresh.innerHTML = this.model.get(part);
+    fresh.hidden = !this.model.get(part);
+    morph(place, fresh);
+    for (const fold of place.querySelectorAll("details")) {
+      fold.open = this.open[part] ?? fold.open;
+      fold.ontoggle = () => (this.open[part] = fold.open);
+    }
+  }
+
+  drawActions() {
+    const state = this.model.get("state");
+    const ended = ENDED.includes(state);
+    const focused = this.sure.contains(document.activeElement) || document.activeElement === this.cancel;
+    if (ended) this.sure.hidden = true;
+    this.cancel.hidden = ended || !this.sure.hidden;
+    this.retry.hidden = !ended;
+    if (ended && focused) this.retry.focus();
+    this.plan.textContent = this.model.get("plan_word");
+    this.root.setAttribute("aria-label", `Job ${this.model.get("name")}, ${state}`);
+    this.root.dataset.state = state;
   }
 }
 
 function render({ model, el }) {
-  const view = crypto.randomUUID?.() ?? String(Math.random());
-  if (!choices.has(model.model_id ?? model)) {
-    choices.set(model.model_id ?? model, { rank: "", search: "", follow: true, open: {} });
+  const identity = model.get("identity");
+  if (!views.has(identity)) views.set(identity, []);
+  let view = views.get(identity).find((one) => !one.root.isConnected);
+  if (!view) {
+    view = new JobView();
+    views.get(identity).push(view);
   }
-  const choice = choices.get(model.model_id ?? model);
-  const root = element("div", { class: "kd-job", role: "group" });
-  const said = element("div", { class: "kd-said", role: "status" });
-  let forget;
-  const announce = (text) => {
-    said.textContent = text;
-    clearTimeout(forget);
-    forget = setTimeout(() => (said.textContent = ""), 6000);
-  };
-
-  let waiting;
-  const ask = (what, more = {}) => {
-    model.send({ ask: what, view, ...more });
-    clearTimeout(waiting);
-    waiting = setTimeout(() => announce("The kernel is busy: stop the cell first (■ in the toolbar). The job runs on then; press ■ again to cancel it."), ANSWER_MS);
-  };
-
-  const log = new LogView(model, choice, ask, announce);
-  const places = Object.fromEntries(PARTS.map((part) => [part, element("div", { class: `kd-${part}` })]));
-  const cancel = element("button", { type: "button", class: "kd-danger", onclick: () => confirmCancel(true) }, "Cancel");
-  const yes = element("button", { type: "button", class: "kd-danger", onclick: () => { confirmCancel(false); ask("cancel"); } }, "Yes, cancel the job");
-  const no = element("button", { type: "button", onclick: () => confirmCancel(false) }, "No");
-  const sure = element("span", { class: "kd-sure", role: "group", "aria-label": "Cancel the job?", hidden: true }, yes, no);
-  const retry = element("button", { type: "button", onclick: () => ask("retry") }, "Retry");
-  const yaml = element("button", { type: "button", onclick: () => ask("plan") }, "Copy plan");
-  const actions = element("div", { class: "kd-actions" }, cancel, sure, retry, yaml, said);
-
-  function confirmCancel(open) {
-    sure.hidden = !open;
-    cancel.hidden = open;
-    (open ? no : cancel).focus();
-  }
-  sure.addEventListener("keydown", (event) => event.key === "Escape" && confirmCancel(false));
-
-  function drawPart(part) {
-    const place = places[part];
-    place.innerHTML = model.get(part);
-    place.hidden = !model.get(part);
-    // What was folded open stays so.
-    for (const fold of place.querySelectorAll("details")) {
-      fold.open = choice.open[part] ?? fold.open;
-      fold.addEventListener("toggle", () => (choice.open[part] = fold.open));
-    }
-  }
-
-  function drawActions() {
-    const state = model.get("state");
-    const ended = ["succeeded", "failed", "cancelled"].includes(state);
-    if (ended && !sure.hidden) sure.hidden = true;
-    cancel.hidden = ended || !sure.hidden;
-    retry.hidden = !ended;
-    yaml.textContent = model.get("plan_word");
-    root.setAttribute("aria-label", `Job ${model.get("name")}, ${state}`);
-    root.dataset.state = state;
-  }
-
-  function receive(message, buffers) {
-    if (message.lines) log.add(message.first, message.lines);
-    if (message.view !== view) return;
-    clearTimeout(waiting);
-    if (message.say) announce(message.say);
-    if (message.plan) copy(message.plan).then(() => announce("Copied"));
-    if (message.file) save(message.file, buffers);
-  }
-
-  root.append(places.head, actions, places.progress, places.error, places.curves, places.ranks, places.notes, log.node);
-  el.append(root);
-  PARTS.forEach(drawPart);
-  drawActions();
-  const watched = [
-    ...PARTS.map((part) => [`change:${part}`, () => drawPart(part)]),
-    ["change:state", drawActions],
-    ["change:name", drawActions],
-    ["change:world_size", () => log.setRanks()],
-    ["change:job_number", () => { log.lines = []; log.next = 0; log.skipped = 0; log.draw(); model.send({ tell: "here", view, next: 0, visible: true }); }],
-    ["msg:custom", receive],
-  ];
-  watched.forEach(([event, callback]) => model.on(event, callback));
-
-  // A page that nobody sees is sent nothing; what it missed is sent when it is seen again.
-  let visible = null;
-  let onScreen = true;
-  const tellVisible = () => {
-    const now = onScreen && document.visibilityState === "visible";
-    if (now !== visible) {
-      visible = now;
-      model.send({ tell: "here", view, next: log.next, visible });
-    }
-  };
-  const observer = new IntersectionObserver((entries) => {
-    onScreen = entries[entries.length - 1].isIntersecting;
-    tellVisible();
-  });
-  observer.observe(root);
-  document.addEventListener("visibilitychange", tellVisible);
-  tellVisible();
-
-  return () => {
-    observer.disconnect();
-    document.removeEventListener("visibilitychange", tellVisible);
-    watched.forEach(([event, callback]) => model.off(event, callback));
-    clearTimeout(forget);
-    clearTimeout(waiting);
-    model.send({ tell: "gone", view });
-  };
+  view.attach(model, el);
+  return () => view.model === model && view.detach();
 }
 
 export default { render };

@@ -1,0 +1,89 @@
+"""A JupyterLab and a browser for all tests of this folder."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jupyter_lab
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("playwright") else ["test_*.py"]
+
+KERNEL_6 = pathlib.Path(sys.prefix) / "share" / "kale-dist-tests" / "ipykernel6"
+
+
+def missing(what):
+    """Skip, for this machine lacks something; fail where the tests must not be skipped."""
+    if os.environ.get("KALE_DIST_REQUIRE_BROWSER"):
+        pytest.fail(f"{what}, and KALE_DIST_REQUIRE_BROWSER is set")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A JupyterLab; skips where what it needs is not installed."""
+    for package in ("jupyterlab", "playwright", "axe_playwright_python"):
+        if importlib.util.find_spec(package) is None:
+            missing(f"{package} is not installed")
+    if jupyter_lab.CHROMIUM is None:
+        missing("there is no chromium")
+    with jupyter_lab.serve(tmp_path_factory.mktemp("lab")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def browser(server, tmp_path_factory):
+    """A Chromium in the server's network."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=20_000)
+    with jupyter_lab.browse(server, tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def kernel_6(server):
+    """The name of a kernel with ipykernel 6, whose front ends have no subshells."""
+    if not (KERNEL_6 / "ipykernel").is_dir():
+        wanted = ["--quiet", "--no-deps", "--target", str(KERNEL_6), "ipykernel>=6.29,<7"]
+        ended = subprocess.run([sys.executable, "-m", "pip", "install", *wanted], capture_output=True, check=False)
+        if ended.returncode:
+            missing(f"ipykernel 6 cannot be installed: {ended.stderr.decode(errors='replace')[-300:]}")
+    folder = server.folder.parent / "data" / "kernels" / "kernel6"
+    folder.mkdir(parents=True)
+    spec = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": "Python 3 (ipykernel 6)",
+        "language": "python",
+        "env": {"PYTHONPATH": f"{KERNEL_6}{os.pathsep}{jupyter_lab.ROOT}"},
+    }
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    return "kernel6"
+
+
+@pytest.fixture(scope="module")
+def context(browser):
+    """A browser's profile of its own."""
+    made = browser.new_context(
+        viewport={"width": 1000, "height": 900}, permissions=["clipboard-read", "clipboard-write"]
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def open_notebook(server, context):
+    """A function that opens notebooks; their kernels end with the tests of the file."""
+    opened = []
+
+    def open_one(name, cells=(), kernel="python3", content=None):
+        content = content or jupyter_lab.new_notebook(cells, kernel)
+        opened.append(jupyter_lab.Notebook(server, context, name, content))
+        return opened[-1]
+
+    yield open_one
+    for notebook in opened:
+        notebook.close()

@@ -1,0 +1,233 @@
+"""A real JupyterLab in a real browser: headless Chromium, driven by Playwright. For tests, a benchmark and a picture."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import nbformat
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCREENSHOTS = ROOT / "build" / "screenshots"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+SETTINGS = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+}
+
+
+def _own_network():
+    """What starts a process in a network of its own, where that is allowed.
+
+    Elsewhere interfaces that come and go, as those of a cluster's pods do, make Chromium give up what it loads.
+    """
+    command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if os.geteuid() or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        return []
+    return [] if subprocess.run([*command, "true"], capture_output=True, check=False).returncode else command
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A JupyterLab that runs."""
+
+    url: str
+    folder: pathlib.Path
+    enter: tuple
+    """What starts a process in its network."""
+
+
+@contextlib.contextmanager
+def serve(folder):
+    """A JupyterLab with settings of its own, below this folder; its kernels see this checkout."""
+    notebooks, config = folder / "notebooks", folder / "config" / "labconfig"
+    for made in (notebooks, config):
+        made.mkdir(parents=True)
+    (config / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        # A network of its own knows no names, of which torch would complain in the jobs' logs.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTER_DATA_DIR": str(folder / "data"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "IPYTHONDIR": str(folder / "ipython"),
+    }
+    settings = [
+        f"--port={port}", "--ip=127.0.0.1", "--no-browser", "--allow-root", "--IdentityProvider.token=",
+        "--expose-app-in-browser", f"--ServerApp.root_dir={notebooks}", "--ServerApp.port_retries=0",
+    ]  # fmt: skip
+    own = _own_network()
+    with (folder / "lab.log").open("w") as log:
+        process = subprocess.Popen(
+            [*own, sys.executable, "-m", "jupyterlab", *settings], env=environment, stdout=log, stderr=log
+        )
+    enter = ("nsenter", f"--net=/proc/{process.pid}/ns/net") if own else ()
+    try:
+        _await_server(process, [*enter, sys.executable, "-c", _ASK, f"http://127.0.0.1:{port}/api"], folder / "lab.log")
+        yield Server(f"http://127.0.0.1:{port}", notebooks, enter)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+_ASK = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).read()"
+
+
+def _await_server(process, ask, log):
+    deadline = time.monotonic() + 60
+    while subprocess.run(ask, capture_output=True, check=False).returncode:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]  # noqa: PT018 - one state
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def browse(server, folder):
+    """A Chromium in the server's network; its start script goes into this folder."""
+    from playwright.sync_api import sync_playwright
+
+    started = folder / "chromium"
+    started.write_text(f'#!/bin/sh\nexec {" ".join(server.enter)} {CHROMIUM} "$@"\n')
+    started.chmod(0o755)
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=str(started), args=QUIET)
+        yield found
+        found.close()
+
+
+def new_notebook(cells, kernel="python3"):
+    """A notebook of code cells."""
+    fresh = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    fresh.metadata["kernelspec"] = {"name": kernel, "display_name": kernel, "language": "python"}
+    return fresh
+
+
+class Notebook:
+    """A notebook in a page of the browser.
+
+    Args:
+        server: Serves it.
+        context: Its page is made there.
+        name: Its file's name.
+        content: What it holds.
+    """
+
+    def __init__(self, server, context, name, content):
+        nbformat.write(content, server.folder / name)
+        self.server = server
+        self.path = server.folder / name
+        self.errors = []
+        self.page = context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(f"{server.url}/doc/tree/{name}")
+        self.ready()
+
+    def ready(self, kernel=True):
+        """Wait until the notebook is shown and its kernel can take cells."""
+        self.page.wait_for_function(
+            """kernel => {
+                const panel = window.jupyterapp?.shell.currentWidget;
+                return panel?.content?.widgets && panel.context?.isReady
+                    && (!kernel || panel.sessionContext.session?.kernel?.status === 'idle');
+            }""",
+            arg=kernel,
+            timeout=60_000,
+        )
+
+    def command(self, name):
+        """Have JupyterLab do what a menu's entry does, to its end."""
+        self.page.evaluate("name => window.jupyterapp.commands.execute(name)", name)
+
+    def start(self, code):
+        """Run code in a new last cell, without waiting; returns the cell."""
+        index = self.page.evaluate(
+            """source => {
+                const notebook = window.jupyterapp.shell.currentWidget.content;
+                notebook.model.sharedModel.addCell({cell_type: 'code', source});
+                notebook.activeCellIndex = notebook.widgets.length - 1;
+                window.jupyterapp.commands.execute('notebook:run-cell');
+                return notebook.activeCellIndex;
+            }""",
+            code,
+        )
+        return self.cell(index)
+
+    def run(self, code):
+        """Run code in a new last cell to its end; returns the cell."""
+        cell = self.start(code)
+        self.wait_idle()
+        return cell
+
+    def run_cell(self, index):
+        """Run a cell that is there."""
+        self.page.evaluate(
+            """index => {
+                window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
+                window.jupyterapp.commands.execute('notebook:run-cell');
+            }""",
+            index,
+        )
+        return self.cell(index)
+
+    def wait_idle(self, timeout_s=60):
+        """Wait until no cell runs or is queued."""
+        self.page.wait_for_function(
+            """() => {
+                const panel = window.jupyterapp.shell.currentWidget;
+                return panel.sessionContext.session?.kernel?.status === 'idle'
+                    && !document.querySelector('.jp-Notebook').innerText.includes('[*]:');
+            }""",
+            timeout=timeout_s * 1000,
+        )
+
+    def cell(self, index):
+        """The cell at this place."""
+        return self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{index}"]')
+
+    def show(self, code):
+        """Run code whose value is a job; returns the job's view below it."""
+        view = self.run(code).locator(".kd-job")
+        view.wait_for()
+        view.scroll_into_view_if_needed()
+        return view
+
+    def value(self, code):
+        """What code prints in the kernel; it leaves no cell."""
+        return self.page.evaluate(
+            """async code => {
+                const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+                const future = kernel.requestExecute({code, store_history: false});
+                let text = '';
+                future.onIOPub = message => {
+                    if (message.header.msg_type === 'stream') text += message.content.text;
+                    if (message.header.msg_type === 'error') text += message.content.evalue;
+                };
+                await future.done;
+                return text.trim();
+            }""",
+            code,
+        )
+
+    def photograph(self, name, view=None):
+        """Keep a picture of the page, or of one view."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        (view or self.page).screenshot(path=SCREENSHOTS / f"{name}.png")
+
+    def close(self):
+        """End its kernel, and its page."""
+        with contextlib.suppress(Exception):
+            self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+        self.page.close()

@@ -1,0 +1,201 @@
+"""The live view of a job, used as a person uses it."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+WORK = """
+import kale_dist as kd, os, time
+
+def work(lines, pause, fail=False):
+    rank = kd.context().rank
+    for number in range(lines):
+        kd.report(loss=1 / (number + 1) + rank / 10, accuracy=1 - 1 / (number + 2))
+        print("step", number, "of rank", rank, flush=True)
+        time.sleep(pause)
+    if fail and rank == 1:
+        raise ValueError("on purpose")
+
+HOSTILE = [
+    "<script>window.taken = 1</script><img src=x onerror='window.taken = 1'>",
+    "\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07 end of escapes",
+    "\\u202eturned\\u2066 \\x00 \\x08",
+    "&lt;b&gt; &amp; </div></pre><style>*{display:none}</style>",
+    "x" * (1 << 20),
+]
+
+def hostile():
+    for text in HOSTILE:
+        print(text, flush=True)
+    kd.report(**{"<img src=x onerror='window.taken = 1'>": 1.0, "loss": float("nan")})
+    kd.report(**{"<img src=x onerror='window.taken = 1'>": 2.0, "loss": float("inf")})
+    raise ValueError(HOSTILE[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(open_notebook):
+    made = open_notebook("live.ipynb")
+    made.run(WORK)
+    yield made
+    assert not made.errors
+
+
+@pytest.fixture(scope="module")
+def ended(notebook):
+    """The view of a job that has ended, with 40 lines."""
+    view = notebook.show("ended = kd.launch(work, 20, 0.02, number_of_processes=2, name='ended')\nended.wait()\nended")
+    expect(view.get_by_text("40 lines", exact=True)).to_be_visible()
+    return view
+
+
+def lines(view):
+    return view.locator(".kd-line")
+
+
+def test_it_shows_state_curves_ranks_and_log(ended):
+    expect(ended).to_have_attribute("aria-label", "Job ended, succeeded")
+    expect(ended.get_by_role("img", name=re.compile("^loss: "))).to_be_visible()
+    expect(ended.get_by_role("img", name=re.compile("^accuracy: "))).to_be_visible()
+    expect(ended.get_by_role("row", name=re.compile("1 .*succeeded"))).to_be_visible()
+    assert lines(ended).count() == 40
+
+
+def test_the_log_is_filtered_by_rank_and_searched(ended):
+    ended.get_by_label("Lines of").select_option("Rank 1")
+    expect(lines(ended)).to_have_count(20)
+    ended.get_by_label("Search the log").fill("STEP 1")
+    expect(lines(ended)).to_have_count(11)
+    expect(lines(ended).last).to_have_text("[1] step 19 of rank 1")
+    expect(ended.get_by_text("11 of 40 lines")).to_be_visible()
+    ended.get_by_label("Search the log").fill("no such thing")
+    expect(ended.get_by_text("No line is like that.")).to_be_visible()
+    ended.get_by_label("Search the log").fill("")
+    ended.get_by_label("Lines of").select_option("All ranks")
+    expect(lines(ended)).to_have_count(40)
+
+
+def test_what_is_shown_is_copied_and_all_is_downloaded(notebook, ended):
+    ended.get_by_label("Search the log").fill("step 7 of rank 0")
+    ended.get_by_role("button", name="Copy", exact=True).click()
+    expect(ended.get_by_role("status")).to_have_text("The lines shown were copied")
+    assert notebook.page.evaluate("navigator.clipboard.readText()") == "[0] step 7 of rank 0"
+    ended.get_by_role("button", name="Copy plan").click()
+    expect(ended.get_by_role("status")).to_have_text("Copied")
+    assert "ended" in notebook.page.evaluate("navigator.clipboard.readText()")
+    with notebook.page.expect_download() as begun:
+        ended.get_by_role("button", name="Download").click()
+    assert begun.value.suggested_filename == "ended.log"
+    assert len(begun.value.path().read_text().splitlines()) == 40
+    ended.get_by_label("Search the log").fill("")
+
+
+def test_it_follows_the_log_until_the_reader_scrolls_back(notebook, ended):
+    box, follow = ended.get_by_role("log"), ended.get_by_role("button", name="Follow")
+    at_end = "box => box.scrollTop + box.clientHeight >= box.scrollHeight - 2"
+    assert box.evaluate(at_end)
+    box.hover()
+    notebook.page.mouse.wheel(0, -200)
+    expect(follow).to_have_attribute("aria-pressed", "false")
+    assert not box.evaluate(at_end)
+    follow.click()
+    expect(follow).to_have_attribute("aria-pressed", "true")
+    assert box.evaluate(at_end)
+
+
+def test_a_failure_is_shown_and_retried(notebook):
+    view = notebook.show("bad = kd.launch(work, 3, 0, True, number_of_processes=2, name='bad')\nbad.wait()\nbad")
+    expect(view.get_by_text("ValueError: on purpose").first).to_be_visible()
+    notebook.photograph("failed", view)
+    view.get_by_role("button", name="Retry").click()
+    expect(view.get_by_role("status")).to_contain_text("This is a new job: kd.attach('local://work-")
+    expect(view).to_have_attribute("aria-label", re.compile("Job work-.*, failed"))
+    expect(view.locator(".kd-count")).to_have_text(re.compile("^[1-9]"))
+
+
+def test_by_keyboard_alone_in_two_views_of_one_job(notebook):
+    first = notebook.show("job = kd.launch(work, 600, 0.1, number_of_processes=2, name='twice')\njob")
+    second = notebook.show("job")
+    expect(second.get_by_text("[1] step 3 of rank 1")).to_be_visible()
+    second.get_by_role("button", name="Cancel").focus()
+    press = notebook.page.keyboard.press
+    press("Enter")
+    expect(second.get_by_role("button", name="No", exact=True)).to_be_focused()
+    press("Escape")
+    expect(second.get_by_role("button", name="Cancel")).to_be_focused()
+    for key in ("Tab", "Tab"):
+        press(key)
+    expect(second.get_by_label("Lines of")).to_be_focused()
+    press("Tab")
+    notebook.page.keyboard.type("step 2 of rank 1")
+    expect(lines(second)).to_have_count(1)
+    second.get_by_role("button", name="Cancel").focus()
+    for key in ("Enter", "Shift+Tab"):
+        press(key)
+    expect(second.get_by_role("button", name="Yes, cancel the job")).to_be_focused()
+    notebook.photograph("sure", second)
+    press("Enter")
+    for view in (first, second):
+        expect(view).to_have_attribute("data-state", "cancelled", timeout=15_000)
+    assert lines(second).count() == 1, "each view has its own search"
+    assert lines(first).count() > 4
+
+
+def test_nothing_that_was_printed_or_reported_becomes_markup(notebook):
+    view = notebook.show("job = kd.launch(hostile, number_of_processes=1, name='hostile')\njob.wait()\njob")
+    expect(lines(view).filter(has_text="[0] <script>")).to_have_count(1)
+    shown = "\n".join(lines(view).all_text_contents())
+    assert "red end of escapes" in shown.replace("  ", " ")
+    assert "&lt;b&gt; &amp; </div></pre><style>" in shown
+    assert not {"\u202e", "\u2066", "\x1b", "\x08"} & set(view.inner_text())
+    assert view.evaluate("view => view.querySelectorAll('script, img, style').length") == 0
+    assert notebook.page.evaluate("window.taken ?? null") is None
+    assert max(map(len, lines(view).all_text_contents())) < 1000
+    assert view.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+    notebook.photograph("hostile", view)
+
+
+LOOKS = [(theme, width) for theme in ("JupyterLab Light", "JupyterLab Dark") for width in (1000, 480)]
+
+
+@pytest.mark.parametrize(("theme", "width"), LOOKS)
+def test_it_is_accessible_and_fits_in_every_theme_and_width(notebook, ended, theme, width):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = notebook.page
+    page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+    page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+    page.set_viewport_size({"width": width, "height": 900})
+    ended.scroll_into_view_if_needed()
+    assert ended.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+    # Colours fade in after a change of theme.
+    page.evaluate("() => Promise.all(document.getAnimations().map((one) => one.finished))")
+    notebook.photograph(f"{theme.split()[1].lower()}-{width}", ended)
+    found = Axe().run(page, context=".kd-job")
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_page_that_nobody_sees_is_sent_nothing(notebook):
+    page, sent = notebook.page, []
+    view = notebook.show("job = kd.launch(work, 3000, 0.02, number_of_processes=2, name='unseen')\njob")
+    expect(lines(view).first).to_be_visible()
+    client = page.context.new_cdp_session(page)
+    client.send("Network.enable")
+    client.on("Network.webSocketFrameReceived", lambda event: sent.append(event["response"]["payloadData"]))
+    page.evaluate(
+        """() => {
+            Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true});
+            document.dispatchEvent(new Event('visibilitychange'));
+        }"""
+    )
+    page.wait_for_timeout(700)
+    sent.clear()
+    page.wait_for_timeout(1500)
+    assert sent == []
+    before = lines(view).count()
+    page.evaluate("() => { delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange')); }")
+    expect(lines(view).nth(before + 60)).to_be_attached()
+    shown = [text for text in lines(view).all_text_contents() if text.startswith("[0]")]
+    assert shown == [f"[0] step {number} of rank 0" for number in range(len(shown))]
+    notebook.value("job.delete()")
