@@ -15,6 +15,8 @@ when the agent speaks of the whole job) and `attempt`; beyond these:
     metrics     values {name: number}; epoch and step where they are known; source ("report", "train", "eval")
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
                 samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
+    usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
+                or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch, step, path (relative to the job's folder), bytes
     resumed     epoch: the training of an attempt after the first goes on behind this one; 0: it begins anew
     note        text: a sentence for the user (how data is sharded, that a warning holds)
@@ -45,6 +47,7 @@ class EventKind(enum.StrEnum):
     RANK = "rank"
     METRICS = "metrics"
     PROGRESS = "progress"
+    USAGE = "usage"
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
     NOTE = "note"
@@ -129,12 +132,12 @@ class JobFiles:
 
     @property
     def events(self) -> pathlib.Path:
-        """Events as JSON lines, all kinds but progress."""
+        """Events as JSON lines, all kinds but progress and usage."""
         return self.folder / "events"
 
     @property
     def progress(self) -> pathlib.Path:
-        """A JSON object: rank (as text) to its last progress event. Replaced by rename."""
+        """A JSON object: `last_name` of an event to the event, for kinds of which the last one counts. Replaced by rename."""
         return self.folder / "progress.json"
 
     @property
@@ -235,6 +238,21 @@ def encode_record(record: dict[str, Any]) -> bytes:
     Numbers that JSON has no word for (inf, nan) are written as Python's json module does and reads back.
     """
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def last_name(event: dict[str, Any]) -> str | None:
+    """The name under which an event replaces the rank's one before it.
+
+    Returns:
+        The rank as text for progress, `usage <rank>` for usage; None for kinds of which every event counts.
+    """
+    match event.get("event"):
+        case EventKind.PROGRESS:
+            return str(event.get("rank"))
+        case EventKind.USAGE:
+            return f"{EventKind.USAGE} {event.get('rank')}"
+        case _:
+            return None
 
 
 def decode_records(data: bytes) -> Iterator[dict[str, Any]]:

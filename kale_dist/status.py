@@ -32,6 +32,26 @@ class RankProgress:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What one rank uses, as its agent last saw it."""
+
+    memory_bytes: int | None = None
+    """Memory of the rank's process and what processes it has started hold besides, in bytes."""
+    memory_limit_bytes: int | None = None
+    """Limit of the container, which all its ranks share, in bytes; None where it has none."""
+    gpu_percent: int | None = None
+    """How busy the rank's GPU is, in per cent, whoever keeps it busy; the mean where it has several."""
+    gpu_memory_bytes: int | None = None
+    """Memory of its GPUs that it uses, in bytes; what is used by all where the driver does not tell by whom."""
+    gpu_memory_limit_bytes: int | None = None
+    """Memory that its GPUs have, in bytes."""
+    node: str | None = None
+    """The machine; None where the agent cannot know, as in a container of Docker's."""
+    time: float = 0.0
+    """Seconds since 1970. What has hardly changed since is not told anew."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
     """One rank."""
 
@@ -46,6 +66,8 @@ class ReplicaStatus:
     in_collective: bool | None = None
     """Whether it waited in a collective when last looked at; None if nobody looked."""
     progress: RankProgress | None = None
+    usage: Usage | None = None
+    """None until its agent has looked for the first time."""
     pod: str | None = None
     """Where it runs, on a cluster."""
     node: str | None = None
@@ -170,6 +192,8 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
             return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error)
         case EventKind.PROGRESS if rank is not None:
             return _with_replica(status, rank, progress=_progress(event))
+        case EventKind.USAGE if rank is not None:
+            return _with_replica(status, rank, usage=_usage(event))
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
         case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
@@ -224,6 +248,13 @@ def _progress(event: dict[str, Any]) -> RankProgress:
         loss=_float_or_none(event.get("loss")),
         time=float(event.get("time") or 0.0),
     )
+
+
+def _usage(event: dict[str, Any]) -> Usage:
+    names = ("memory_bytes", "memory_limit_bytes", "gpu_percent", "gpu_memory_bytes", "gpu_memory_limit_bytes")
+    amounts = {name: None if event.get(name) is None else max(0, int(event[name])) for name in names}
+    node = event.get("node")
+    return Usage(**amounts, node=None if node is None else str(node), time=float(event.get("time") or 0.0))
 
 
 def _float_or_none(value: Any) -> float | None:

@@ -5,7 +5,7 @@ after the pod has ended. Each line there is a *frame*, told apart by its first b
 ends it:
 
     ~<a line of `contract.frame_lines`>
-    !<number> <mac> <json>                 an event; number "-" for progress, which is not numbered: the last one counts
+    !<number> <mac> <json>                 an event; number "-" for kinds of which the last one counts
     =<attempt> <rank> <base64>             a rank's outcome file, which is signed itself
     .<next line> <next event>              heartbeat: what the reader should have seen so far
     :<id> <index> <count> <bytes>          a part of a frame that is longer than `MAX_FRAME_BYTES`
@@ -94,7 +94,7 @@ def event_frame(key: bytes, pod: int, number: int | None, event: dict[str, Any] 
     Args:
         key: The job's secret.
         pod: The pod's number.
-        number: The event's number in the pod's `events` file; None for progress.
+        number: The event's number in the pod's `events` file; None for kinds of which the last one counts.
         event: As in `contract`, or its JSON on one line, without a newline.
     """
     encoded = event if isinstance(event, bytes) else contract.encode_record(event).removesuffix(b"\n")
@@ -149,7 +149,7 @@ class EventItem:
     """An event."""
 
     number: int | None
-    """Its number in the pod; None for progress."""
+    """Its number in the pod; None for progress and usage, of which the last one counts."""
     event: dict[str, Any]
     trusted: bool
     """Whether its MAC was checked: False where the reader has no key. A wrong one is never handed on."""

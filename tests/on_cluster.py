@@ -16,6 +16,17 @@ def run_kubectl(*arguments, text=None):
     return ended.stdout
 
 
+def make_claim(namespace, name):
+    """Make a claim that pods of several nodes may write into, and wait for its volume: a call that comes before warns."""
+    spec = {
+        "storageClassName": "shared", "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "1Gi"}},
+    }  # fmt: skip
+    made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
+    run_kubectl("-n", namespace, "wait", "--for=jsonpath={.status.phase}=Bound", f"pvc/{name}", "--timeout=90s")
+
+
 def grant(namespace, identity, role):
     """Apply a Role with its binding, and wait until the API server knows of it."""
     import yaml

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kale_dist import contract, records
-from kale_dist.contract import EventKind, FailureCause, LogLine, RankStateName, StateName
+from kale_dist.contract import FailureCause, LogLine, RankStateName, StateName
 from kale_dist.errors import JobNotFoundError
 from kale_dist.records import Record
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
@@ -210,8 +210,7 @@ class JobReader:
         # A damaged file tells nothing; the next one replaces it.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             last: dict[str, dict[str, Any]] = json.loads(self._files.progress.read_bytes())
-            events = [{"event": EventKind.PROGRESS, **event, "rank": int(rank)} for rank, event in last.items()]
-            self._status = reduce_events(self._status, events)
+            self._status = reduce_events(self._status, last.values())
 
     def _died(self) -> JobStatus:
         ended = None

@@ -221,17 +221,17 @@ class Mirror:
             return pods.get(uid) or PodCursor(HEAD)
 
     def _take_progress(self, items: Iterable[EventItem]) -> None:
-        """Keep each rank's last progress."""
+        """Keep each rank's last progress and last usage."""
         newer = False
         with self._lock:
             for item in items:
-                rank, moment = item.event.get("rank"), item.event.get("time")
-                is_believed = item.trusted or self._key is None
-                if is_believed and self._is_rank(rank) and isinstance(moment, int | float):
-                    known = self._progress.get(str(rank), {}).get("time")
+                name, moment = contract.last_name(item.event), item.event.get("time")
+                is_believed = (item.trusted or self._key is None) and self._is_rank(item.event.get("rank"))
+                if is_believed and name is not None and isinstance(moment, int | float):
+                    known = self._progress.get(name, {}).get("time")
                     # A stream that is taken up again begins with what is past.
                     if not isinstance(known, int | float) or known < moment:
-                        self._progress[str(rank)] = item.event
+                        self._progress[name] = item.event
                         newer = True
             if newer and self._journal is not None:
                 self._journal.replace(self._journal.files.progress, contract.encode_record(self._progress))

@@ -130,6 +130,7 @@ def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
         *({"name": name.value, "value": value} for name, value in told.items()),
         {"name": PodVariable.REPLICA_INDEX.value, "valueFrom": index},
         {"name": PodVariable.CPU_REQUEST.value, "valueFrom": request},
+        {"name": PodVariable.NODE.value, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         # The kubelet would replace $(NAME) by that variable's value.
         *({"name": name, "value": value.replace("$(", "$$(")} for name, value in given.items()),
         *(

@@ -63,9 +63,10 @@ class JobWriter:
         self.record({"event": str(kind), "time": time.time(), "rank": rank, "attempt": self._attempt, **fields})
 
     def record(self, event: dict[str, Any]) -> None:
-        """Record an event as it is; progress goes into its own file, where only each rank's last one is kept."""
-        if event.get("event") == EventKind.PROGRESS:
-            self._progress[str(event.get("rank"))] = event
+        """Record an event as it is; progress and usage go into a file where only each rank's last one is kept."""
+        name = contract.last_name(event)
+        if name is not None:
+            self._progress[name] = event
             if self._progress_due is None:
                 self._progress_due = self._loop.call_later(PROGRESS_INTERVAL_S, self._write_progress)
             return

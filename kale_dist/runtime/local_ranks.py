@@ -16,10 +16,11 @@ from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.job_writer import JobWriter
 from kale_dist.runtime.loop import Loop
 from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.usage_watch import UsageWatch
 
 
 class LocalRanks:
-    """Starts ranks, records how they end, and tells of every change.
+    """Starts ranks, records how they end and what they use, and tells of every change.
 
     Args:
         order: The job, with the attempt.
@@ -72,6 +73,7 @@ class LocalRanks:
             )
             for rank in range(first, first + order.local_world_size)
         ]
+        self._usage = UsageWatch(order, self.ranks, loop, writer)
 
     def by_number(self, rank: int) -> RankRun:
         """The rank of this number among all ranks of the job."""
@@ -113,6 +115,7 @@ class LocalRanks:
         self._seed = seed
         store = FolderStore(pathlib.Path(self._order.store))
         loading.stage_modules(store, self._order.snapshot, self._files.modules)
+        self._usage.start()
         for rank in self.ranks:
             if self._is_ending:
                 break
@@ -129,7 +132,11 @@ class LocalRanks:
             self._on_change(rank)
 
     def close(self) -> None:
-        """Close the port of rank 0's store, if rank 0 has not taken it over."""
+        """No rank is left: look at them no more, and close the port of rank 0's store if rank 0 has not taken it over."""
+        self._usage.stop()
+        self._close_port()
+
+    def _close_port(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -147,7 +154,7 @@ class LocalRanks:
             return
         if listener is not None:
             # From here the port belongs to rank 0 alone: with it, it closes.
-            self.close()
+            self._close_port()
         if all(other.pid for other in self.ranks):
             self._pool.refill(REFILL_AFTER_S)
             self._on_all_forked()

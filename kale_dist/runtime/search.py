@@ -77,7 +77,7 @@ def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> Not
 
 def _find(culprit: object, roots: Iterable[Step]) -> list[Step]:
     """The shortest path from a root to the object, or an empty list."""
-    deadline = time.monotonic() + SEARCH_S
+    deadline = time.thread_time() + SEARCH_S
     waiting: collections.deque[tuple[object, int]] = collections.deque()
     # Each entry: the step, and the position of the step before it. The objects are held, so that an id stays theirs.
     steps: list[tuple[Step, int]] = []
@@ -101,7 +101,7 @@ def _find(culprit: object, roots: Iterable[Step]) -> list[Step]:
     for root in roots:
         if enter(root, -1):
             return path()
-    while waiting and time.monotonic() < deadline:
+    while waiting and time.thread_time() < deadline:
         value, position = waiting.popleft()
         for step in children(value):
             if enter(step, position):

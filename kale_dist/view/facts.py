@@ -7,7 +7,7 @@ import math
 import re
 
 from kale_dist.contract import LogLine, RankStateName, StateName
-from kale_dist.status import JobStatus, RankProgress, ReplicaStatus
+from kale_dist.status import JobStatus, RankProgress, ReplicaStatus, Usage
 
 MAX_LINE_CHARACTERS = 600
 """A longer line of the log is cut in a picture (never in the log)."""
@@ -36,6 +36,12 @@ class RankRow:
     step: str
     rate: str
     loss: str
+    memory: str
+    """Such as `1.4 of 4.0 GiB`; the limit is that of its container, which all ranks in there share."""
+    gpu: str
+    """Such as `97 %, 61 of 80 GiB`."""
+    node: str
+    """Where it runs; empty where all ranks are on the notebook's own machine."""
     remark: str
     """Its error, the signal that ended it, or that it waits for the others."""
     failed: bool
@@ -75,6 +81,18 @@ def number(value: float | None) -> str:
     if size >= 1:
         return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
     return f"{value:.4f}".rstrip("0").rstrip(".") if value else "0"
+
+
+def size(used: int, limit: int | None = None) -> str:
+    """An amount of memory, also as a part of another one: `512 MiB`, `1.4 GiB`, `0.5 of 4.0 GiB`."""
+    largest = max(used, limit or 0)
+    unit, scale = ("MiB", 1 << 20) if largest < 1 << 30 else ("GiB", 1 << 30) if largest < 1 << 40 else ("TiB", 1 << 40)
+    shown = [
+        f"{amount / scale:,.1f}" if scale > 1 << 20 and largest < 100 * scale else f"{amount / scale:,.0f}"
+        for amount in (used, limit)
+        if amount is not None
+    ]
+    return f"{' of '.join(shown)} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -204,9 +222,40 @@ def _rank_row(replica: ReplicaStatus, *, with_error: bool) -> RankRow:
         step=_step(progress),
         rate=number(progress.samples_per_s) if progress and running else "",
         loss=number(progress.loss) if progress else "",
+        memory=_memory(replica),
+        gpu=_gpu(replica),
+        node=_node(replica),
         remark="; ".join(remarks),
         failed=replica.state is RankStateName.FAILED,
     )
+
+
+def _seen_last(replica: ReplicaStatus) -> Usage | None:
+    """What a rank uses, or what one that has failed used last, which may be why; an old figure of others says nothing."""
+    shown = replica.state in (RankStateName.STARTING, RankStateName.RUNNING, RankStateName.FAILED)
+    return replica.usage if shown else None
+
+
+def _memory(replica: ReplicaStatus) -> str:
+    usage = _seen_last(replica)
+    if usage is None or usage.memory_bytes is None:
+        return ""
+    return size(usage.memory_bytes, usage.memory_limit_bytes)
+
+
+def _gpu(replica: ReplicaStatus) -> str:
+    usage = _seen_last(replica)
+    if usage is None:
+        return ""
+    parts = [] if usage.gpu_percent is None else [f"{usage.gpu_percent} %"]
+    if usage.gpu_memory_bytes is not None:
+        parts.append(size(usage.gpu_memory_bytes, usage.gpu_memory_limit_bytes))
+    return ", ".join(parts)
+
+
+def _node(replica: ReplicaStatus) -> str:
+    told = replica.usage.node if replica.usage is not None and replica.pod else None
+    return " ".join(clean(replica.node or told or "").split())
 
 
 def _step(progress: RankProgress | None) -> str:

@@ -37,6 +37,7 @@ _RANK_COLOURS = {
 _MONO = "font-family:var(--jp-code-font-family,ui-monospace,SFMono-Regular,Menlo,Consolas,monospace)"
 _SANS = "font-family:var(--jp-ui-font-family,system-ui,-apple-system,'Segoe UI',Roboto,sans-serif)"
 _LINE = "1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
+_WIDE = "overflow-wrap:anywhere;min-width:150px;width:60%"
 _VEIL = "rgba(128,128,128,.1)"
 _MUTED = "opacity:.72"
 _FIGURES = "font-variant-numeric:tabular-nums"
@@ -185,6 +186,9 @@ def _ranks(status: JobStatus) -> str:
             ("step", "step", True),
             ("samples/s", "rate", True),
             ("loss", "loss", True),
+            ("memory", "memory", True),
+            ("GPU", "gpu", True),
+            ("node", "node", False),
             ("remark", "remark", False),
         )
     ]
@@ -201,8 +205,8 @@ def _ranks(status: JobStatus) -> str:
         )
         cells = "".join(
             f'<td style="{cell}text-align:{"right" if right else "left"};'
-            f'{"white-space:nowrap" if right else "overflow-wrap:anywhere;min-width:150px;width:60%"}">{_text(values[index])}</td>'
-            for _, right, values in shown
+            f'{_WIDE if title == "remark" else "white-space:nowrap"}">{_text(values[index])}</td>'
+            for title, right, values in shown
         )
         body.append(
             f'<tr style="background:none"><th scope="row" style="{cell}font-weight:400;text-align:left">{row.rank}</th>'

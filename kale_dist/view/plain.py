@@ -78,13 +78,19 @@ def _ranks(status: JobStatus) -> list[str]:
     rows, left_out = facts.rank_rows(status, _MAX_RANKS)
     if not rows:
         return []
-    header = ("rank", "state", "epoch", "step", "samples/s", "loss", "")
-    cells = [(str(row.rank), row.state, row.epoch, row.step, row.rate, row.loss, row.remark) for row in rows]
+    header = ("rank", "state", "epoch", "step", "samples/s", "loss", "memory", "GPU", "node", "")
+    cells = [
+        (
+            str(row.rank), row.state, row.epoch, row.step, row.rate, row.loss, row.memory, row.gpu, row.node,
+            row.remark,
+        )
+        for row in rows
+    ]  # fmt: skip
     # Columns in which no rank has anything would only push the others apart.
     shown = [column for column in range(len(header)) if column < 2 or any(row[column] for row in cells)]  # noqa: PLR2004
     lines = table(
         [header[column] for column in shown],
         [[row[column] for column in shown] for row in cells],
-        right=frozenset(index for index, column in enumerate(shown) if column in (0, 2, 3, 4, 5)),
+        right=frozenset(index for index, column in enumerate(shown) if column in (0, 2, 3, 4, 5, 6, 7)),
     )
     return [*lines, f"and {left_out:,} more"] if left_out else lines

@@ -26,7 +26,7 @@ def jobs(namespace, jobs_end):
         "on": "kubernetes", "image": IMAGE, "resources": {"cpu": 0.1, "memory_gib": 0.7},
         "cluster": {"namespace": namespace}, "number_of_processes": 2,
     }  # fmt: skip
-    made = {name: kd.launch(says_and_waits, **on) for name in ("deleted", "evicted")}
+    made = {name: kd.launch(says_and_waits, **on) for name in ("deleted", "evicted", "replaced")}
     made["memory"] = kd.launch(fills_memory_on_1, **on)
     yield made
     for job in made.values():
@@ -59,6 +59,20 @@ def test_a_pod_that_somebody_deletes_fails_the_job_and_is_named(jobs, namespace)
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
     check_failure(job, f"Pod {job.name}-worker-0 was deleted while it ran", "job.cancel()")
     assert job.status.cause is FailureCause.AGENT_DIED
+
+
+def test_a_pod_that_the_operator_has_made_for_a_deleted_one_does_not_stay(jobs, namespace):
+    job = jobs["replaced"]
+    wait_until_said(job, "ready", 2)
+    pod = f"{job.name}-worker-0"
+    run_kubectl("-n", namespace, "delete", "pod", pod, "--force", "--grace-period=0")
+    with pytest.raises(JobFailedError, match=f"Pod {pod} was deleted while it ran"):
+        job.result(120)
+    deadline = time.monotonic() + 60
+    of_job = f"-l=training.kubeflow.org/job-name={job.name}"
+    while run_kubectl("-n", namespace, "get", "pods", of_job, "-o", "jsonpath={.items[*].status.phase}") != "Failed":
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 def test_a_pod_that_is_evicted_through_the_api(jobs, namespace):

@@ -8,7 +8,7 @@ import textwrap
 import time
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import IMAGE, make_claim, run_kubectl
 from rank_work import dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
 
 import kale_dist as kd
@@ -163,14 +163,7 @@ def test_200_mb_go_up_and_come_back_where_nothing_is_shared(on):
 def test_a_claim_keeps_what_was_sent_for_the_next_run(on, namespace):
     import torch
 
-    claim = {
-        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "kept"},
-        "spec": {
-            "storageClassName": "shared", "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": "1Gi"}},
-        },
-    }  # fmt: skip
-    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(claim))
+    make_claim(namespace, "kept")
     weights = torch.arange(1_000_000, dtype=torch.float32)
     said = []
     for _ in range(2):

@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import IMAGE, make_claim, run_kubectl
 from rank_work import (
     ODD_LINES,
     bytes_of,
@@ -72,14 +72,7 @@ def jobs(on, namespace, jobs_end):
         {"containers": [talks], "terminationGracePeriodSeconds": 2},
         {"initContainers": [slow]},
     )
-    claim = {
-        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "kept"},
-        "spec": {
-            "storageClassName": "shared", "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": "1Gi"}},
-        },
-    }  # fmt: skip
-    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(claim))
+    make_claim(namespace, "kept")
     made = {
         "odd": kd.launch(prints_odd_lines, **on),
         "forging": kd.launch(forges, **on),

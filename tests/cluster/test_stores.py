@@ -10,7 +10,7 @@ import textwrap
 import threading
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import IMAGE, make_claim, run_kubectl
 from rank_work import last_of, size_and_more
 
 import kale_dist as kd
@@ -31,13 +31,7 @@ def jobs_end(kubeconfig):
 
 @pytest.fixture(scope="module")
 def claim(namespace):
-    """A claim that pods of several nodes may write into."""
-    spec = {
-        "storageClassName": "shared", "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": "1Gi"}},
-    }  # fmt: skip
-    made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "results"}, "spec": spec}
-    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
+    make_claim(namespace, "results")
     return "results"
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kale_dist import records
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import kept_results, port_forward, states, submission
+from kale_dist.backends.kubernetes import kept_results, leftovers, port_forward, states, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.pod_log import PodLog
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
@@ -272,8 +272,7 @@ class Follower:
 
     def _end_well(self, view: JobView) -> bool:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
-        if self._verdict_at is None:
-            self._verdict_at = time.monotonic()
+        self._verdict_at = self._verdict_at or time.monotonic()
         for name in self._missing() if self._spec.store else ():
             with contextlib.suppress(StoreError):
                 kept_results.copy(self._cluster, self._spec, name, self._folder / name)
@@ -296,14 +295,15 @@ class Follower:
         if not told.is_final or not states.is_unsure(told, view):
             return True
         better = states.overlay(told, view, self._spec, time.time())
-        if better == told:
-            if not self._pods_ended_at and all(pod.is_over for pod in view.pods):
-                self._pods_ended_at = time.monotonic()
-            if self._pods_ended_at:
-                return time.monotonic() > self._pods_ended_at + _LOOK_S
-            limit_s = _TOLD_S if told.state is StateName.CANCELLED else _EXPLAIN_S
-            return time.monotonic() > (self._verdict_at or 0.0) + limit_s
-        self._conclude(better)
+        if not self._pods_ended_at and leftovers.are_all(view):
+            self._pods_ended_at = time.monotonic()
+        waits_long = better == told and told.state is StateName.CANCELLED
+        limit = (self._verdict_at or 0.0) + (_TOLD_S if waits_long else _EXPLAIN_S)
+        if time.monotonic() < (self._pods_ended_at + _LOOK_S if self._pods_ended_at else limit):
+            return False
+        self._free(view, suspends=False)
+        if better != told:
+            self._conclude(better)
         return True
 
     def _missing(self) -> list[str]:
@@ -351,8 +351,7 @@ class Follower:
         if not status.is_final:
             self._failing_since = None
             return False
-        if self._failing_since is None:
-            self._failing_since = time.monotonic()
+        self._failing_since = self._failing_since or time.monotonic()
         waited_s = time.monotonic() - max(self._failing_since, self._last_item)
         drained = all(log.is_drained for log in self._logs.values())
         if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
@@ -361,11 +360,12 @@ class Follower:
         self._free(view)
         return True
 
-    def _free(self, view: JobView) -> None:
-        """Nobody waits any more for pods that could not start, or cannot end: they may hold GPUs."""
-        if view.job is not None and any(not pod.has_ended for pod in view.pods):
-            with contextlib.suppress(BackendError):
-                submission.suspend(self._cluster, self._spec.cluster.namespace, self._spec.name)
+    def _free(self, view: JobView, *, suspends: bool = True) -> None:
+        """Nobody waits any more for pods that could not start, or cannot end."""
+        if suspends:
+            leftovers.suspend(self._cluster, view)
+        left = leftovers.remove_replacements(self._cluster, view, lambda pod: self.agent(pod.name, self._number(pod)))
+        self._mirror.say("\n".join(left))
 
     def _write(self, status: JobStatus) -> None:
         """Keep the cluster's verdict."""
@@ -393,9 +393,7 @@ class Follower:
     def _ask(self, uid: str, number: int, question: Callable[[PodClient], Sequence[T]]) -> Sequence[T] | None:
         """What a pod's stream has skipped, from its agent; None if that cannot be asked."""
         pod = next((pod for pod in self.view.pods if pod.uid == uid and pod.is_running), None)
-        if pod is None:
-            return None
-        try:
-            return question(self.agent(pod.name, number))
-        except (BackendError, StoreError, OSError):
-            return None
+        if pod is not None:
+            with contextlib.suppress(BackendError, StoreError, OSError):
+                return question(self.agent(pod.name, number))
+        return None

@@ -137,10 +137,7 @@ def _has_succeeded(pod: PodView) -> bool:
 
 def _first_failure(view: JobView) -> Finding | None:
     """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
-    began = seconds(((view.job or {}).get("status") or {}).get("startTime"))
-    # Pods from before a suspension ended because of it.
-    pods = [pod for pod in view.pods if began is None or pod.created >= began - _START_SLACK_S]
-    found = [(pod, finding) for pod in pods if (finding := diagnosis.end(pod, view)) is not None]
+    found = [(pod, finding) for pod in current_pods(view) if (finding := diagnosis.end(pod, view)) is not None]
     if not found:
         return None
 
@@ -152,6 +149,12 @@ def _first_failure(view: JobView) -> Finding | None:
         return words.get(finding.trouble.name, 0), not told, pod.main.ended or pod.created
 
     return min(found, key=order)[1]
+
+
+def current_pods(view: JobView) -> Sequence[PodView]:
+    """Pods of the job as it is now: those from before a suspension ended because of it."""
+    began = seconds(((view.job or {}).get("status") or {}).get("startTime"))
+    return [pod for pod in view.pods if began is None or pod.created >= began - _START_SLACK_S]
 
 
 def _hopeless(view: JobView) -> Finding | None:

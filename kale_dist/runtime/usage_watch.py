@@ -1,0 +1,139 @@
+"""Tells what each rank of an agent uses: memory, GPU, machine. Runs while there are ranks. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from kale_dist.contract import EventKind, JobOrder
+from kale_dist.pod_order import PodVariable
+from kale_dist.runtime import memory, nvml
+from kale_dist.runtime.job_writer import JobWriter
+from kale_dist.runtime.loop import Loop, Timer
+from kale_dist.runtime.rank_run import RankRun
+
+LOOK_EACH_S = 0.5
+"""How soon what was measured is told."""
+
+MEASURE_EACH_S = 2.0
+
+REST_PER_WORK = 50
+"""Where measuring takes long it comes more seldom: it costs at most this share of one core."""
+
+_HARDLY = 0.02
+_HARDLY_BYTES = 4 << 20
+_HARDLY_PERCENT = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    members: tuple[int, ...]
+    """Processes of one rank."""
+    used_bytes: int
+    limit_bytes: int | None
+
+
+class UsageWatch:
+    """Records an event of kind usage for each rank whose use has changed.
+
+    Memory and GPUs are read in threads of their own: a look at DataLoader workers takes some 35 ms for each GiB that
+    they have inherited, and a driver may not answer at all.
+
+    Args:
+        order: The job.
+        ranks: Those of this agent.
+        loop: The agent's loop.
+        writer: The job's files.
+    """
+
+    def __init__(self, order: JobOrder, ranks: Sequence[RankRun], loop: Loop, writer: JobWriter) -> None:
+        self._order = order
+        self._ranks = ranks
+        self._loop = loop
+        self._writer = writer
+        self._node = _node(os.environ)
+        self._environment = dict(order.process.environment) if order.process is not None else dict(os.environ)
+        self._gpus = nvml.GpuWatch()
+        self._pids: tuple[int, ...] = ()
+        self._measured: dict[int, _Measured] = {}
+        self._told: dict[int, dict[str, int | str | None]] = {}
+        self._timer: Timer | None = None
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin, once the ranks are being started."""
+        self._gpus.start()
+        threading.Thread(target=self._measure, name="memory", daemon=True).start()
+        self._look()
+
+    def stop(self) -> None:
+        """No rank is left. A second time changes nothing."""
+        self._stopped.set()
+        self._gpus.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _measure(self) -> None:
+        pause_s = LOOK_EACH_S
+        while not self._stopped.wait(pause_s):
+            pids, began, limit = self._pids, time.monotonic(), memory.limit_bytes()
+            # Without a free descriptor nothing can be read; the next time is another chance.
+            with contextlib.suppress(OSError):
+                self._measured = {
+                    leader: _Measured(
+                        members=tuple(members), used_bytes=memory.used_bytes(leader, members[1:]), limit_bytes=limit
+                    )
+                    for leader, members in memory.groups(pids).items()
+                }
+            # Till the ranks are there, there is nothing to rest from.
+            pause_s = max(MEASURE_EACH_S, REST_PER_WORK * (time.monotonic() - began)) if pids else LOOK_EACH_S
+
+    def _look(self) -> None:
+        gpus, measured = self._gpus.latest, self._measured
+        ranks = {rank.pid: rank.rank for rank in self._ranks if rank.pid and rank.end is None}
+        self._pids = tuple(ranks)
+        for pid, rank in ranks.items():
+            seen = measured.get(pid)
+            # A process that has just ended uses nothing; what it used before may be why.
+            if seen is not None and seen.used_bytes:
+                self._tell(rank, self._describe(rank, seen, gpus))
+        self._timer = self._loop.call_later(LOOK_EACH_S, self._look)
+
+    def _describe(self, rank: int, seen: _Measured, gpus: Sequence[nvml.Gpu]) -> dict[str, int | str | None]:
+        local_rank = rank - self._order.first_rank
+        assigned = nvml.assigned_gpu(gpus, self._environment, local_rank) if self._order.cuda else None
+        gpu = nvml.use_of(gpus, seen.members, assigned)
+        return {
+            "memory_bytes": seen.used_bytes,
+            "memory_limit_bytes": seen.limit_bytes,
+            "gpu_percent": gpu.percent if gpu is not None else None,
+            "gpu_memory_bytes": gpu.used_bytes if gpu is not None else None,
+            "gpu_memory_limit_bytes": gpu.total_bytes if gpu is not None else None,
+            "node": self._node,
+        }
+
+    def _tell(self, rank: int, now: dict[str, int | str | None]) -> None:
+        before = self._told.get(rank)
+        if before is None or any(_differs(name, before[name], value) for name, value in now.items()):
+            self._told[rank] = now
+            self._writer.event(EventKind.USAGE, rank, **now)
+
+
+def _node(environment: Mapping[str, str]) -> str | None:
+    """The machine's name; None in a container that was not told on which it is, for its own name is no machine's."""
+    is_container = PodVariable.REPLICA_INDEX in environment
+    return environment.get(PodVariable.NODE) or (None if is_container else socket.gethostname())
+
+
+def _differs(name: str, before: int | str | None, now: int | str | None) -> bool:
+    """Whether a change is worth a line in a pod's log, where steady work shall leave none."""
+    if not isinstance(before, int) or not isinstance(now, int):
+        return before != now
+    if name == "gpu_percent":
+        return abs(now - before) >= _HARDLY_PERCENT
+    return abs(now - before) > max(_HARDLY_BYTES, _HARDLY * before)
