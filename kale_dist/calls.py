@@ -1,34 +1,22 @@
-"""The verbs: they put the steps of a call in order, and only that.
-
-Checks, then the agent's start in the background, then the snapshot, specification, plan and submission. When a call
-returns, the snapshot is complete and nothing has started.
-"""
+"""The verbs: they put the steps of a call in order, and only that."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import inspect
 import os
-import secrets
-import string
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kale_dist import backends, checks, names, overrides, records, training_checks, weights
-from kale_dist.backends.base import Adopts, Backend, Fetches, JobRef, Plan, Prepares, Selects, WarmsUp
-from kale_dist.blobs import FolderStore, MemoryStore, Store
+from kale_dist import backends, checks, names, overrides, records, starting, training_checks
+from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
+from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Machine, Run
-from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, SnapshotError, warn
+from kale_dist.errors import ConfigError, JobNotFoundError
 from kale_dist.job import Job
-from kale_dist.outcomes import OutcomeReader
 from kale_dist.recipe import Recipe
-from kale_dist.snapshot.capture import Captured, Originals, capture
-from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
+from kale_dist.spec import ClusterOptions, Resources, Volume
+from kale_dist.starting import Call
 from kale_dist.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:
@@ -38,13 +26,6 @@ if TYPE_CHECKING:
     from kale_dist.training.result import TrainingResult
 
 R = TypeVar("R")
-
-_SUFFIX_LENGTH = 5
-_GIB = 1 << 30
-
-_jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary()
-"""Reference to the handle that this process already has, which knows the notebook's own objects."""
-_jobs_lock = threading.Lock()
 
 
 def distribute(
@@ -161,7 +142,7 @@ def distribute(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    return _start(*_training_call(locals()))
+    return starting.start(*_training_call(locals()))
 
 
 def launch(
@@ -240,7 +221,7 @@ def launch(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    return _start(*_function_call(locals()))
+    return starting.start(*_function_call(locals()))
 
 
 def render(*args: Any, **kwargs: Any) -> Plan:
@@ -258,8 +239,8 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         SnapshotError: As the call would.
     """
     call, run = _checked(args, kwargs)
-    name = run.name or names.make(call.label, "x" * _SUFFIX_LENGTH)
-    _, spec = _capture(call, run, name, MemoryStore())
+    name = run.name or names.make(call.label, "x" * starting.SUFFIX_LENGTH)
+    _, spec = starting.capture_call(call, run, name, MemoryStore())
     if isinstance(run.backend, Prepares):
         spec = run.backend.prepare(spec, submit=False)
     return run.backend.plan(spec)
@@ -278,7 +259,7 @@ def check(*args: Any, **kwargs: Any) -> None:
     _checked(args, kwargs)
 
 
-def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Run]:
+def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     """The arguments of whichever verb they are for, checked."""
     training = "model" in kwargs or (bool(args) and checks.is_model(args[0]))
     verb = distribute if training else launch
@@ -316,11 +297,10 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
         parsed = backend.adopt(parsed, trust=trust)
     record = records.read(parsed.record_name)
     key = records.read_key(parsed.record_name)
-    with _jobs_lock:
-        known = _jobs.get(str(parsed))
+    known = starting.known(parsed)
     if known is not None and known.has_key(key):
         return known
-    return _handle(backend, parsed, record.spec, key)
+    return starting.handle(backend, parsed, record.spec, key)
 
 
 def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Job[Any]]:
@@ -360,19 +340,6 @@ def _named_backend(argument: str, name: Any) -> Backend:
 # -- inside ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """What is to run on every rank."""
-
-    fn: Callable[..., Any] | None
-    """None for the training loop: its import takes long, and so begins after the agent's start."""
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    label: str
-    kind: str
-    strategy: Strategy
-
-
 _TRAINING_NAMES = (
     "model", "train_data_loader", "criterion", "optimizer", "train_step", "eval_data_loader", "eval_step", "epochs",
     "cuda", "train_args", "eval_args", "scheduler", "accumulate", "precision", "clip_norm", "split_batches", "shard",
@@ -381,7 +348,7 @@ _TRAINING_NAMES = (
 """Arguments of `distribute` that go to the training loop."""
 
 
-def _training_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
+def _training_call(given: Mapping[str, Any]) -> tuple[Call, Run]:
     """The arguments of `distribute`, checked."""
     given = overrides.apply(given)
     training_checks.check(given)
@@ -389,22 +356,16 @@ def _training_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
     strategy = given["strategy"] or AllReduce()
     kwargs = {name: given[name] for name in _TRAINING_NAMES} | {"strategy": strategy}
     label = f"train {type(given['model']).__name__}"
-    return _Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
+    return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
 
 
-def _function_call(given: Mapping[str, Any]) -> tuple[_Call, Run]:
+def _function_call(given: Mapping[str, Any]) -> tuple[Call, Run]:
     """The arguments of `launch`, checked."""
     given = overrides.apply(given)
     fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
     checks.check_function(fn, args, kwargs)
     run = checks.check_run(_machine, given)
-    return _Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
-
-
-def _training_loop() -> Callable[..., TrainingResult]:
-    from kale_dist.training import loop
-
-    return loop.train
+    return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
 
 
 def _machine(cuda: bool) -> Machine:  # noqa: FBT001 - passed on as a callback
@@ -414,125 +375,3 @@ def _machine(cuda: bool) -> Machine:  # noqa: FBT001 - passed on as a callback
 
         gpus = torch.cuda.device_count()
     return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus)
-
-
-def _start(call: _Call, run: Run) -> Job[Any]:
-    if run.name is not None and records.exists(JobRef(run.backend.name, run.name).record_name):
-        raise records.exists_error(run.name)
-    if isinstance(run.backend, WarmsUp):
-        run.backend.warm_up()
-    key = secrets.token_bytes(32)
-    with records.keeping_blobs():
-        captured, spec = _capture(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
-        if isinstance(run.backend, Prepares):
-            spec = run.backend.prepare(spec, submit=True)
-        # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
-        for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
-            warn(warning)
-        given = call.kwargs
-        targets = None
-        if call.kind == "training":
-            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"])
-        ref = run.backend.submit(run.backend.plan(spec), key)
-    return _handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
-
-
-def _capture(call: _Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
-    captured = capture(call.fn or _training_loop(), call.args, dict(call.kwargs), store=store, label=call.label)
-    if captured.snapshot.compiled and run.backend.name != "local":
-        raise SnapshotError(
-            f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
-            f"anywhere but on this machine. Make it a package in the image, or use on='local'"
-        )
-    image, recipe = run.image, run.recipe
-    if recipe is not None:
-        from kale_dist.image.settle import settle
-
-        imports = captured.snapshot.imports if run.auto_packages else None
-        settled = settle(recipe, store, imports=imports, say=_say)
-        image, recipe = settled.image, settled.recipe
-        notes = (*captured.snapshot.notes, *settled.notes)
-        captured = dataclasses.replace(captured, snapshot=dataclasses.replace(captured.snapshot, notes=notes))
-    return captured, JobSpec(
-        name=name,
-        label=call.label,
-        kind=call.kind,
-        snapshot=captured.snapshot.digest,
-        blobs=captured.snapshot.blobs,
-        snapshot_bytes=captured.snapshot.size_bytes,
-        topology=run.topology,
-        cuda=run.cuda,
-        threads=run.threads,
-        seed=run.seed,
-        volumes=run.volumes,
-        environment=run.environment,
-        image=image,
-        recipe=recipe,
-        resources=run.resources,
-        store=run.store,
-        cluster=run.cluster,
-        strategy=call.strategy,
-        policy=run.policy,
-    )
-
-
-def _handle(
-    backend: Backend,
-    ref: JobRef,
-    spec: JobSpec,
-    key: bytes | None,
-    *,
-    targets: weights.Targets | None = None,
-    originals: Originals | None = None,
-) -> Job[Any]:
-    outcomes = OutcomeReader(
-        ref=str(ref), spec=spec, files=records.files(ref.record_name), key=key, store=FolderStore(records.blobs_dir()),
-        originals=originals, fetch=functools.partial(backend.fetch, ref) if isinstance(backend, Fetches) else None,
-    )  # fmt: skip
-    job: Job[Any] = Job(
-        backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
-        again=functools.partial(_again, backend),
-    )  # fmt: skip
-    with _jobs_lock:
-        _jobs[str(ref)] = job
-    return job
-
-
-def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
-    """Submit the same call as a new job."""
-    key, spec = secrets.token_bytes(32), dataclasses.replace(job.spec, name=_free_name(job.spec.label))
-    store = FolderStore(records.blobs_dir())
-    with records.keeping_blobs():
-        if not all(store.exists(digest) for digest in spec.blobs):
-            raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
-        if isinstance(backend, Prepares):
-            spec = backend.prepare(spec, submit=True)
-        ref = backend.submit(backend.plan(spec), key)
-    return _handle(backend, ref, spec, key, targets=job.targets)
-
-
-def _show(job: Job[Any]) -> None:
-    from kale_dist.notebook import live
-
-    live.show(job)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as pip's words are
-
-
-def _free_name(label: str) -> str:
-    while True:
-        suffix = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_SUFFIX_LENGTH))
-        name = names.make(label, suffix)
-        if not records.exists(name):
-            return name
-
-
-def _disk_warnings() -> Iterator[str]:
-    size = records.blobs_size()
-    if size > records.BLOBS_WARNING_BYTES:
-        yield (
-            f"Snapshots of old jobs take {size / _GIB:.0f} GiB in {records.blobs_dir()}. `kale-dist delete --finished` "
-            "removes the jobs that have ended, and with them what no other job needs"
-        )

@@ -1,0 +1,217 @@
+"""How a checked call becomes a job: its agent's start in the background, snapshot, specification, plan, submission.
+
+When `start` returns, the snapshot is complete and nothing has started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+import string
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kale_dist import names, records, weights
+from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
+from kale_dist.blobs import FolderStore, Store
+from kale_dist.checks import Run
+from kale_dist.errors import BackendError, SnapshotError, warn
+from kale_dist.job import Job
+from kale_dist.outcomes import OutcomeReader
+from kale_dist.snapshot.capture import Captured, Originals, capture
+from kale_dist.spec import JobSpec
+from kale_dist.strategies import Strategy
+
+if TYPE_CHECKING:
+    from kale_dist.training.result import TrainingResult
+
+SUFFIX_LENGTH = 5
+_GIB = 1 << 30
+
+_jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary()
+"""Reference to the handle that this process already has, which knows the notebook's own objects."""
+_jobs_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What is to run on every rank."""
+
+    fn: Callable[..., Any] | None
+    """None for the training loop: its import takes long, and so begins after the agent's start."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    label: str
+    kind: str
+    strategy: Strategy
+
+
+def _training_loop() -> Callable[..., TrainingResult]:
+    from kale_dist.training import loop
+
+    return loop.train
+
+
+def start(call: Call, run: Run) -> Job[Any]:
+    """Snapshot and submit.
+
+    Args:
+        call: What is to run.
+        run: Where and how.
+
+    Raises:
+        JobExistsError: The name is taken.
+        SnapshotError: Something cannot be sent to other processes.
+        StoreError: The disk is full.
+        BackendError: The backend refused.
+    """
+    if run.name is not None and records.exists(JobRef(run.backend.name, run.name).record_name):
+        raise records.exists_error(run.name)
+    if isinstance(run.backend, WarmsUp):
+        run.backend.warm_up()
+    key = secrets.token_bytes(32)
+    with records.keeping_blobs():
+        captured, spec = capture_call(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
+        if isinstance(run.backend, Prepares):
+            spec = run.backend.prepare(spec, submit=True)
+        # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
+        for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
+            warn(warning)
+        given = call.kwargs
+        targets = None
+        if call.kind == "training":
+            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"])
+        ref = run.backend.submit(run.backend.plan(spec), key)
+    return handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
+
+
+def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
+    """The snapshot of a call and the job's specification.
+
+    Args:
+        call: What is to run.
+        run: Where and how.
+        name: The job's.
+        store: Where the snapshot's bytes go.
+
+    Raises:
+        SnapshotError: Something cannot be sent to other processes.
+    """
+    captured = capture(call.fn or _training_loop(), call.args, dict(call.kwargs), store=store, label=call.label)
+    if captured.snapshot.compiled and run.backend.name != "local":
+        raise SnapshotError(
+            f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
+            f"anywhere but on this machine. Make it a package in the image, or use on='local'"
+        )
+    image, recipe = run.image, run.recipe
+    if recipe is not None:
+        from kale_dist.image.settle import settle
+
+        imports = captured.snapshot.imports if run.auto_packages else None
+        settled = settle(recipe, store, imports=imports, say=_say)
+        image, recipe = settled.image, settled.recipe
+        notes = (*captured.snapshot.notes, *settled.notes)
+        captured = dataclasses.replace(captured, snapshot=dataclasses.replace(captured.snapshot, notes=notes))
+    return captured, JobSpec(
+        name=name,
+        label=call.label,
+        kind=call.kind,
+        snapshot=captured.snapshot.digest,
+        blobs=captured.snapshot.blobs,
+        snapshot_bytes=captured.snapshot.size_bytes,
+        topology=run.topology,
+        cuda=run.cuda,
+        threads=run.threads,
+        seed=run.seed,
+        volumes=run.volumes,
+        environment=run.environment,
+        image=image,
+        recipe=recipe,
+        resources=run.resources,
+        store=run.store,
+        cluster=run.cluster,
+        strategy=call.strategy,
+        policy=run.policy,
+    )
+
+
+def handle(
+    backend: Backend,
+    ref: JobRef,
+    spec: JobSpec,
+    key: bytes | None,
+    *,
+    targets: weights.Targets | None = None,
+    originals: Originals | None = None,
+) -> Job[Any]:
+    """A new handle of a job, which `known` gives from now on while somebody holds it.
+
+    Args:
+        backend: The job's.
+        ref: The job's reference.
+        spec: The job's specification.
+        key: The job's secret; None where this process must not load results.
+        targets: The notebook's own model, optimizer and scheduler, which the trained weights go into.
+        originals: The notebook's own objects, by which results refer to them.
+    """
+    outcomes = OutcomeReader(
+        ref=str(ref), spec=spec, files=records.files(ref.record_name), key=key, store=FolderStore(records.blobs_dir()),
+        originals=originals, fetch=functools.partial(backend.fetch, ref) if isinstance(backend, Fetches) else None,
+    )  # fmt: skip
+    job: Job[Any] = Job(
+        backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
+        again=functools.partial(_again, backend),
+    )  # fmt: skip
+    with _jobs_lock:
+        _jobs[str(ref)] = job
+    return job
+
+
+def known(ref: JobRef) -> Job[Any] | None:
+    """The handle that this process already has."""
+    with _jobs_lock:
+        return _jobs.get(str(ref))
+
+
+def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
+    """Submit the same call as a new job."""
+    key, spec = secrets.token_bytes(32), dataclasses.replace(job.spec, name=_free_name(job.spec.label))
+    store = FolderStore(records.blobs_dir())
+    with records.keeping_blobs():
+        if not all(store.exists(digest) for digest in spec.blobs):
+            raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
+        if isinstance(backend, Prepares):
+            spec = backend.prepare(spec, submit=True)
+        ref = backend.submit(backend.plan(spec), key)
+    return handle(backend, ref, spec, key, targets=job.targets)
+
+
+def _show(job: Job[Any]) -> None:
+    from kale_dist.notebook import live
+
+    live.show(job)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as pip's words are
+
+
+def _free_name(label: str) -> str:
+    while True:
+        suffix = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(SUFFIX_LENGTH))
+        name = names.make(label, suffix)
+        if not records.exists(name):
+            return name
+
+
+def _disk_warnings() -> Iterator[str]:
+    size = records.blobs_size()
+    if size > records.BLOBS_WARNING_BYTES:
+        yield (
+            f"Snapshots of old jobs take {size / _GIB:.0f} GiB in {records.blobs_dir()}. `kale-dist delete --finished` "
+            "removes the jobs that have ended, and with them what no other job needs"
+        )
