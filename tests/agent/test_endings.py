@@ -140,7 +140,7 @@ def hang_on_one():
 
 
 def test_a_stall_shows_all_stacks_and_who_waits_then_fails(jobs):
-    job = jobs.run(hang_on_one, stall_warn_s=0.8, stall_timeout_s=3.0)
+    job = jobs.run(hang_on_one, stall_warn_s=2.0, stall_timeout_s=5.0)
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "stalled")
     assert "stall_timeout_s" in state["reason"]
