@@ -16,13 +16,13 @@ from typing import TypeVar
 from kale_dist import records
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import kept_results, leftovers, port_forward, states, submission
+from kale_dist.backends.kubernetes import kept_results, leftovers, port_forward, restarts, states, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.pod_log import PodLog
+from kale_dist.backends.kubernetes.sending import Sender
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
-from kale_dist.blobs import FolderStore
 from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
@@ -44,7 +44,9 @@ _TOLD_S = 40.0
 """The same for a pod that was told to end: it has 30 s for that, and the cluster speaks afterwards."""
 
 _DRAIN_S = 20.0
-_FETCH_AGAIN_S = 1.0
+_RESTART_LIMIT_S = 120.0
+"""How long a cluster that cannot be reached is asked for new pods in the place of lost ones."""
+
 _MIB = 1 << 20
 
 
@@ -89,10 +91,9 @@ class Follower:
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._logs: dict[str, PodLog] = {}
-        self._sending: threading.Thread | None = None
-        self._sent = False
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
+        self._restarting_since: float | None = None
         self._last_item = 0.0
         self._verdict_at: float | None = None
         self._pods_ended_at = 0.0
@@ -104,14 +105,21 @@ class Follower:
             fill=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.log(first)),
             fill_events=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.events(first)),
         )
-        self._unsubscribe = watch.subscribe(spec.name, lambda _name: self._wake())
+        self._sender = Sender(spec, self._mirror, self.agent, self._show, self._progress, self._stopped)
+        self._run_now = restarts.run_of(reader.record())
+        self._unsubscribe = watch.subscribe(self._name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
         self._thread.start()
 
     @property
     def view(self) -> JobView:
         """What the cluster says of the job."""
-        return self._watch.view(self._spec.name)
+        return self._watch.view(self._name)
+
+    @property
+    def head(self) -> str:
+        """Name of the job's first pod as it is now."""
+        return submission.head_of(restarts.spec_of(self._spec, self._run_now))
 
     @property
     def is_alive(self) -> bool:
@@ -156,6 +164,19 @@ class Follower:
 
     # -- inside, in the thread ----------------------------------------------------------------------------------------
 
+    @property
+    def _name(self) -> str:
+        """Of the PyTorchJob that runs now."""
+        return restarts.name_of(self._spec.name, self._run_now.number)
+
+    def _turn_to(self, run: restarts.Run) -> None:
+        """Follow another PyTorchJob of the job."""
+        if run == self._run_now:
+            return
+        self._unsubscribe()
+        self._run_now = run
+        self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
+
     def _wake(self) -> None:
         self._woken.set()
         self._on_change()
@@ -171,7 +192,10 @@ class Follower:
                     return
                 self._woken.wait(_LOCK_S)
                 self._woken.clear()
+                self._turn_to(restarts.run_of(self._reader.record()))
+            self._turn_to(restarts.run_of(self._reader.record()))
             with contextlib.closing(self._mirror):
+                self._mirror.begin_attempt(self._run_now.attempt)
                 while not self._stopped.is_set() and not self._step():
                     self._woken.wait(_LOOK_S)
                     # A log that talks wakes all the time.
@@ -195,7 +219,9 @@ class Follower:
         for pod in view.pods:
             if pod.has_started and pod.uid not in self._logs:
                 self._logs[pod.uid] = self._open_log(pod)
-        self._send(view)
+        head = self._head(view)
+        if self._source is Source.STREAM and head is not None:
+            self._sender.send(head.name, head.uid)
         if self._suspend_at is not None and time.monotonic() > self._suspend_at:
             self._suspend_at = None
             self._free(view)
@@ -228,38 +254,8 @@ class Follower:
         running = [pod for pod in view.pods if self._number(pod) == 0 and pod.has_started and not pod.has_ended]
         return running[-1] if running else None
 
-    # -- bytes in -----------------------------------------------------------------------------------------------------
-
-    def _send(self, view: JobView) -> None:
-        """Stream the snapshot to pod 0, once it runs."""
-        head = self._head(view)
-        if self._source is not Source.STREAM or self._sent or head is None:
-            return
-        if self._sending is None or not self._sending.is_alive():
-            self._sending = threading.Thread(
-                target=self._send_to, args=(head.name,), name=f"kale_dist send {self._spec.name}", daemon=True
-            )
-            self._sending.start()
-
-    def _send_to(self, pod: str) -> None:
-        try:
-            agent = self.agent(pod)
-            missing = agent.status()["missing"]
-            if missing:
-                size = agent.upload(FolderStore(records.blobs_dir()), missing, self._progress("Sending the snapshot"))
-                self._mirror.say(
-                    f"The snapshot was sent to {pod}: {size / _MIB:,.1f} MiB in {len(missing)} of "
-                    f"{len(self._spec.blobs)} blobs"
-                )
-            else:
-                self._mirror.say("The snapshot lies in the job's store already: nothing had to be sent")
-            self._sent = True
-        except (BackendError, StoreError, OSError) as error:
-            self.activity = f"The snapshot could not be sent yet: {error}"
-            # The agent may not listen yet; it waits for `input_wait_s`.
-            self._stopped.wait(_FETCH_AGAIN_S)
-        else:
-            self.activity = ""
+    def _show(self, text: str) -> None:
+        self.activity = text
 
     def _progress(self, doing: str) -> Callable[[int, int], None]:
         def show(done: int, total: int) -> None:
@@ -286,7 +282,7 @@ class Follower:
             return False
         if not self._explain(view):
             return False
-        self._mirror.release_final()
+        self._conclude_run()
         return True
 
     def _explain(self, view: JobView) -> bool:
@@ -297,13 +293,16 @@ class Follower:
         better = states.overlay(told, view, self._spec, time.time())
         if not self._pods_ended_at and leftovers.are_all(view):
             self._pods_ended_at = time.monotonic()
-        waits_long = better == told and told.state is StateName.CANCELLED
+        waits_long = better == told and (told.state is StateName.CANCELLED or self._may_try_again(told))
         limit = (self._verdict_at or 0.0) + (_TOLD_S if waits_long else _EXPLAIN_S)
         if time.monotonic() < (self._pods_ended_at + _LOOK_S if self._pods_ended_at else limit):
             return False
+        better_still = self._try_again(better, view)
+        if better_still is None:
+            return False
         self._free(view, suspends=False)
-        if better != told:
-            self._conclude(better)
+        if better_still != told:
+            self._conclude(better_still)
         return True
 
     def _missing(self) -> list[str]:
@@ -342,7 +341,7 @@ class Follower:
         base = self._reader.status()
         status = states.overlay(base, view, self._spec, now)
         limit_s = self._spec.cluster.pending_timeout_s
-        waiting = status.state in (StateName.PENDING, StateName.STARTING) and base.started is None
+        waiting = status.state in (StateName.PENDING, StateName.STARTING) and self._has_not_started(base)
         if limit_s is not None and waiting and now - self._created > limit_s:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s. {status.reason}"
             self._write(dataclasses.replace(status, state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason))
@@ -356,9 +355,76 @@ class Follower:
         drained = all(log.is_drained for log in self._logs.values())
         if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
             return False
-        self._write(status)
+        ended = self._try_again(status, view)
+        if ended is None:
+            return False
+        self._write(ended)
         self._free(view)
         return True
+
+    def _has_not_started(self, base: JobStatus) -> bool:
+        """Whether the pods that the job has now have not started a rank yet."""
+        if not self._run_now.number:
+            return base.started is None
+        idle = all(replica.state is RankStateName.PENDING for replica in base.replicas)
+        return idle and base.attempt == self._run_now.attempt
+
+    # -- lost pods ----------------------------------------------------------------------------------------------------
+
+    def _may_try_again(self, ended: JobStatus) -> bool:
+        return ended.attempt < self._spec.policy.max_restarts and states.misses_pod(self._mirror.verdict)
+
+    def _try_again(self, ended: JobStatus, view: JobView) -> JobStatus | None:
+        """Have a job that has lost a pod go on in new ones, if it may.
+
+        Returns:
+            How the job has ended; None if it goes on, or will be asked for again.
+        """
+        policy = self._spec.policy
+        if ended.attempt >= policy.max_restarts or not states.has_lost_pod(ended, view, self._mirror.verdict):
+            return ended
+        now = time.time()
+        started = self._reader.status().started
+        left_s = None if policy.timeout_s is None else max(1.0, policy.timeout_s - (now - (started or now)))
+        self._free(view)
+        self._restarting_since = self._restarting_since or time.monotonic()
+        try:
+            run = restarts.begin(self._cluster, self._spec, self._run_now, ended.attempt + 1, left_s)
+        except BackendError as error:
+            if error.retryable and time.monotonic() - self._restarting_since < _RESTART_LIMIT_S:
+                self.activity = f"New pods cannot be had yet: {error}"
+                return None
+            return dataclasses.replace(ended, reason=f"{ended.reason} New pods could not be had: {error}")
+        records.write(restarts.with_run(self._reader.record(), run))
+        for log in self._logs.values():
+            log.stop()
+        self._logs.clear()
+        self._turn_to(run)
+        self._mirror.begin_attempt(run.attempt)
+        count = f"attempt {run.attempt + 1} of {policy.max_restarts + 1}"
+        self._mirror.say(f"{ended.reason} The job goes on in new pods, those of {self._name}: {count}")
+        note = self._reader.status().checkpoint_epoch is not None and not self._spec.store
+        self._mirror.record_event(
+            {
+                "event": EventKind.STATE, "time": now, "rank": None, "attempt": run.attempt,
+                "state": str(StateName.PENDING), "reason": f"In new pods, {count}: {ended.reason}", "cause": "",
+            }
+        )  # fmt: skip
+        if note:
+            self._tell(
+                "A pod was lost, and the training begins anew: its checkpoints went with the pod. A store keeps them, such "
+                "as store='pvc://claim'"
+            )
+        self._created, self.activity = now, ""
+        self._failing_since = self._restarting_since = self._verdict_at = self._suspend_at = None
+        self._pods_ended_at = 0.0
+        return None
+
+    def _tell(self, text: str) -> None:
+        self._mirror.say(text)
+        self._mirror.record_event(
+            {"event": EventKind.NOTE, "time": time.time(), "rank": None, "attempt": self._run_now.attempt, "text": text}
+        )
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
         """Nobody waits any more for pods that could not start, or cannot end."""
@@ -377,6 +443,12 @@ class Follower:
                 }
             )  # fmt: skip
         self._conclude(status)
+        self._conclude_run()
+
+    def _conclude_run(self) -> None:
+        if self._run_now.number:
+            with contextlib.suppress(BackendError):
+                restarts.release(self._cluster, self._spec)
         self._mirror.release_final()
 
     def _conclude(self, status: JobStatus) -> None:

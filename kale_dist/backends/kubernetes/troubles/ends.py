@@ -46,6 +46,7 @@ TROUBLES = (
         remedy="Submit the job again; what asks for as much as it uses (resources=) is evicted last",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="node-changed",
@@ -56,6 +57,7 @@ TROUBLES = (
         remedy="Submit the job again",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="preempted",
@@ -66,6 +68,7 @@ TROUBLES = (
         remedy="Submit the job again, with a higher cluster={{'priority_class': ...}} if you may",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="drained",
@@ -76,6 +79,7 @@ TROUBLES = (
         remedy="Submit the job again",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="pod-deleted",
@@ -85,6 +89,7 @@ TROUBLES = (
         remedy="Submit the job again; cancel a job by job.cancel(), not by deleting its pods",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="init-failed",
