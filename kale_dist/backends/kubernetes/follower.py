@@ -14,16 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kale_dist import records
+from kale_dist.backends import own_events
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import kept_results, leftovers, port_forward, restarts, states, submission
+from kale_dist.backends.kubernetes import leftovers, port_forward, restarts, states, submission
 from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.fetching import Fetcher
+from kale_dist.backends.kubernetes.lost_pods import LostPods
 from kale_dist.backends.kubernetes.pod_log import PodLog
 from kale_dist.backends.kubernetes.sending import Sender
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
-from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.contract import FailureCause, RankStateName, StateName
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
@@ -44,9 +47,6 @@ _TOLD_S = 40.0
 """The same for a pod that was told to end: it has 30 s for that, and the cluster speaks afterwards."""
 
 _DRAIN_S = 20.0
-_RESTART_LIMIT_S = 120.0
-"""How long a cluster that cannot be reached is asked for new pods in the place of lost ones."""
-
 _MIB = 1 << 20
 
 
@@ -85,7 +85,6 @@ class Follower:
         self._key = key
         self._reader = reader
         self._source = source
-        self._folder = records.files(ref.record_name).folder
         self._on_change = on_change
         self._created = reader.record().created
         self._woken = threading.Event()
@@ -93,7 +92,6 @@ class Follower:
         self._logs: dict[str, PodLog] = {}
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
-        self._restarting_since: float | None = None
         self._last_item = 0.0
         self._verdict_at: float | None = None
         self._pods_ended_at = 0.0
@@ -106,6 +104,11 @@ class Follower:
             fill_events=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.events(first)),
         )
         self._sender = Sender(spec, self._mirror, self.agent, self._show, self._progress, self._stopped)
+        self._fetcher = Fetcher(
+            cluster, spec, self._mirror, ref.record_name, has_key=key is not None,
+            progress=self._progress("Fetching the results"),
+        )  # fmt: skip
+        self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show)
         self._run_now = restarts.run_of(reader.record())
         self._unsubscribe = watch.subscribe(self._name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
@@ -171,11 +174,10 @@ class Follower:
 
     def _turn_to(self, run: restarts.Run) -> None:
         """Follow another PyTorchJob of the job."""
-        if run == self._run_now:
-            return
-        self._unsubscribe()
-        self._run_now = run
-        self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
+        if run != self._run_now:
+            self._unsubscribe()
+            self._run_now = run
+            self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
 
     def _wake(self) -> None:
         self._woken.set()
@@ -216,7 +218,8 @@ class Follower:
         if self._reader.status().is_final:
             return True
         view = self.view
-        for pod in view.pods:
+        earlier = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
+        for pod in (*(pod for name in earlier for pod in self._watch.view(name).pods), *view.pods):
             if pod.has_started and pod.uid not in self._logs:
                 self._logs[pod.uid] = self._open_log(pod)
         head = self._head(view)
@@ -248,7 +251,7 @@ class Follower:
         )
 
     def _number(self, pod: PodView) -> int:
-        return pod.index + (1 if pod.replica_type == "worker" and self._spec.cluster.master is not False else 0)
+        return self.view.number(pod, has_master=self._spec.cluster.master is not False)
 
     def _head(self, view: JobView) -> PodView | None:
         running = [pod for pod in view.pods if self._number(pod) == 0 and pod.has_started and not pod.has_ended]
@@ -269,20 +272,18 @@ class Follower:
     def _end_well(self, view: JobView) -> bool:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
         self._verdict_at = self._verdict_at or time.monotonic()
-        for name in self._missing() if self._spec.store else ():
-            with contextlib.suppress(StoreError):
-                kept_results.copy(self._cluster, self._spec, name, self._folder / name)
+        self._fetcher.fetch_kept()
         head = self._head(view)
-        if head is not None and (self._missing() or self._mirror.waits_for_acknowledgement):
+        if head is not None and (self._fetcher.missing() or self._mirror.waits_for_acknowledgement):
             try:
-                self._fetch_from(self.agent(head.name))
+                self._fetcher.fetch_from(self.agent(head.name))
             except (BackendError, StoreError, OSError) as error:
                 self.activity = f"The results could not be fetched yet: {error}"
-        if not self._is_drained(view) and (self._missing() or not self._is_told()):
+        if not self._is_drained(view) and (self._fetcher.missing() or not self._is_told()):
             return False
         if not self._explain(view):
             return False
-        self._conclude_run()
+        self._release()
         return True
 
     def _explain(self, view: JobView) -> bool:
@@ -293,7 +294,7 @@ class Follower:
         better = states.overlay(told, view, self._spec, time.time())
         if not self._pods_ended_at and leftovers.are_all(view):
             self._pods_ended_at = time.monotonic()
-        waits_long = better == told and (told.state is StateName.CANCELLED or self._may_try_again(told))
+        waits_long = better == told and (told.state is StateName.CANCELLED or self._lost_pods.may_be_missed(told))
         limit = (self._verdict_at or 0.0) + (_TOLD_S if waits_long else _EXPLAIN_S)
         if time.monotonic() < (self._pods_ended_at + _LOOK_S if self._pods_ended_at else limit):
             return False
@@ -302,28 +303,8 @@ class Follower:
             return False
         self._free(view, suspends=False)
         if better_still != told:
-            self._conclude(better_still)
+            own_events.record_state(self._mirror, better_still)
         return True
-
-    def _missing(self) -> list[str]:
-        """Names of the outcomes that there are and that are not here."""
-        verdict = self._mirror.verdict or {}
-        names = set(self._mirror.outcomes)
-        if self._key is not None and verdict.get("state") == StateName.SUCCEEDED:
-            ranks = range(self._spec.topology.number_of_processes)
-            names |= {f"outcome-{verdict.get('attempt', 0)}-{rank}" for rank in ranks}
-        return sorted(name for name in names if not (self._folder / name).exists())
-
-    def _fetch_from(self, agent: PodClient) -> None:
-        """Take all that pod 0's agent holds, and tell it that it may go."""
-        status = agent.status()
-        names = [name for name in self._missing() if name.removeprefix("outcome-") in status["outcomes"]]
-        failed = (self._mirror.verdict or {}).get("state") != StateName.SUCCEEDED
-        if failed and status.get("checkpoint") is not None:
-            names.append("checkpoint")
-        for name in names:
-            agent.fetch_file(name, self._folder / name, self._progress("Fetching the results"))
-        agent.ack()
 
     def _is_told(self) -> bool:
         """Whether every rank's end is here, which its agent tells after the rank's last line."""
@@ -369,62 +350,26 @@ class Follower:
         idle = all(replica.state is RankStateName.PENDING for replica in base.replicas)
         return idle and base.attempt == self._run_now.attempt
 
-    # -- lost pods ----------------------------------------------------------------------------------------------------
-
-    def _may_try_again(self, ended: JobStatus) -> bool:
-        return ended.attempt < self._spec.policy.max_restarts and states.misses_pod(self._mirror.verdict)
-
     def _try_again(self, ended: JobStatus, view: JobView) -> JobStatus | None:
         """Have a job that has lost a pod go on in new ones, if it may.
 
         Returns:
-            How the job has ended; None if it goes on, or will be asked for again.
+            How the job has ended; None if it goes on, or if new pods have to be asked for once more.
         """
-        policy = self._spec.policy
-        if ended.attempt >= policy.max_restarts or not states.has_lost_pod(ended, view, self._mirror.verdict):
+        why = self._lost_pods.why_again(ended, view)
+        if not why:
             return ended
-        now = time.time()
-        started = self._reader.status().started
-        left_s = None if policy.timeout_s is None else max(1.0, policy.timeout_s - (now - (started or now)))
         self._free(view)
-        self._restarting_since = self._restarting_since or time.monotonic()
-        try:
-            run = restarts.begin(self._cluster, self._spec, self._run_now, ended.attempt + 1, left_s)
-        except BackendError as error:
-            if error.retryable and time.monotonic() - self._restarting_since < _RESTART_LIMIT_S:
-                self.activity = f"New pods cannot be had yet: {error}"
-                return None
-            return dataclasses.replace(ended, reason=f"{ended.reason} New pods could not be had: {error}")
-        records.write(restarts.with_run(self._reader.record(), run))
-        for log in self._logs.values():
-            log.stop()
-        self._logs.clear()
-        self._turn_to(run)
-        self._mirror.begin_attempt(run.attempt)
-        count = f"attempt {run.attempt + 1} of {policy.max_restarts + 1}"
-        self._mirror.say(f"{ended.reason} The job goes on in new pods, those of {self._name}: {count}")
-        note = self._reader.status().checkpoint_epoch is not None and not self._spec.store
-        self._mirror.record_event(
-            {
-                "event": EventKind.STATE, "time": now, "rank": None, "attempt": run.attempt,
-                "state": str(StateName.PENDING), "reason": f"In new pods, {count}: {ended.reason}", "cause": "",
-            }
-        )  # fmt: skip
-        if note:
-            self._tell(
-                "A pod was lost, and the training begins anew: its checkpoints went with the pod. A store keeps them, such "
-                "as store='pvc://claim'"
-            )
-        self._created, self.activity = now, ""
-        self._failing_since = self._restarting_since = self._verdict_at = self._suspend_at = None
-        self._pods_ended_at = 0.0
-        return None
-
-    def _tell(self, text: str) -> None:
-        self._mirror.say(text)
-        self._mirror.record_event(
-            {"event": EventKind.NOTE, "time": time.time(), "rank": None, "attempt": self._run_now.attempt, "text": text}
-        )
+        found = self._lost_pods.go_on(ended, why, self._run_now)
+        if isinstance(found, restarts.Run):
+            for log in self._logs.values():
+                log.stop()
+            self._turn_to(found)
+            self._created = time.time()
+            self._failing_since = self._verdict_at = self._suspend_at = None
+            self._pods_ended_at = 0.0
+            return None
+        return found
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
         """Nobody waits any more for pods that could not start, or cannot end."""
@@ -435,32 +380,16 @@ class Follower:
 
     def _write(self, status: JobStatus) -> None:
         """Keep the cluster's verdict."""
-        for replica in status.replicas:
-            self._mirror.record_event(
-                {
-                    "event": EventKind.RANK, "time": time.time(), "rank": replica.rank, "attempt": status.attempt,
-                    "state": str(replica.state), "pid": None, "exit_code": replica.exit_code, "signal": replica.signal,
-                }
-            )  # fmt: skip
-        self._conclude(status)
-        self._conclude_run()
+        own_events.record_ranks(self._mirror, status)
+        own_events.record_state(self._mirror, status)
+        self._release()
 
-    def _conclude_run(self) -> None:
+    def _release(self) -> None:
+        """Let everybody see that the job has ended."""
         if self._run_now.number:
             with contextlib.suppress(BackendError):
                 restarts.release(self._cluster, self._spec)
         self._mirror.release_final()
-
-    def _conclude(self, status: JobStatus) -> None:
-        """Let everybody see how the job has ended."""
-        self._mirror.say(status.reason)
-        self._mirror.record_event(
-            {
-                "event": EventKind.STATE, "time": time.time(), "rank": None, "attempt": status.attempt,
-                "state": str(status.state), "reason": status.reason, "cause": str(status.cause or ""),
-                "failed_rank": status.failed_rank,
-            }
-        )  # fmt: skip
 
     def _ask(self, uid: str, number: int, question: Callable[[PodClient], Sequence[T]]) -> Sequence[T] | None:
         """What a pod's stream has skipped, from its agent; None if that cannot be asked."""

@@ -78,21 +78,25 @@ def is_unsure(verdict: JobStatus, view: JobView) -> bool:
     return verdict.state is StateName.CANCELLED or (verdict.state is StateName.FAILED and verdict.cause in _UNSURE)
 
 
-def has_lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None) -> bool:
-    """Whether a job has failed only because a pod was taken from it, so that other pods may do better.
+def lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None) -> str:
+    """Which pod was taken from a job that has failed only by that, so that other pods may do better.
 
     Args:
         ended: How the job has ended, as `overlay` says.
         view: What the cluster says.
         verdict: The final event of pod 0's agent, if there is one.
+
+    Returns:
+        A sentence; empty if the job has ended for another reason.
     """
     if ended.state is not StateName.FAILED or CANCELLED_ANNOTATION in _annotations(view.job or {}):
-        return False
+        return ""
     found = _first_failure(view)
     if found is not None and found.trouble.loses_pod:
-        return ended.cause in (*_UNSURE, found.trouble.cause)
+        is_why = ended.cause in (*_UNSURE, found.trouble.cause)
+        return f"{found.sentence[:1].upper()}{found.sentence[1:].removesuffix('.')}." if is_why else ""
     # A node that fails is known to the agents at once, and to the cluster minutes later.
-    return misses_pod(verdict) and (found is None or found.trouble.name == "ended")
+    return ended.reason if misses_pod(verdict) and (found is None or found.trouble.name == "ended") else ""
 
 
 def misses_pod(verdict: Mapping[str, Any] | None) -> bool:
