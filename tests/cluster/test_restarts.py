@@ -139,7 +139,7 @@ def test_a_training_without_a_store_begins_anew_and_says_why(namespace):
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-master-0", "--wait=false")
     status = job.wait(150)
     assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, [str(line) for line in job.logs()])
-    assert any("begins anew: its checkpoints went with the pod" in note for note in status.notes)
+    assert any("begins anew: without a store no checkpoint outlives the pods" in note for note in status.notes)
     assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == list(range(1, EPOCHS + 1))
     # Neither the job that was submitted nor the one that went on stays longer than asked for.
     assert left_of(job, namespace) == []

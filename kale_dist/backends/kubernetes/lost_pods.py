@@ -23,7 +23,7 @@ _LIMIT_S = 120.0
 """How long a cluster that cannot be reached is asked for new pods in the place of lost ones."""
 
 _ANEW = (
-    "A pod was lost, and the training begins anew: its checkpoints went with the pod. A store keeps them, such as "
+    "A pod was lost, and the training begins anew: without a store no checkpoint outlives the pods. Give one, such as "
     "store='pvc://claim'"
 )
 

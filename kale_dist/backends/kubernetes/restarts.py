@@ -119,7 +119,8 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
     for job in (first, old):
         if CANCELLED_ANNOTATION in (job["metadata"].get("annotations") or {}):
             raise BackendError("it was cancelled")
-    keep(cluster, namespace, spec.name)
+    if "ttlSecondsAfterFinished" in first["spec"].get("runPolicy", {}):
+        keep(cluster, namespace, spec.name)
     run = Run(before.number + 1, attempt)
     name = name_of(spec.name, run.number)
     data = _next_input(_read_input(cluster, namespace, old_name), old_name, name, attempt, left_s)
