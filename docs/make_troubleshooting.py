@@ -16,7 +16,7 @@ PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 
 HEAD = """# Troubleshooting on a cluster
 
-While a job waits or after it has failed, `job.status().reason` says why in one sentence, and what to do in another. These
+While a job waits or after it has failed, `job.status.reason` says why in one sentence, and what to do in another. These
 are all of the sentences. Words in *italics* stand for what the cluster says of your job.
 
 What may heal is only told, and the job waits on: an image that may still be pushed, a node that may become free. Give

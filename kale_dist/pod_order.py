@@ -110,6 +110,8 @@ class PodOrder:
     stall_timeout_s: float | None = None
     max_restarts: int = 0
     """As `JobOrder.max_restarts`."""
+    attempt: int = 0
+    """As `JobOrder.attempt`: the first one of these pods. Earlier ones ran in pods that were lost."""
     start_wait_s: float = 3600.0
     """Seconds that pod 0 waits for the other pods, and they for it."""
     input_wait_s: float = 600.0

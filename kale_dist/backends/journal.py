@@ -96,6 +96,8 @@ class Journal:
         """The final state event that is kept back, or was."""
         self.is_released = False
         """Whether the verdict is among the events."""
+        self.first_attempt = 0
+        """The first attempt of the pods that the job has now; verdicts of earlier ones say nothing any more."""
         self._sizes = dict.fromkeys(self._descriptors, 0)
         try:
             self._load()

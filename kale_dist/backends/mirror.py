@@ -161,6 +161,23 @@ class Mirror:
                 journal.is_released = True
                 journal.save()
 
+    def begin_attempt(self, attempt: int) -> None:
+        """The job goes on in new pods. How the pods before have ended, and what they hold, is of no use any more.
+
+        Args:
+            attempt: The first one that the new pods make.
+        """
+        with self._lock:
+            journal = self._journal
+            if journal is None:
+                return
+            journal.first_attempt = attempt
+            if journal.verdict is not None and (journal.verdict.get("attempt") or 0) < attempt:
+                journal.verdict, journal.is_released = None, False
+                journal.save()
+            self._outcomes = {name for name in self._outcomes if int(name.split("-")[1]) >= attempt}
+            self._has_checkpoint = False
+
     # -- what the pods say ---------------------------------------------------------------------------------------------
 
     def begin(self, pod_uid: str, pod: int) -> None:
@@ -267,6 +284,8 @@ class Mirror:
         for event in events:
             rank, attempt = event.get("rank"), event.get("attempt")
             with self._lock:
+                if self._journal is not None and (attempt or 0) < self._journal.first_attempt:
+                    continue
                 match event.get("event"):
                     case EventKind.CHECKPOINT:
                         self._has_checkpoint = True

@@ -253,7 +253,8 @@ class PodCopy:
 
     def _keep_back(self, event: dict[str, Any]) -> None:
         with self._journal.lock:
-            if self.number == HEAD and self._journal.verdict is None:
+            is_current = (event.get("attempt") or 0) >= self._journal.first_attempt
+            if self.number == HEAD and is_current and self._journal.verdict is None:
                 self._journal.verdict = event
             self._cursor.next_event += 1
             self._journal.save()

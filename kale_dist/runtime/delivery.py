@@ -20,6 +20,7 @@ from kale_dist.transport import SMALL_OUTCOME_BYTES
 
 _TRY_FOR_S = 60.0
 _PAUSE_S = 0.5
+_LOOK_EACH_S = 1.0
 _SILENCE_LIMIT_S = 30.0
 _BLOCK_BYTES = 1 << 20
 
@@ -36,6 +37,8 @@ class Delivery:
         self._site = site
         self._on_shipped = on_shipped
         self._store_works = bool(site.order.store)
+        self._checkpoint_lock = threading.Lock()
+        self._kept_checkpoint = 0
         self._notebook_sees_store = "://" in site.order.store or site.order.source is Source.FOLDER
 
     def ship(self, rank: RankRun) -> bool:
@@ -51,6 +54,11 @@ class Delivery:
         threading.Thread(target=carry, name=f"delivery-{rank.rank}", daemon=True).start()
         return True
 
+    def keep_checkpoints(self) -> None:
+        """Put each checkpoint into the store as it comes, in a thread: for whoever goes on if this pod is lost."""
+        if self._store_works:
+            threading.Thread(target=self._keep_checkpoints, name="delivery-checkpoints", daemon=True).start()
+
     def ship_checkpoint(self, then: Callable[[], None]) -> None:
         """Put the last checkpoint into the store, if there is one and there is a store; then call."""
         if not self._store_works or not self._site.files.checkpoint.exists():
@@ -58,7 +66,7 @@ class Delivery:
             return
 
         def carry() -> None:
-            self._put_into_store(self._site.files.checkpoint)
+            self._keep_checkpoint()
             self._site.mailbox.post(then)
 
         threading.Thread(target=carry, name="delivery-checkpoint", daemon=True).start()
@@ -96,6 +104,34 @@ class Delivery:
 
     def _say(self, text: str) -> None:
         self._site.mailbox.post(lambda: self._site.say(text))
+
+    def _keep_checkpoints(self) -> None:
+        if not self._site.order.attempt:
+            self._forget_checkpoint()
+        while self._store_works:
+            time.sleep(_LOOK_EACH_S)
+            self._keep_checkpoint()
+
+    def _keep_checkpoint(self) -> None:
+        """Put the last checkpoint into the store, if it is not there yet."""
+        path = self._site.files.checkpoint
+        with self._checkpoint_lock, contextlib.suppress(FileNotFoundError):
+            # Each is a file of its own that takes the place of the one before.
+            written = path.stat().st_mtime_ns
+            if self._store_works and written != self._kept_checkpoint and self._put_into_store(path):
+                self._kept_checkpoint = written
+
+    def _forget_checkpoint(self) -> None:
+        """An earlier job of this name may have left one, from which this job must not go on."""
+        order = self._site.order
+        name = f"jobs/{order.job}/{self._site.files.checkpoint.name}"
+        with self._checkpoint_lock, contextlib.suppress(OSError, StoreError):
+            if "://" in order.store:
+                from kale_dist.url_store import UrlStore
+
+                UrlStore(order.store).delete_file(name)
+            else:
+                pathlib.Path(order.store, name).unlink(missing_ok=True)
 
     # -- the store --------------------------------------------------------------------------------------------------
 

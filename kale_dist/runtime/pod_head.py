@@ -115,6 +115,8 @@ class PodHead:
         if self._members is None or not self._members.missing:
             self._is_started = True
             self._job.start()
+            if self._site.order.max_restarts:
+                self._delivery.keep_checkpoints()
 
     def _say_missing(self) -> None:
         if self._is_started or self._members is None or self._job.verdict is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import pathlib
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -62,6 +64,8 @@ class Bringer:
                 self._wait("the notebook")
             case Source.STREAM:
                 self._fetch_from_head()
+        if self._order.attempt and self._order.store and self._site.place.pod == 0:
+            self._bring_checkpoint()
         if missing := self.missing():
             raise StoreError(
                 f"{len(missing)} of the {len(self._order.blobs)} parts of the snapshot are missing: {missing[0]}"
@@ -92,6 +96,23 @@ class Bringer:
         self._site.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for digest in self.missing():
             self._site.store.put([source.open(digest)])
+
+    def _bring_checkpoint(self) -> None:
+        """Get what earlier pods have left in the store, from which rank 0 goes on; without it the ranks begin anew."""
+        name, target = f"jobs/{self._order.job}/{self._site.files.checkpoint.name}", self._site.files.checkpoint
+        try:
+            if "://" in self._order.store:
+                from kale_dist.url_store import UrlStore
+
+                store = UrlStore(self._order.store)
+                if store.exists(name):
+                    store.get_file(name, target)
+            elif (kept := pathlib.Path(self._order.store, name)).exists():
+                shutil.copyfile(kept, target)
+        except (OSError, StoreError) as error:
+            target.unlink(missing_ok=True)
+            text = f"The last checkpoint could not be had from the store {self._order.store}: {error}"
+            self._site.mailbox.post(lambda: self._site.say(text))
 
     # -- from the head ----------------------------------------------------------------------------------------------
 

@@ -110,6 +110,7 @@ def job_order(order: PodOrder, pod: int, files: JobFiles, store: FolderStore, ke
     )
     return JobOrder(
         job=order.job,
+        attempt=order.attempt,
         world_size=order.world_size,
         first_rank=first,
         local_world_size=min(order.processes_per_pod, order.world_size - first),

@@ -13,3 +13,15 @@ def train_slowly(model, loader, criterion, optimizer, device, args):
         total += loss.item()
         time.sleep(args)
     return {"loss": total}
+
+
+def waits_and_says_its_attempt():
+    import kale_dist as kd
+
+    print(f"attempt {kd.context().attempt} is here", flush=True)
+    time.sleep(600)
+
+
+def fills_memory():
+    kept = [b"x" * 10_000_000 for _ in range(1000)]
+    return len(kept)

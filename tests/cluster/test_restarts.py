@@ -1,16 +1,21 @@
-"""Ranks that are lost on the real cluster and started again in their pods."""
+"""Ranks that are lost on the real cluster: started again in their pods, or in new ones where a pod was lost."""
 
+import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
-from slow_steps import train_slowly
+from on_cluster import IMAGE, make_claim, run_kubectl
+from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt
 
 import kale_dist as kd
 from kale_dist import backends
-from kale_dist.contract import StateName
+from kale_dist.contract import FailureCause, StateName
 
 EPOCHS = 8
+SMALL = {"cpu": 0.2, "memory_gib": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,17 +41,32 @@ def train(seconds_per_step, **options):
     return job, model
 
 
+def wait_for(job, seen):
+    deadline = time.monotonic() + 120
+    while not seen(job.status):
+        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
+        time.sleep(0.1)
+
+
+def left_of(job, namespace, kinds="pytorchjobs,pods,secrets,services"):
+    """What the cluster has of a job."""
+    deadline = time.monotonic() + 60
+    while True:
+        listed = json.loads(run_kubectl("-n", namespace, "get", kinds, "-o", "json"))["items"]
+        left = [item["metadata"]["name"] for item in listed if job.name in item["metadata"]["name"]]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)
+
+
 def test_a_training_whose_second_pod_loses_its_rank_ends_as_if_nothing_had_happened(namespace):
     import torch
 
     job, model = train(
-        0.15, max_restarts=1, on="kubernetes", image=IMAGE, resources={"cpu": 0.2, "memory_gib": 1},
+        0.15, max_restarts=1, on="kubernetes", image=IMAGE, resources=SMALL,
         cluster={"namespace": namespace},
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (job.status.checkpoint_epoch or 0) >= 2:
-        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
-        time.sleep(0.1)
+    wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 2)
     kill = f"kill -9 {job.status.replicas[1].pid}"
     run_kubectl("-n", namespace, "exec", f"{job.name}-worker-0", "--", "sh", "-c", kill)
     status = job.wait()
@@ -62,4 +82,114 @@ def test_a_training_whose_second_pod_loses_its_rank_ends_as_if_nothing_had_happe
         assert torch.allclose(model.state_dict()[name], value, atol=1e-6), name
     again = [row["loss"] for row in undisturbed.metrics if row["source"] == "train"]
     assert [row["loss"] for row in rows] == pytest.approx(again, rel=1e-4)
+    job.delete()
+
+
+WATCHES = """
+import sys, kale_dist as kd
+job = kd.attach(sys.argv[1])
+print("attached", flush=True)
+print(job.wait(150).state, job.status.attempt, *(line.text for line in job.logs()), sep="\\n")
+"""
+
+
+def test_a_training_that_loses_a_pod_goes_on_in_new_ones_from_the_store_s_last_checkpoint(namespace, tmp_path):
+    import torch
+
+    make_claim(namespace, "kept")
+    job, model = train(
+        0.3, max_restarts=1, on="kubernetes", image=IMAGE, resources=SMALL, store="pvc://kept/runs",
+        cluster={"namespace": namespace},
+    )  # fmt: skip
+    wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 3)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    wait_for(job, lambda status: status.attempt == 1 and status.state is StateName.RUNNING)
+    elsewhere = subprocess.Popen(
+        [sys.executable, "-c", WATCHES, job.ref], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert elsewhere.stdout.readline() == "attached\n"
+    status = job.wait(150)
+    log = [str(line) for line in job.logs()]
+    assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, log)
+    assert sum(f"{job.name}-worker-0 was deleted" in line and "attempt 2 of 2" in line for line in log) == 1, log
+    assert any("goes on behind epoch" in line for line in log), log
+    rows = [row for row in job.metrics if row["source"] == "train"]
+    assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
+    undisturbed, same = train(0.0)
+    assert undisturbed.wait().state is StateName.SUCCEEDED
+    trained = job.model
+    assert trained is model
+    for name, value in same.state_dict().items():
+        assert torch.allclose(trained.state_dict()[name], value, atol=1e-6), name
+    seen, _ = elsewhere.communicate(timeout=160)
+    assert seen.splitlines()[:2] == ["succeeded", "1"]
+    assert any("goes on behind epoch" in line for line in seen.splitlines())
+    there = [str(found.ref) for found in kd.jobs(on="kubernetes", namespace=namespace)]
+    assert there == [job.ref], there
+    job.delete()
+    assert left_of(job, namespace) == []
+
+
+def test_a_training_without_a_store_begins_anew_and_says_why(namespace):
+    job, _ = train(
+        0.1, max_restarts=1, on="kubernetes", image=IMAGE, resources=SMALL, cluster={"namespace": namespace, "ttl_s": 30},
+    )  # fmt: skip
+    wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 1)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-master-0", "--wait=false")
+    status = job.wait(150)
+    assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, [str(line) for line in job.logs()])
+    assert any("begins anew: without a store no checkpoint outlives the pods" in note for note in status.notes)
+    assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == list(range(1, EPOCHS + 1))
+    # Neither the job that was submitted nor the one that went on stays longer than asked for.
+    assert left_of(job, namespace) == []
+    job.delete()
+
+
+def test_pods_are_replaced_no_more_often_than_asked_for(namespace):
+    job = kd.launch(
+        waits_and_says_its_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=1, cluster={"namespace": namespace},
+    )  # fmt: skip
+    for attempt, pod in enumerate((f"{job.name}-worker-0", f"{job.name}-r1-worker-0")):
+        deadline = time.monotonic() + 120
+        while not any(line.text == f"attempt {attempt} is here" and line.rank == 1 for line in job.logs()):
+            assert time.monotonic() < deadline, job.status
+            time.sleep(0.2)
+        run_kubectl("-n", namespace, "delete", "pod", pod, "--wait=false")
+    status = job.wait(120)
+    assert (status.state, status.attempt) == (StateName.FAILED, 1)
+    assert f"{job.name}-r1-worker-0 was deleted" in status.reason
+    running = json.loads(run_kubectl("-n", namespace, "get", "pods", "-o", "json"))["items"]
+    assert not [
+        pod["metadata"]["name"] for pod in running
+        if pod["status"]["phase"] in ("Pending", "Running") and "deletionTimestamp" not in pod["metadata"]
+    ]  # fmt: skip
+    job.delete()
+    assert left_of(job, namespace) == []
+
+
+def test_a_job_that_goes_on_in_new_pods_can_be_cancelled(namespace):
+    job = kd.launch(
+        waits_and_says_its_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=3, cluster={"namespace": namespace},
+    )  # fmt: skip
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    wait_for(job, lambda status: status.attempt == 1 and status.state is StateName.RUNNING)
+    job.cancel()
+    status = job.wait(60)
+    assert (status.state, status.cause) == (StateName.CANCELLED, FailureCause.USER), status
+    job.delete()
+    assert left_of(job, namespace) == []
+
+
+def test_a_lack_of_memory_is_not_tried_again(namespace):
+    job = kd.launch(
+        fills_memory, on="kubernetes", image=IMAGE, resources={"cpu": 0.2, "memory_gib": 0.5}, number_of_processes=2,
+        max_restarts=2, cluster={"namespace": namespace},
+    )  # fmt: skip
+    status = job.wait(120)
+    assert (status.state, status.attempt) == (StateName.FAILED, 0), status
+    assert "memory" in status.reason
     job.delete()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import docker.errors
 
 from kale_dist import records
+from kale_dist.backends import own_events
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.docker import archive, cancelling, container_log, containers, states, submission, views
 from kale_dist.backends.docker.container_log import ContainerLog
@@ -23,7 +24,7 @@ from kale_dist.backends.docker.states import LastWords
 from kale_dist.backends.docker.views import ContainerView, JobView
 from kale_dist.backends.job_reader import JobReader
 from kale_dist.backends.mirror import Mirror
-from kale_dist.contract import EventKind, RankStateName, StateName
+from kale_dist.contract import RankStateName, StateName
 from kale_dist.engine import Engine, explained
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.manifests.settings import WORK_FOLDER
@@ -322,21 +323,8 @@ class Follower:
 
     def _write(self, status: JobStatus) -> None:
         """Keep the engine's verdict."""
-        for replica in status.replicas:
-            self._mirror.record_event(
-                {
-                    "event": EventKind.RANK, "time": time.time(), "rank": replica.rank, "attempt": status.attempt,
-                    "state": str(replica.state), "pid": None, "exit_code": replica.exit_code, "signal": replica.signal,
-                }
-            )  # fmt: skip
-        self._mirror.say(status.reason)
-        self._mirror.record_event(
-            {
-                "event": EventKind.STATE, "time": time.time(), "rank": None, "attempt": status.attempt,
-                "state": str(status.state), "reason": status.reason, "cause": str(status.cause or ""),
-                "failed_rank": status.failed_rank,
-            }
-        )  # fmt: skip
+        own_events.record_ranks(self._mirror, status)
+        own_events.record_state(self._mirror, status)
         self._mirror.release_final()
 
     # -- gaps ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from kale_dist import names, records, transport
 from kale_dist.backends.base import JobRef
-from kale_dist.backends.kubernetes import refusals, submission
+from kale_dist.backends.kubernetes import refusals, restarts, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError, warn
@@ -39,7 +39,9 @@ def select(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -
         BackendError: The cluster refused.
     """
     _check_selection(namespace, labels)
-    selector = ",".join([MANAGED_BY, *(f"{name}={value}" for name, value in labels.items())])
+    selector = ",".join(
+        [MANAGED_BY, f"!{restarts.RESTART_LABEL}", *(f"{name}={value}" for name, value in labels.items())]
+    )
     place = (submission.GROUP, submission.VERSION)
     where = cluster.namespace if namespace is None else namespace
     found: Any
@@ -94,6 +96,7 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
         raise JobNotFoundError(
             f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
         ) from error
+    last = restarts.find_last(cluster, namespace, job)
     data = _read_input(cluster, namespace, name)
     submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
     key = data.get(InputFiles.KEY, b"")
@@ -115,12 +118,11 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
             source = Source(json.loads(data[InputFiles.ORDER])["source"])
         created = dt.datetime.fromisoformat(job["metadata"]["creationTimestamp"]).timestamp()
         place = {"server": cluster.server, "uid": job["metadata"]["uid"], "source": str(source)}
-        records.write(
-            Record(
-                ref=str(ref), name=ref.record_name, created=created, spec=spec, kernel_pid=os.getpid(), detach=True,
-                place=tuple(place.items()),
-            )
+        record = Record(
+            ref=str(ref), name=ref.record_name, created=created, spec=spec, kernel_pid=os.getpid(), detach=True,
+            place=tuple(place.items()),
         )  # fmt: skip
+        records.write(restarts.with_run(record, last))
 
 
 def _read_job(cluster: Cluster, namespace: str, name: str) -> Any:

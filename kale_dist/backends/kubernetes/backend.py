@@ -22,6 +22,7 @@ from kale_dist.backends.kubernetes import (
     kept_results,
     preparation,
     refusals,
+    restarts,
     states,
     submission,
     watching,
@@ -134,23 +135,23 @@ class KubernetesBackend:
         if reader.status().is_final:
             return
         spec = reader.record().spec
+        run = restarts.spec_of(spec, restarts.run_of(reader.record()))
         cluster = _cluster(spec)
         refusal: BackendError | None = None
         try:
-            if not submission.mark_cancelled(cluster, spec, _person()):
+            if not submission.mark_cancelled(cluster, run, _person()):
                 return
         except BackendError as error:
             refusal = error
         follower = self._follow(ref)
-        head = submission.head_of(spec)
         if follower is not None:
             with contextlib.suppress(BackendError, StoreError, OSError):
-                follower.agent(head).cancel(grace_s)
+                follower.agent(follower.head).cancel(grace_s)
                 follower.cancel_by(time.monotonic() + grace_s + _CANCEL_MARGIN_S)
                 return
         if refusal is not None:
             raise refusal
-        submission.suspend(cluster, spec.cluster.namespace, spec.name)
+        submission.suspend(cluster, run.cluster.namespace, run.name)
 
     def delete(self, ref: JobRef) -> None:
         """End the job and remove every trace of it, on the cluster and here.
@@ -162,12 +163,15 @@ class KubernetesBackend:
         ref, reader = self._reader(ref)
         spec = reader.record().spec
         cluster = _cluster(spec)
-        submission.remove(cluster, spec.cluster.namespace, spec.name)
+        last = restarts.run_of(reader.record()).number
+        names = [restarts.name_of(spec.name, number) for number in range(last + 1)]
+        for name in names:
+            submission.remove(cluster, spec.cluster.namespace, name)
         with self._lock:
             follower = self._followers.pop(ref.record_name, None)
         if follower is not None:
             follower.stop()
-        submission.wait_until_gone(cluster, spec, _DELETE_TIMEOUT_S)
+        submission.wait_until_gone(cluster, spec, names, _DELETE_TIMEOUT_S)
         if follower is not None:
             follower.join()
         with self._lock:
@@ -207,7 +211,7 @@ class KubernetesBackend:
         spec = reader.record().spec
         if follower is not None:
             with contextlib.suppress(BackendError, StoreError, OSError):
-                follower.agent(submission.head_of(spec)).fetch_file(name, path)
+                follower.agent(follower.head).fetch_file(name, path)
         elif not path.exists() and spec.store:
             kept_results.fetch(_cluster(spec), spec, name, path.parent)
         elif not path.exists() and name.startswith("outcome-") and reader.status().state is StateName.SUCCEEDED:

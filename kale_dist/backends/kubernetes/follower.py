@@ -14,16 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kale_dist import records
+from kale_dist.backends import own_events
 from kale_dist.backends.base import JobRef
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import kept_results, leftovers, port_forward, states, submission
+from kale_dist.backends.kubernetes import leftovers, port_forward, restarts, states, submission
 from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.fetching import Fetcher
+from kale_dist.backends.kubernetes.lost_pods import LostPods
 from kale_dist.backends.kubernetes.pod_log import PodLog
+from kale_dist.backends.kubernetes.sending import Sender
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
-from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.contract import FailureCause, RankStateName, StateName
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
@@ -44,7 +47,6 @@ _TOLD_S = 40.0
 """The same for a pod that was told to end: it has 30 s for that, and the cluster speaks afterwards."""
 
 _DRAIN_S = 20.0
-_FETCH_AGAIN_S = 1.0
 _MIB = 1 << 20
 
 
@@ -83,14 +85,11 @@ class Follower:
         self._key = key
         self._reader = reader
         self._source = source
-        self._folder = records.files(ref.record_name).folder
         self._on_change = on_change
         self._created = reader.record().created
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._logs: dict[str, PodLog] = {}
-        self._sending: threading.Thread | None = None
-        self._sent = False
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
         self._last_item = 0.0
@@ -104,14 +103,26 @@ class Follower:
             fill=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.log(first)),
             fill_events=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.events(first)),
         )
-        self._unsubscribe = watch.subscribe(spec.name, lambda _name: self._wake())
+        self._sender = Sender(spec, self._mirror, self.agent, self._show, self._progress, self._stopped)
+        self._fetcher = Fetcher(
+            cluster, spec, self._mirror, ref.record_name, has_key=key is not None,
+            progress=self._progress("Fetching the results"),
+        )  # fmt: skip
+        self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show)
+        self._run_now = restarts.run_of(reader.record())
+        self._unsubscribe = watch.subscribe(self._name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
         self._thread.start()
 
     @property
     def view(self) -> JobView:
         """What the cluster says of the job."""
-        return self._watch.view(self._spec.name)
+        return self._watch.view(self._name)
+
+    @property
+    def head(self) -> str:
+        """Name of the job's first pod as it is now."""
+        return submission.head_of(restarts.spec_of(self._spec, self._run_now))
 
     @property
     def is_alive(self) -> bool:
@@ -156,6 +167,18 @@ class Follower:
 
     # -- inside, in the thread ----------------------------------------------------------------------------------------
 
+    @property
+    def _name(self) -> str:
+        """Of the PyTorchJob that runs now."""
+        return restarts.name_of(self._spec.name, self._run_now.number)
+
+    def _turn_to(self, run: restarts.Run) -> None:
+        """Follow another PyTorchJob of the job."""
+        if run != self._run_now:
+            self._unsubscribe()
+            self._run_now = run
+            self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
+
     def _wake(self) -> None:
         self._woken.set()
         self._on_change()
@@ -171,7 +194,10 @@ class Follower:
                     return
                 self._woken.wait(_LOCK_S)
                 self._woken.clear()
+                self._turn_to(restarts.run_of(self._reader.record()))
+            self._turn_to(restarts.run_of(self._reader.record()))
             with contextlib.closing(self._mirror):
+                self._mirror.begin_attempt(self._run_now.attempt)
                 while not self._stopped.is_set() and not self._step():
                     self._woken.wait(_LOOK_S)
                     # A log that talks wakes all the time.
@@ -192,10 +218,13 @@ class Follower:
         if self._reader.status().is_final:
             return True
         view = self.view
-        for pod in view.pods:
+        earlier = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
+        for pod in (*(pod for name in earlier for pod in self._watch.view(name).pods), *view.pods):
             if pod.has_started and pod.uid not in self._logs:
                 self._logs[pod.uid] = self._open_log(pod)
-        self._send(view)
+        head = self._head(view)
+        if self._source is Source.STREAM and head is not None:
+            self._sender.send(head.name, head.uid)
         if self._suspend_at is not None and time.monotonic() > self._suspend_at:
             self._suspend_at = None
             self._free(view)
@@ -222,44 +251,14 @@ class Follower:
         )
 
     def _number(self, pod: PodView) -> int:
-        return pod.index + (1 if pod.replica_type == "worker" and self._spec.cluster.master is not False else 0)
+        return self.view.number(pod, has_master=self._spec.cluster.master is not False)
 
     def _head(self, view: JobView) -> PodView | None:
         running = [pod for pod in view.pods if self._number(pod) == 0 and pod.has_started and not pod.has_ended]
         return running[-1] if running else None
 
-    # -- bytes in -----------------------------------------------------------------------------------------------------
-
-    def _send(self, view: JobView) -> None:
-        """Stream the snapshot to pod 0, once it runs."""
-        head = self._head(view)
-        if self._source is not Source.STREAM or self._sent or head is None:
-            return
-        if self._sending is None or not self._sending.is_alive():
-            self._sending = threading.Thread(
-                target=self._send_to, args=(head.name,), name=f"kale_dist send {self._spec.name}", daemon=True
-            )
-            self._sending.start()
-
-    def _send_to(self, pod: str) -> None:
-        try:
-            agent = self.agent(pod)
-            missing = agent.status()["missing"]
-            if missing:
-                size = agent.upload(FolderStore(records.blobs_dir()), missing, self._progress("Sending the snapshot"))
-                self._mirror.say(
-                    f"The snapshot was sent to {pod}: {size / _MIB:,.1f} MiB in {len(missing)} of "
-                    f"{len(self._spec.blobs)} blobs"
-                )
-            else:
-                self._mirror.say("The snapshot lies in the job's store already: nothing had to be sent")
-            self._sent = True
-        except (BackendError, StoreError, OSError) as error:
-            self.activity = f"The snapshot could not be sent yet: {error}"
-            # The agent may not listen yet; it waits for `input_wait_s`.
-            self._stopped.wait(_FETCH_AGAIN_S)
-        else:
-            self.activity = ""
+    def _show(self, text: str) -> None:
+        self.activity = text
 
     def _progress(self, doing: str) -> Callable[[int, int], None]:
         def show(done: int, total: int) -> None:
@@ -273,20 +272,18 @@ class Follower:
     def _end_well(self, view: JobView) -> bool:
         """Pod 0's agent has given its verdict: fetch what did not fit into the log, then let everybody see it."""
         self._verdict_at = self._verdict_at or time.monotonic()
-        for name in self._missing() if self._spec.store else ():
-            with contextlib.suppress(StoreError):
-                kept_results.copy(self._cluster, self._spec, name, self._folder / name)
+        self._fetcher.fetch_kept()
         head = self._head(view)
-        if head is not None and (self._missing() or self._mirror.waits_for_acknowledgement):
+        if head is not None and (self._fetcher.missing() or self._mirror.waits_for_acknowledgement):
             try:
-                self._fetch_from(self.agent(head.name))
+                self._fetcher.fetch_from(self.agent(head.name))
             except (BackendError, StoreError, OSError) as error:
                 self.activity = f"The results could not be fetched yet: {error}"
-        if not self._is_drained(view) and (self._missing() or not self._is_told()):
+        if not self._is_drained(view) and (self._fetcher.missing() or not self._is_told()):
             return False
         if not self._explain(view):
             return False
-        self._mirror.release_final()
+        self._release()
         return True
 
     def _explain(self, view: JobView) -> bool:
@@ -297,34 +294,17 @@ class Follower:
         better = states.overlay(told, view, self._spec, time.time())
         if not self._pods_ended_at and leftovers.are_all(view):
             self._pods_ended_at = time.monotonic()
-        waits_long = better == told and told.state is StateName.CANCELLED
+        waits_long = better == told and (told.state is StateName.CANCELLED or self._lost_pods.may_be_missed(told))
         limit = (self._verdict_at or 0.0) + (_TOLD_S if waits_long else _EXPLAIN_S)
         if time.monotonic() < (self._pods_ended_at + _LOOK_S if self._pods_ended_at else limit):
             return False
+        better_still = self._try_again(better, view)
+        if better_still is None:
+            return False
         self._free(view, suspends=False)
-        if better != told:
-            self._conclude(better)
+        if better_still != told:
+            own_events.record_state(self._mirror, better_still)
         return True
-
-    def _missing(self) -> list[str]:
-        """Names of the outcomes that there are and that are not here."""
-        verdict = self._mirror.verdict or {}
-        names = set(self._mirror.outcomes)
-        if self._key is not None and verdict.get("state") == StateName.SUCCEEDED:
-            ranks = range(self._spec.topology.number_of_processes)
-            names |= {f"outcome-{verdict.get('attempt', 0)}-{rank}" for rank in ranks}
-        return sorted(name for name in names if not (self._folder / name).exists())
-
-    def _fetch_from(self, agent: PodClient) -> None:
-        """Take all that pod 0's agent holds, and tell it that it may go."""
-        status = agent.status()
-        names = [name for name in self._missing() if name.removeprefix("outcome-") in status["outcomes"]]
-        failed = (self._mirror.verdict or {}).get("state") != StateName.SUCCEEDED
-        if failed and status.get("checkpoint") is not None:
-            names.append("checkpoint")
-        for name in names:
-            agent.fetch_file(name, self._folder / name, self._progress("Fetching the results"))
-        agent.ack()
 
     def _is_told(self) -> bool:
         """Whether every rank's end is here, which its agent tells after the rank's last line."""
@@ -342,7 +322,7 @@ class Follower:
         base = self._reader.status()
         status = states.overlay(base, view, self._spec, now)
         limit_s = self._spec.cluster.pending_timeout_s
-        waiting = status.state in (StateName.PENDING, StateName.STARTING) and base.started is None
+        waiting = status.state in (StateName.PENDING, StateName.STARTING) and self._has_not_started(base)
         if limit_s is not None and waiting and now - self._created > limit_s:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s. {status.reason}"
             self._write(dataclasses.replace(status, state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason))
@@ -356,9 +336,40 @@ class Follower:
         drained = all(log.is_drained for log in self._logs.values())
         if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
             return False
-        self._write(status)
+        ended = self._try_again(status, view)
+        if ended is None:
+            return False
+        self._write(ended)
         self._free(view)
         return True
+
+    def _has_not_started(self, base: JobStatus) -> bool:
+        """Whether the pods that the job has now have not started a rank yet."""
+        if not self._run_now.number:
+            return base.started is None
+        idle = all(replica.state is RankStateName.PENDING for replica in base.replicas)
+        return idle and base.attempt == self._run_now.attempt
+
+    def _try_again(self, ended: JobStatus, view: JobView) -> JobStatus | None:
+        """Have a job that has lost a pod go on in new ones, if it may.
+
+        Returns:
+            How the job has ended; None if it goes on, or if new pods have to be asked for once more.
+        """
+        why = self._lost_pods.why_again(ended, view)
+        if not why:
+            return ended
+        self._free(view)
+        found = self._lost_pods.go_on(ended, why, self._run_now)
+        if isinstance(found, restarts.Run):
+            for log in self._logs.values():
+                log.stop()
+            self._turn_to(found)
+            self._created = time.time()
+            self._failing_since = self._verdict_at = self._suspend_at = None
+            self._pods_ended_at = 0.0
+            return None
+        return found
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
         """Nobody waits any more for pods that could not start, or cannot end."""
@@ -369,26 +380,16 @@ class Follower:
 
     def _write(self, status: JobStatus) -> None:
         """Keep the cluster's verdict."""
-        for replica in status.replicas:
-            self._mirror.record_event(
-                {
-                    "event": EventKind.RANK, "time": time.time(), "rank": replica.rank, "attempt": status.attempt,
-                    "state": str(replica.state), "pid": None, "exit_code": replica.exit_code, "signal": replica.signal,
-                }
-            )  # fmt: skip
-        self._conclude(status)
-        self._mirror.release_final()
+        own_events.record_ranks(self._mirror, status)
+        own_events.record_state(self._mirror, status)
+        self._release()
 
-    def _conclude(self, status: JobStatus) -> None:
-        """Let everybody see how the job has ended."""
-        self._mirror.say(status.reason)
-        self._mirror.record_event(
-            {
-                "event": EventKind.STATE, "time": time.time(), "rank": None, "attempt": status.attempt,
-                "state": str(status.state), "reason": status.reason, "cause": str(status.cause or ""),
-                "failed_rank": status.failed_rank,
-            }
-        )  # fmt: skip
+    def _release(self) -> None:
+        """Let everybody see that the job has ended."""
+        if self._run_now.number:
+            with contextlib.suppress(BackendError):
+                restarts.release(self._cluster, self._spec)
+        self._mirror.release_final()
 
     def _ask(self, uid: str, number: int, question: Callable[[PodClient], Sequence[T]]) -> Sequence[T] | None:
         """What a pod's stream has skipped, from its agent; None if that cannot be asked."""

@@ -87,8 +87,8 @@ RIGHTS = (
         group=_CORE,
         resource="secrets",
         verbs=("get", "patch", "delete"),
-        without="Results cannot be read from another machine, and the Secret of a job goes only when the cluster's "
-        "garbage collector takes it",
+        without="Results cannot be read from another machine, a job that loses a pod does not go on in new ones, and the "
+        "Secret of a job goes only when the garbage collector takes it",
     ),
     Right(
         group=_CORE,

@@ -78,6 +78,32 @@ def is_unsure(verdict: JobStatus, view: JobView) -> bool:
     return verdict.state is StateName.CANCELLED or (verdict.state is StateName.FAILED and verdict.cause in _UNSURE)
 
 
+def lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None) -> str:
+    """Which pod was taken from a job that has failed only by that, so that other pods may do better.
+
+    Args:
+        ended: How the job has ended, as `overlay` says.
+        view: What the cluster says.
+        verdict: The final event of pod 0's agent, if there is one.
+
+    Returns:
+        A sentence; empty if the job has ended for another reason.
+    """
+    if ended.state is not StateName.FAILED or CANCELLED_ANNOTATION in _annotations(view.job or {}):
+        return ""
+    found = _first_failure(view)
+    if found is not None and found.trouble.loses_pod:
+        is_why = ended.cause in (*_UNSURE, found.trouble.cause)
+        return f"{found.sentence[:1].upper()}{found.sentence[1:].removesuffix('.')}." if is_why else ""
+    # A node that fails is known to the agents at once, and to the cluster minutes later.
+    return ended.reason if misses_pod(verdict) and (found is None or found.trouble.name == "ended") else ""
+
+
+def misses_pod(verdict: Mapping[str, Any] | None) -> bool:
+    """Whether pod 0's agent has ended the job because another pod's was gone: no rank is to blame then."""
+    return verdict is not None and verdict.get("cause") == FailureCause.DIED and verdict.get("failed_rank") is None
+
+
 def _explained(base: JobStatus, view: JobView) -> JobStatus:
     """A failure in the cluster's words, if a pod was killed by the cluster and the agents cannot know it."""
     found = _first_failure(view) if is_unsure(base, view) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kale_dist import manifests, payload, records, transport
@@ -211,7 +211,7 @@ def mark_cancelled(cluster: Cluster, spec: JobSpec, person: str) -> bool:
     Raises:
         BackendError: The cluster refused.
     """
-    return _patch(
+    return patch(
         cluster, spec.cluster.namespace, spec.name, {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}}
     )
 
@@ -225,10 +225,18 @@ def suspend(cluster: Cluster, namespace: str, name: str) -> bool:
     Raises:
         BackendError: The cluster refused.
     """
-    return _patch(cluster, namespace, name, {"spec": {"runPolicy": {"suspend": True}}})
+    return patch(cluster, namespace, name, {"spec": {"runPolicy": {"suspend": True}}})
 
 
-def _patch(cluster: Cluster, namespace: str, name: str, change: dict[str, Any]) -> bool:
+def patch(cluster: Cluster, namespace: str, name: str, change: dict[str, Any]) -> bool:
+    """Change a job by a merge patch.
+
+    Returns:
+        Whether the job is there.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
     try:
         cluster.custom.patch_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name, change)
     except Exception as error:
@@ -240,14 +248,20 @@ def _patch(cluster: Cluster, namespace: str, name: str, change: dict[str, Any]) 
     return True
 
 
-def wait_until_gone(cluster: Cluster, spec: JobSpec, timeout_s: float) -> None:
+def wait_until_gone(cluster: Cluster, spec: JobSpec, names: Sequence[str], timeout_s: float) -> None:
     """Wait until no pod of a deleted job is left.
+
+    Args:
+        cluster: Where it was.
+        spec: The job.
+        names: Its PyTorchJobs.
+        timeout_s: Seconds to wait at most.
 
     Raises:
         BackendError: Pods are still there after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    namespace, selector = spec.cluster.namespace, f"training.kubeflow.org/job-name={spec.name}"
+    namespace, selector = spec.cluster.namespace, f"training.kubeflow.org/job-name in ({','.join(names)})"
     while True:
         try:
             left = [

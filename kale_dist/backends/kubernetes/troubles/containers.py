@@ -67,6 +67,15 @@ TROUBLES = (
         is_final=True,
     ),
     Trouble(
+        name="old-python",
+        title="The image's Python is too old",
+        place=Place.ENDED,
+        pattern=pattern(r"kale_dist: the image's Python is (?P<version>\S+) "),
+        sentence="{pod} could not start: the Python of the image {image} is {version}, and 3.11 or later is needed",
+        remedy="Name an image with the notebook's version of Python with image=",
+        is_final=True,
+    ),
+    Trouble(
         name="start-error",
         title="A container could not be started",
         place=Place.ENDED,

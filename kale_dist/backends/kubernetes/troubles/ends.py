@@ -43,9 +43,11 @@ TROUBLES = (
         place=Place.POD,
         pattern=pattern("Evicted: (?P<why>.+)"),
         sentence="{pod} was evicted from node {node}: {why}",
-        remedy="Submit the job again; what asks for as much as it uses (resources=) is evicted last",
+        remedy="Submit the job again (with max_restarts= it goes on in new pods by itself); what asks for as much as it uses "
+        "(resources=) is evicted last",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="node-changed",
@@ -53,9 +55,10 @@ TROUBLES = (
         place=Place.POD,
         pattern=pattern("UnexpectedAdmissionError|OutOf|NodeAffinity|NodeLost|NodeShutdown|Terminated|Shutdown"),
         sentence="{pod} was given up by node {node}: {detail}",
-        remedy="Submit the job again",
+        remedy="Submit the job again; with max_restarts= it goes on in new pods by itself",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="preempted",
@@ -63,9 +66,11 @@ TROUBLES = (
         place=Place.DISRUPTION,
         pattern=pattern("PreemptionByScheduler|PreemptionByKube"),
         sentence="{pod} was ended to make room for something more important",
-        remedy="Submit the job again, with a higher cluster={{'priority_class': ...}} if you may",
+        remedy="Submit the job again, with a higher cluster={{'priority_class': ...}} if you may; with max_restarts= it goes on "
+        "in new pods by itself",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="drained",
@@ -73,18 +78,21 @@ TROUBLES = (
         place=Place.DISRUPTION,
         pattern=pattern("EvictionByEvictionAPI|DeletionByTaintManager|DeletionByPodGC|TerminationByKubelet"),
         sentence="{pod} was ended because its node {node} was drained, shut down or lost ({disruption})",
-        remedy="Submit the job again",
+        remedy="Submit the job again; with max_restarts= it goes on in new pods by itself",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="pod-deleted",
         title="A pod was deleted",
         place=Place.STRUCTURE,
         sentence="{pod} was deleted while it ran",
-        remedy="Submit the job again; cancel a job by job.cancel(), not by deleting its pods",
+        remedy="Submit the job again (with max_restarts= it goes on in new pods by itself); cancel a job by job.cancel(), not "
+        "by deleting its pods",
         is_final=True,
         cause=FailureCause.AGENT_DIED,
+        loses_pod=True,
     ),
     Trouble(
         name="init-failed",

@@ -43,6 +43,8 @@ class Trouble:
     """Whether the job has failed by it. What may heal is only told."""
     cause: FailureCause = FailureCause.NOT_STARTED
     """Of the failure, if it is one."""
+    loses_pod: bool = False
+    """Whether the cluster, or somebody, took a pod away that had done nothing wrong: other pods may do better."""
 
 
 def pattern(text: str) -> re.Pattern[str]:

@@ -1,0 +1,97 @@
+"""Whether a job that has lost a pod goes on in new ones, and what its log and its record say of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from kale_dist import records
+from kale_dist.backends import own_events
+from kale_dist.backends.job_reader import JobReader
+from kale_dist.backends.kubernetes import restarts, states
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.restarts import Run
+from kale_dist.backends.kubernetes.views import JobView
+from kale_dist.backends.mirror import Mirror
+from kale_dist.contract import StateName
+from kale_dist.errors import BackendError
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+_LIMIT_S = 120.0
+"""How long a cluster that cannot be reached is asked for new pods in the place of lost ones."""
+
+_ANEW = (
+    "A pod was lost, and the training begins anew: without a store no checkpoint outlives the pods. Give one, such as "
+    "store='pvc://claim'"
+)
+
+
+class LostPods:
+    """Of one job.
+
+    Args:
+        cluster: Where it runs.
+        spec: The job.
+        mirror: What is said of it goes there.
+        reader: Of its folder.
+        show: Told what is being done, as a sentence; empty for nothing.
+    """
+
+    def __init__(
+        self, cluster: Cluster, spec: JobSpec, mirror: Mirror, reader: JobReader, show: Callable[[str], None]
+    ) -> None:
+        self._cluster = cluster
+        self._spec = spec
+        self._mirror = mirror
+        self._reader = reader
+        self._show = show
+        self._since: float | None = None
+
+    def may_be_missed(self, ended: JobStatus) -> bool:
+        """Whether the agents miss a pod of a job that may go on, so that it matters what the cluster says of that pod."""
+        return ended.attempt < self._spec.policy.max_restarts and states.misses_pod(self._mirror.verdict)
+
+    def why_again(self, ended: JobStatus, view: JobView) -> str:
+        """Why a job that has ended so goes on in new pods, as a sentence; empty if it does not."""
+        if ended.attempt >= self._spec.policy.max_restarts:
+            return ""
+        return states.lost_pod(ended, view, self._mirror.verdict)
+
+    def go_on(self, ended: JobStatus, why: str, before: Run) -> Run | JobStatus | None:
+        """Make new pods.
+
+        Args:
+            ended: How the job would have ended.
+            why: What `why_again` has said.
+            before: The PyTorchJob that has lost a pod.
+
+        Returns:
+            The new PyTorchJob; None if the cluster has to be asked once more; else how the job has ended.
+        """
+        policy, now = self._spec.policy, time.time()
+        self._since = self._since or now
+        seen = self._reader.status()
+        left_s = None if policy.timeout_s is None else max(1.0, policy.timeout_s - (now - (seen.started or now)))
+        try:
+            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, left_s)
+        except BackendError as error:
+            if error.retryable and now - self._since < _LIMIT_S:
+                self._show(f"New pods cannot be had yet: {error}")
+                return None
+            return dataclasses.replace(ended, reason=f"{ended.reason} New pods could not be had: {error}")
+        self._since = None
+        self._show("")
+        records.write(restarts.with_run(self._reader.record(), run))
+        self._mirror.begin_attempt(run.attempt)
+        name = restarts.name_of(self._spec.name, run.number)
+        count = f"attempt {run.attempt + 1} of {policy.max_restarts + 1}"
+        reason = f"{why} The job goes on in new pods, those of {name}: {count}"
+        again = dataclasses.replace(
+            ended, state=StateName.PENDING, attempt=run.attempt, reason=reason, cause=None, failed_rank=None
+        )
+        own_events.record_state(self._mirror, again)
+        if seen.checkpoint_epoch is not None and not self._spec.store:
+            own_events.record_note(self._mirror, _ANEW, run.attempt)
+        return run

@@ -1,0 +1,248 @@
+"""A job whose pod was lost goes on in new pods: another PyTorchJob, `<name>-r1`, that the first one owns.
+
+It is made of what the cluster has: the object before it and that one's input. So it runs the same snapshot with the same
+key, and goes with the first one, by whomever that is deleted.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kale_dist import manifests
+from kale_dist.backends.kubernetes import refusals, submission
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.refusals import Doing
+from kale_dist.backends.kubernetes.submission import GROUP, PLURAL, VERSION
+from kale_dist.backends.kubernetes.views import seconds
+from kale_dist.contract import encode_record
+from kale_dist.errors import BackendError
+from kale_dist.manifests.settings import CANCELLED_ANNOTATION, own_labels
+from kale_dist.pod_order import InputFiles
+from kale_dist.records import Record
+from kale_dist.spec import JobSpec
+
+RESTART_LABEL = "kale-dist.dev/restart"
+"""On all PyTorchJobs of a job but the first: which one it is."""
+
+ATTEMPT_ANNOTATION = "kale-dist.dev/attempt"
+"""On the same: the first attempt that its pods make."""
+
+_PLACE_NUMBER, _PLACE_ATTEMPT = "restarts", "attempt"
+_LONGEST_NAME = 46
+_SHORTENED = 41
+_CONFLICT = 409
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One of the PyTorchJobs of a job."""
+
+    number: int = 0
+    """0 is the one that was submitted."""
+    attempt: int = 0
+    """The first attempt that its pods make."""
+
+
+def run_of(record: Record) -> Run:
+    """The last one that a record knows of."""
+    place = dict(record.place)
+    return Run(int(place.get(_PLACE_NUMBER, 0)), int(place.get(_PLACE_ATTEMPT, 0)))
+
+
+def with_run(record: Record, run: Run) -> Record:
+    """A record that knows of one more."""
+    place = dict(record.place) | {_PLACE_NUMBER: str(run.number), _PLACE_ATTEMPT: str(run.attempt)}
+    return dataclasses.replace(record, place=tuple(place.items()))
+
+
+def name_of(job: str, number: int) -> str:
+    """Name of a job's PyTorchJob by its number."""
+    if not number:
+        return job
+    if len(job) > _LONGEST_NAME:
+        # The names of its pods are longer still, and have to be labels.
+        job = f"{job[:_SHORTENED].rstrip('-')}-{hashlib.sha256(job.encode()).hexdigest()[:4]}"
+    return f"{job}-r{number}"
+
+
+def spec_of(spec: JobSpec, run: Run) -> JobSpec:
+    """The specification under the name of one of its PyTorchJobs."""
+    return dataclasses.replace(spec, name=name_of(spec.name, run.number))
+
+
+def find_last(cluster: Cluster, namespace: str, job: Mapping[str, Any]) -> Run:
+    """The last PyTorchJob of a job, as the cluster has it.
+
+    Args:
+        cluster: Where.
+        namespace: The job's.
+        job: The first one.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    uid, selector = job["metadata"]["uid"], f"{RESTART_LABEL},app.kubernetes.io/instance={job['metadata']['name']}"
+    try:
+        found: Any = cluster.custom.list_namespaced_custom_object(
+            GROUP, VERSION, namespace, PLURAL, label_selector=selector
+        )
+    except Exception as error:
+        doing = Doing(verb="list", resource=PLURAL, namespace=namespace, name="")
+        raise refusals.explain(error, doing=doing) from error
+    ours = [_run(item) for item in found["items"] if _owner(item) == uid]
+    return max(ours, key=lambda run: run.number, default=Run())
+
+
+def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: float | None) -> Run:
+    """Make the next PyTorchJob of a job. If it is there already, because somebody else was faster, it is taken as it is.
+
+    Args:
+        cluster: Where.
+        spec: The job.
+        before: Its last PyTorchJob, whose pods have ended or are ending.
+        attempt: The attempt that the new pods begin with.
+        left_s: What is left of the job's time; None: it has no limit.
+
+    Raises:
+        BackendError: The cluster refused, or the job was deleted or cancelled meanwhile.
+    """
+    namespace, old_name = spec.cluster.namespace, name_of(spec.name, before.number)
+    first = _read(cluster, namespace, spec.name)
+    old = first if not before.number else _read(cluster, namespace, old_name)
+    for job in (first, old):
+        if CANCELLED_ANNOTATION in (job["metadata"].get("annotations") or {}):
+            raise BackendError("it was cancelled")
+    if "ttlSecondsAfterFinished" in first["spec"].get("runPolicy", {}):
+        keep(cluster, namespace, spec.name)
+    run = Run(before.number + 1, attempt)
+    name = name_of(spec.name, run.number)
+    data = _next_input(_read_input(cluster, namespace, old_name), old_name, name, attempt, left_s)
+    try:
+        made: Any = cluster.custom.create_namespaced_custom_object(
+            GROUP, VERSION, namespace, PLURAL, _next_object(old, first, name, run)
+        )
+    except Exception as error:
+        if getattr(error, "status", None) != _CONFLICT:
+            raise refusals.explain(
+                error, doing=Doing(verb="create", resource=PLURAL, namespace=namespace, name=name)
+            ) from error
+        made = _read(cluster, namespace, name)
+        if _owner(made) != first["metadata"]["uid"]:
+            raise BackendError(f"there is another job named {name!r} in the namespace {namespace!r}") from error
+    secret = manifests.input_secret(name, namespace, made["metadata"]["uid"], data)
+    secret["metadata"]["labels"] = own_labels(spec.name)
+    try:
+        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
+    except Exception as error:
+        if getattr(error, "status", None) != _CONFLICT:
+            submission.remove(cluster, namespace, name)
+            doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
+            raise refusals.explain(error, doing=doing) from error
+    return _run(made)
+
+
+def keep(cluster: Cluster, namespace: str, name: str) -> None:
+    """Have the first PyTorchJob outlive its `ttl_s`: with it, the one that goes on would be deleted.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    submission.patch(cluster, namespace, name, {"spec": {"runPolicy": {"ttlSecondsAfterFinished": None}}})
+
+
+def release(cluster: Cluster, spec: JobSpec) -> None:
+    """The job has ended: from now on the first PyTorchJob lives for its `ttl_s`, and the others with it.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    if spec.cluster.ttl_s is None:
+        return
+    namespace = spec.cluster.namespace
+    status = _read(cluster, namespace, spec.name).get("status") or {}
+    # The operator counts from the end of the pods that were lost.
+    gone_s = max(0.0, time.time() - (seconds(status.get("completionTime")) or time.time()))
+    ttl_s = round(gone_s) + spec.cluster.ttl_s
+    submission.patch(cluster, namespace, spec.name, {"spec": {"runPolicy": {"ttlSecondsAfterFinished": ttl_s}}})
+
+
+def _run(job: Mapping[str, Any]) -> Run:
+    meta = job["metadata"]
+    number = meta.get("labels", {}).get(RESTART_LABEL, "0")
+    attempt = (meta.get("annotations") or {}).get(ATTEMPT_ANNOTATION, "0")
+    return Run(int(number), int(attempt))
+
+
+def _owner(job: Mapping[str, Any]) -> str:
+    return next((str(owner["uid"]) for owner in job["metadata"].get("ownerReferences") or ()), "")
+
+
+def _next_object(old: Mapping[str, Any], first: Mapping[str, Any], name: str, run: Run) -> dict[str, Any]:
+    """The object before it, under another name and with another input. Pure."""
+    meta = old["metadata"]
+    annotations = {key: value for key, value in (meta.get("annotations") or {}).items() if "kubectl" not in key}
+    owner = {
+        "apiVersion": first["apiVersion"], "kind": first["kind"], "name": first["metadata"]["name"],
+        "uid": first["metadata"]["uid"], "blockOwnerDeletion": False,
+    }  # fmt: skip
+    spec = copy.deepcopy(old["spec"])
+    # Kueue suspends the new one by itself.
+    spec.get("runPolicy", {}).pop("suspend", None)
+    inputs = {manifests.input_secret_name(meta["name"]): manifests.input_secret_name(name)}
+    for replica in spec["pytorchReplicaSpecs"].values():
+        for volume in replica["template"]["spec"].get("volumes", ()):
+            secret = volume.get("secret", {})
+            if secret.get("secretName") in inputs:
+                secret["secretName"] = inputs[secret["secretName"]]
+    return {
+        "apiVersion": old["apiVersion"],
+        "kind": old["kind"],
+        "metadata": {
+            "name": name,
+            "namespace": meta["namespace"],
+            "labels": {**meta["labels"], RESTART_LABEL: str(run.number)},
+            "annotations": {**annotations, ATTEMPT_ANNOTATION: str(run.attempt)},
+            "ownerReferences": [owner],
+        },
+        "spec": spec,
+    }
+
+
+def _next_input(
+    data: Mapping[str, bytes], old_name: str, name: str, attempt: int, left_s: float | None
+) -> dict[str, bytes]:
+    """The input before it, whose order names the new pods. Pure."""
+    order = json.loads(data[InputFiles.ORDER])
+    order["head"] = name + order["head"].removeprefix(old_name)
+    order["attempt"] = attempt
+    if left_s is not None:
+        order["timeout_s"] = left_s
+    return {**data, InputFiles.ORDER: encode_record(order)}
+
+
+def _read(cluster: Cluster, namespace: str, name: str) -> Any:
+    try:
+        return cluster.custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+    except Exception as error:
+        if getattr(error, "status", None) == refusals.NOT_FOUND:
+            raise BackendError(f"the PyTorchJob {name!r} is no longer there") from error
+        raise refusals.explain(
+            error, doing=Doing(verb="get", resource=PLURAL, namespace=namespace, name=name)
+        ) from error
+
+
+def _read_input(cluster: Cluster, namespace: str, job: str) -> dict[str, bytes]:
+    name = manifests.input_secret_name(job)
+    try:
+        secret = cluster.core.read_namespaced_secret(name, namespace)
+    except Exception as error:
+        doing = Doing(verb="get", resource="secrets", namespace=namespace, name=name)
+        raise refusals.explain(error, doing=doing) from error
+    return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
