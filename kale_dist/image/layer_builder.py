@@ -18,13 +18,11 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import base_image, media, replacement
 from kale_dist.image import inventory as inventories
-from kale_dist.image import media, replacement
-from kale_dist.image.installed import Distribution, canonical
+from kale_dist.image.installed import Distribution
 from kale_dist.image.inventory import Inventory
 from kale_dist.image.kept import write_atomically
 from kale_dist.image.layer import Entry, Layer, make_layer
@@ -35,9 +33,6 @@ from kale_dist.recipe import Recipe
 
 if TYPE_CHECKING:
     from kale_dist.image.packages import Wheel
-
-RECIPE_LABEL = "dev.kale-dist.recipe"
-"""Of the images that this library makes: what they are made of, as JSON."""
 
 _HISTORY = "kale-dist: packages and files of a recipe"
 
@@ -198,24 +193,10 @@ def _check(recipe: Recipe, base: Reference, inventory: Inventory, python: str) -
             f"The base image {base} is for {inventory.platform}, and the image is to be for {recipe.platform}. "
             f"Name a base image for that platform."
         )
-    if python and inventory.python_minor != python:
-        raise ImageError(
-            f"The base image {base} has Python {inventory.python_version} ({inventory.python}), and this notebook has "
-            f"{python}: what it sends could not be read there. Name a base image with Python {python}."
-        )
-    if inventory.find("torch") is None and not any(_names_torch(package) for package in recipe.packages):
-        raise ImageError(
-            f"The base image {base} has no torch for its {inventory.python} (Python {inventory.python_version}). "
-            f"Name a base image with torch, or add torch to `packages=`."
-        )
-
-
-def _names_torch(package: str) -> bool:
-    """Whether this requirement is torch itself."""
-    try:
-        return canonical(Requirement(package).name) == "torch"
-    except InvalidRequirement:
-        return False
+    if python:
+        base_image.check_python(str(base), inventory.python_version, inventory.python, python)
+    if inventory.find("torch") is None:
+        base_image.check_torch(str(base), inventory.python_version, inventory.python, recipe)
 
 
 def _files(recipe: Recipe, inventory: Inventory, blobs_dir: pathlib.Path) -> list[Entry]:
@@ -241,7 +222,7 @@ def _compose(
     diff_ids = (*image.config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers))
     identity = dataclasses.replace(recipe, rebuild=False).to_json()
     made_of = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    told = {RECIPE_LABEL: made_of, inventories.LABEL: after.to_label(diff_ids), **labels}
+    told = {base_image.RECIPE_LABEL: made_of, inventories.LABEL: after.to_label(diff_ids), **labels}
     manifest, config = image.manifest, image.config
     for layer in layers:
         manifest_bytes, config_bytes = media.append_layer(

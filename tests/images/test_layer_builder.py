@@ -14,7 +14,8 @@ from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import inventory as inventories
 from kale_dist.image.auth import Credentials
-from kale_dist.image.layer_builder import RECIPE_LABEL, build
+from kale_dist.image.base_image import RECIPE_LABEL
+from kale_dist.image.layer_builder import build
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.recipe import ImageFile, Recipe

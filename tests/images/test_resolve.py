@@ -1,6 +1,7 @@
 """From a recipe to a digest: found or made, in real registries and the real engine."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -255,13 +256,32 @@ def engine_base():
 def test_docker_builds_on_what_only_its_engine_has_and_pushes(engine_base, registry_host):
     place = Place(registry_host)
     recipe = Recipe(environment={"MODE": "x"}, builder="docker")
-    first = place.resolve(recipe, base=engine_base)
-    again = place.resolve(recipe, base=engine_base)
+    first = place.resolve(recipe, base=engine_base, python="")
+    again = place.resolve(recipe, base=engine_base, python="")
     assert (first.was_built, again.was_built, again.reference) == (True, False, first.reference)
     with Registry(place.host) as registry:
         made = catalog.image(registry, place.repository, first.tag)
         assert made.recipe == recipe
         assert made.base == f"docker.io/library/{engine_base}"
+
+
+@pytest.mark.parametrize("has_registry", [True, False], ids=["pushed", "kept"])
+@pytest.mark.parametrize(
+    ("base", "python", "words"),
+    [
+        ("python:3.11-slim-bookworm", "3.12", r"has Python 3\.11\.\d+ .* this notebook has 3\.12.*with Python 3\.12"),
+        ("python:3.11-slim-bookworm", "3.11", r"has no torch for its /\S+ .*add torch to `packages=`"),
+        ("", "3.11", r"has no python3 on its PATH. Name a base image with Python and torch"),
+    ],
+)
+def test_docker_builds_on_no_base_that_jobs_cannot_run_on(
+    engine_base, registry_host, has_registry, base, python, words
+):
+    place, recipe = Place(registry_host), Recipe(environment={"MODE": "y"}, builder="docker")
+    make = place.resolve if has_registry else functools.partial(resolve_in_engine, say=place.said.append)
+    with pytest.raises(ImageError, match=words):
+        make(recipe, base=base or engine_base, python=python)
+    assert not [line for line in place.said if "MODE" in line]
 
 
 def test_without_a_registry_docker_keeps_it(engine_base):
