@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records, transport
-from kale_dist.backends.docker import archive, containers
+from kale_dist.backends.docker import archive, containers, gpus
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.blobs import FolderStore
@@ -86,7 +86,8 @@ def create(engine: Engine, spec: JobSpec, key: bytes) -> tuple[str, ...]:
         ensure_network(engine)
         made: list[str] = []
         try:
-            _start_all(engine, spec, facts, files, made)
+            with gpus.held(engine, spec, facts) as settled:
+                _start_all(engine, spec, settled, files, made)
         except BaseException as error:
             _remove_ids(engine, made)
             # Between two requests the last job of another process may have taken the network with it.
