@@ -130,6 +130,16 @@ def test_two_kernels_make_it_once(place):
     assert sorted(answer[1] for answer in answers) == ["False", "True"]
 
 
+def test_two_machines_that_make_it_at_once_end_with_the_same(place, tmp_path):
+    """Nothing holds one of them off: both may make it, and what they make is the same to the byte."""
+    command = [sys.executable, "-c", TWO, place.base, place.registry]
+    homes = [{"XDG_CACHE_HOME": str(tmp_path / one)} for one in ("here", "there")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | home) for home in homes]
+    answers = [process.communicate(timeout=60)[0].split() for process in both]
+    assert answers[0][0] == answers[1][0] == place.resolve(Recipe(environment={"MODE": "two"})).reference
+    assert "True" in {answer[1] for answer in answers}
+
+
 def test_who_waits_is_told_so_and_takes_what_the_other_has_made(place):
     tag = place.resolve(MODE).tag
     with Registry(place.host) as registry:
