@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
-from kale_dist.image import base_image, media, replacement
+from kale_dist.image import base_image, media, replacement, zstd
 from kale_dist.image import inventory as inventories
 from kale_dist.image.installed import Distribution
 from kale_dist.image.inventory import Inventory
@@ -29,7 +29,7 @@ from kale_dist.image.layer import Entry, Layer, make_layer
 from kale_dist.image.pushing import push
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
-from kale_dist.recipe import Recipe
+from kale_dist.recipe import ZSTD, Recipe
 
 if TYPE_CHECKING:
     from kale_dist.image.packages import Wheel
@@ -81,7 +81,7 @@ def build(
         python: The minor that the base's Python must have, such as `3.11`; empty for any.
 
     Raises:
-        ConfigError: There are packages, and what unpacks them is not installed here.
+        ConfigError: There are packages, and what unpacks them is not installed here; or what writes zstd is not.
         ImageError: The base does not fit, the packages cannot be had, or a registry refuses.
     """
     if recipe.apt:
@@ -89,6 +89,9 @@ def build(
             f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, and the one without "
             f'a daemon runs none. Use `builder="docker"`, or a base image that has them.'
         )
+    if recipe.compression == ZSTD:
+        # Known before anything is fetched.
+        zstd.compressor()
     manifests = cache_dir / "manifests"
     image = base_registry.image(base.repository, base.target, recipe.platform, cache_dir=manifests)
 
@@ -112,17 +115,17 @@ def build(
         layers: list[Layer] = []
         installed: tuple[Distribution, ...] = ()
         if wheels:
-            place = cache_dir / "packed" / f"{_key(wheels, inventory, image)}.json"
+            place = cache_dir / "packed" / f"{_key(recipe, wheels, inventory, image)}.json"
             packed = None if recipe.rebuild else _recall(place)
             if packed is None or not registry.has_blob(repository, packed.layer.digest):
-                packed = _pack(wheels, inventory, gone, folder)
+                packed = _pack(recipe, wheels, inventory, gone, folder)
                 _remember(place, packed)
             layers.append(packed.layer)
             installed = packed.distributions
             for sentence in replacement.broken(inventory, installed):
                 say(sentence)
         if recipe.files or not wheels:
-            layers.append(make_layer(_files(recipe, inventory, blobs_dir), folder / "files.tar.gz"))
+            layers.append(make_layer(_files(recipe, inventory, blobs_dir), folder / "files", recipe.compression))
         after = replacement.with_installed(inventory, installed)
         manifest, config = _compose(recipe, image, layers, after, labels)
         digest, sent = push(
@@ -142,11 +145,17 @@ class _Packed:
     """What is installed by it."""
 
 
-def _pack(wheels: Sequence[Wheel], inventory: Inventory, gone: Sequence[Distribution], folder: pathlib.Path) -> _Packed:
+def _pack(
+    recipe: Recipe,
+    wheels: Sequence[Wheel],
+    inventory: Inventory,
+    gone: Sequence[Distribution],
+    folder: pathlib.Path,
+) -> _Packed:
     """Unpack wheels as they lie in the image, hide what they replace, and make a layer of it."""
     unpacked = _packages().unpack(wheels, inventory, folder / "root")
     hidden = replacement.removals(inventory, gone, [entry.path for entry in unpacked.entries]) if gone else ()
-    layer = make_layer((*unpacked.entries, *hidden), folder / "packages.tar.gz")
+    layer = make_layer((*unpacked.entries, *hidden), folder / "packages", recipe.compression)
     return _Packed(layer=layer, distributions=unpacked.distributions)
 
 
@@ -160,11 +169,17 @@ def _packages() -> types.ModuleType:
     return packages
 
 
-def _key(wheels: Sequence[Wheel], inventory: Inventory, image: ImageManifest) -> str:
+def _key(recipe: Recipe, wheels: Sequence[Wheel], inventory: Inventory, image: ImageManifest) -> str:
     """Names what the bytes of a layer of packages depend on."""
     contents = [(wheel.path.parent.name, wheel.path.name) for wheel in wheels]
     layout = (inventory.python, inventory.site_directory, inventory.scripts_directory, inventory.prefix)
-    facts = (contents, layout, image.config["rootfs"]["diff_ids"], importlib.metadata.version("installer"))
+    facts = (
+        contents,
+        recipe.compression,
+        layout,
+        image.config["rootfs"]["diff_ids"],
+        importlib.metadata.version("installer"),
+    )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
