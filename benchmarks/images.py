@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import http.server
 import os
 import pathlib
@@ -64,25 +65,33 @@ def take_first_step() -> float:
 
 
 class Index:
-    """A package index with versions of one package of `PACKAGE_BYTES`."""
+    """A package index with versions of one package of `PACKAGE_BYTES`, which gives digests and metadata as PyPI does."""
 
     def __init__(self, folder: pathlib.Path, url: str) -> None:
         self.url = url
         self._folder = folder / "bulky"
         self._folder.mkdir()
+        (self._folder / "index.html").write_text("<!DOCTYPE html>\n")
 
     def add(self) -> str:
         """Make a new version, and name it."""
         version = f"1.0.{time.time_ns()}"
         info = f"bulky-{version}.dist-info"
-        with zipfile.ZipFile(self._folder / f"bulky-{version}-py3-none-any.whl", "w") as wheel:
+        path = self._folder / f"bulky-{version}-py3-none-any.whl"
+        metadata = f"Metadata-Version: 2.1\nName: bulky\nVersion: {version}\n"
+        with zipfile.ZipFile(path, "w") as wheel:
             wheel.writestr("bulky/__init__.py", "")
             wheel.writestr("bulky/data.bin", os.urandom(PACKAGE_BYTES))
-            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: bulky\nVersion: {version}\n")
+            wheel.writestr(f"{info}/METADATA", metadata)
             wheel.writestr(
                 f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: bench\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             )
             wheel.writestr(f"{info}/RECORD", "")
+        path.with_name(f"{path.name}.metadata").write_text(metadata)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with (self._folder / "index.html").open("a") as page:
+            page.write(f'<a href="{path.name}#sha256={digest}" data-core-metadata="true">{path.name}</a>\n')
         return f"bulky=={version}"
 
 

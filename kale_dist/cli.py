@@ -22,6 +22,7 @@ from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDi
 from kale_dist.view import facts, plain
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
+_LOOK_S = 5.0
 _CANCEL_WAIT_S = 10.0
 _MIB = 1 << 20
 
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     render = command("render", "show what was submitted")
     delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs")
     delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
-    delete.add_argument("--finished", action="store_true", help="all jobs that have ended")
+    delete.add_argument("--finished", action="store_true", help="all of this user's jobs that have ended")
+    delete.add_argument("--on", choices=backends.NAMES, default="local", help="where those ran (local)")
     for made in (status, logs, cancel, render):
         made.add_argument("ref", metavar="REF", help="a job's name or reference")
     examine = command("doctor", "check what jobs need")
@@ -213,8 +215,7 @@ def _delete(options: argparse.Namespace) -> int:
     # All are looked up first: a mistyped name deletes nothing.
     found = [_find(text) for text in options.refs]
     if options.finished:
-        backend = backends.get("local")
-        found += [(backend, ref) for ref in backend.list() if _has_ended(backend, ref)]
+        found += _finished(options.on)
     for backend, ref in {ref: (backend, ref) for backend, ref in found}.values():
         with contextlib.suppress(JobNotFoundError):
             backend.delete(ref)
@@ -294,6 +295,21 @@ def _print_lines(lines: Iterator[LogLine]) -> None:
         # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
         text = f"{plain.prefix(line)} {facts.clean(line.text)}" if clean else str(line)
         print(text, flush=True)
+
+
+def _finished(on: str) -> list[tuple[Backend, JobRef]]:
+    """This user's jobs that have ended: those of others on the same engine or cluster are theirs."""
+    backend = backends.get(on)
+    running, ended = [JobRef.parse(ref) for ref in records.refs(on)], []
+    # Of a job that nobody has followed it takes a look elsewhere to know.
+    deadline = time.monotonic() + (_LOOK_S if on != "local" else 0)
+    while running:
+        ended += [ref for ref in running if _has_ended(backend, ref)]
+        running = [ref for ref in running if ref not in ended]
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
+    return [(backend, ref) for ref in ended]
 
 
 def _has_ended(backend: Backend, ref: JobRef) -> bool:

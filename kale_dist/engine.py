@@ -39,6 +39,7 @@ _MEANINGS = (
     (r"server gave HTTP response to HTTPS client", "the registry speaks HTTP, and the engine expects HTTPS", "Add it to insecure-registries in the engine's daemon.json, or give it a certificate", False),
     (r"x509: ", "the registry's certificate is not trusted by the engine", "Put its authority's certificate into /etc/docker/certs.d/<registry>/ca.crt where the engine runs", False),
     (r"no such host|dial tcp|server misbehaving|TLS handshake timeout|Client\.Timeout|connection refused|i/o timeout", "the registry cannot be reached from where the engine runs", "Check its name and the network there, or pull the image by another way", True),
+    (r"nvidia-container-cli: device error|unknown device|unresolvable CDI devices? .*gpu=\d", "its machine has fewer GPUs than this job needs beside those of other jobs", "Ask for fewer, or end a job: kale-dist jobs --on docker lists them", False),
     (r"could not select device driver|nvidia-container-cli|unknown or invalid runtime name: nvidia|unresolvable CDI", "the engine cannot give GPUs to containers", "Install the NVIDIA Container Toolkit where the engine runs, or leave out cuda and resources.gpus", False),
     (r"non-overlapping IPv4 address pool|address pools have been fully subnetted", "the engine has no address range left for a network", "Remove networks that nothing uses: docker network prune", False),
     (r"Range of CPUs is from", "it has fewer cores than resources.cpu_limit and processes_per_pod ask for", "Ask for fewer", False),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kale_dist import config, image_checks, records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import BUILDERS, Recipe
+from kale_dist.recipe import BUILDERS, COMPRESSIONS, GZIP, Recipe
 from kale_dist.runtime import loading
 from kale_dist.view import plain
 
@@ -57,6 +57,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     build.add_argument("--requirements", metavar="FILE", help="a requirements file")
     build.add_argument("--platform", default=Recipe().platform, help="of the cluster (%(default)s)")
     build.add_argument("--builder", choices=BUILDERS, default="", help="layers, unless something needs Docker")
+    build.add_argument(
+        "--compression", choices=COMPRESSIONS, default=GZIP, help="zstd where all that pull can read it (gzip)"
+    )
     build.add_argument("--allow-torch-change", action="store_true", help="let packages replace the base's torch")
     build.add_argument("--rebuild", action="store_true", help="make it although it is there")
     listed = command("list", "list the images that were made for jobs", _list)
@@ -75,7 +78,8 @@ def _build(options: argparse.Namespace) -> int:
         base=options.base, platform=options.platform, packages=options.package, apt=options.apt,
         files=dict(_pair("--file", text, "/opt/x.txt=x.txt") for text in options.file),
         environment=dict(_pair("--env", text, "NAME=value") for text in options.env), index_urls=options.index_url,
-        allow_torch_change=options.allow_torch_change, builder=options.builder, rebuild=options.rebuild,
+        allow_torch_change=options.allow_torch_change, builder=options.builder,
+        compression=options.compression, rebuild=options.rebuild,
     )  # fmt: skip
     wanted = image_checks.check(recipe, None, options.requirements)
     if wanted.recipe is None:

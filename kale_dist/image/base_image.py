@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,49 @@ def find(recipe: Recipe, base: Reference, registry: Registry) -> Base:
             f"The base image {base} is not in the registry {base.registry}. Correct its name, or push it there."
         )
     return Base(reference=base.with_digest(found.digest), digest=found.digest)
+
+
+def check_python(base: str, version: str, interpreter: str, python: str) -> None:
+    """Refuse a base with another Python than the notebook's.
+
+    Args:
+        base: Its reference.
+        version: Of its Python.
+        interpreter: That Python's path.
+        python: The minor that it must have.
+
+    Raises:
+        ImageError: It has another one.
+    """
+    if ".".join(version.split(".")[:2]) != python:
+        raise ImageError(
+            f"The base image {base} has Python {version} ({interpreter}), and this notebook has "
+            f"{python}: what it sends could not be read there. Name a base image with Python {python}."
+        )
+
+
+def check_torch(base: str, version: str, interpreter: str, recipe: Recipe) -> None:
+    """Refuse a base without torch, unless the recipe adds it.
+
+    Args:
+        base: Its reference.
+        version: Of its Python.
+        interpreter: That Python's path.
+        recipe: What goes on top.
+
+    Raises:
+        ImageError: There would be no torch.
+    """
+    if not any(names_torch(package) for package in recipe.packages):
+        raise ImageError(
+            f"The base image {base} has no torch for its {interpreter} (Python {version}). "
+            f"Name a base image with torch, or add torch to `packages=`."
+        )
+
+
+def names_torch(package: str) -> bool:
+    """Whether a requirement, in the spelling that recipes have, is torch itself."""
+    return re.match(r"torch(?![a-z0-9._-])", package) is not None
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ remains is a few hundred kilobytes, kept by the layer's digest, so that images t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gzip
-import importlib
 import json
 import pathlib
 import posixpath
@@ -20,6 +18,7 @@ from collections.abc import Iterator
 from typing import IO, Any, Protocol, Self, cast
 
 from kale_dist.errors import ImageError
+from kale_dist.image import zstd
 from kale_dist.image.kept import write_atomically
 
 _TEXTS = re.compile(
@@ -73,7 +72,7 @@ class Scan:
             with tarfile.open(fileobj=stream, mode="r|", bufsize=_READ_BYTES) as archive:
                 for member in archive:
                     scan._see(archive, member)
-        except (tarfile.TarError, zlib.error, EOFError) as error:
+        except (tarfile.TarError, zlib.error, zstd.DamagedError, EOFError) as error:
             raise ImageError(
                 f"Layer {name} of the base image cannot be read as a tar: {error}. "
                 f"Push the base image again, or name another one."
@@ -280,10 +279,8 @@ def _decompressor(block: bytes, name: str) -> Any:
         return zlib.decompressobj(wbits=31)
     if not block.startswith(b"\x28\xb5\x2f\xfd"):
         return None
-    for module, make in (("compression.zstd", "ZstdDecompressor"), ("zstandard", "ZstdDecompressor")):
-        with contextlib.suppress(ImportError):
-            made = getattr(importlib.import_module(module), make)()
-            return made.decompressobj() if hasattr(made, "decompressobj") else made
+    if (made := zstd.decompressor()) is not None:
+        return made
     raise ImageError(
         f"Layer {name} of the base image is compressed with zstd, which this Python cannot read. "
         f"Install it with `pip install zstandard`, or name a base image whose layers are compressed with gzip."

@@ -16,7 +16,7 @@ from typing import Any
 from kale_dist import engine as engines
 from kale_dist.engine import Engine
 from kale_dist.errors import ImageError
-from kale_dist.image import auth, buildkit, docker_context, docker_errors, docker_settings
+from kale_dist.image import auth, buildkit, docker_base, docker_context, docker_errors, docker_settings
 from kale_dist.image.reference import Reference
 from kale_dist.recipe import Recipe
 
@@ -48,6 +48,7 @@ def build(
     say: Callable[[str], None],
     progress: Callable[[int, int], None],
     push: bool = True,
+    python: str = "",
     credentials: auth.Credentials | None = None,
 ) -> Built:
     """Build a recipe's image in the engine, and push it.
@@ -62,6 +63,7 @@ def build(
         progress: Gets how much is done and of how much: bytes while the base is pulled and the image is pushed, steps
             while it is built. Each of the three begins anew.
         push: Whether it goes to the registry; else it stays in the engine.
+        python: The minor that the base's Python must have, such as `3.11`, beside a torch; empty: neither is asked for.
         credentials: What the registry is shown; None: what docker is configured for.
 
     Raises:
@@ -71,6 +73,8 @@ def build(
     """
     with _connected() as engine, engines.explained(f"building {tag}"):
         found = _base(engine, base, recipe.platform, say, progress)
+        docker_base.check_platform(base, found, recipe.platform)
+        docker_base.check_python(engine, base, str(found["Id"]), recipe, python, say)
         image_id = _build(engine, recipe, base, found, tag, blobs_dir, labels, say, progress)
         size = int(engine.api.inspect_image(image_id)["Size"])
         digest = _push(engine, tag, credentials, say, progress) if push else ""
@@ -103,12 +107,6 @@ def _base(
             found = engine.api.inspect_image(base)
     except docker.errors.APIError as error:
         raise _transfer_failed(str(error.explanation or error), f"pulling {base}") from error
-    has = f"{found['Os']}/{found['Architecture']}"
-    if platform and not platform.startswith(has):
-        raise ImageError(
-            f"the base {base} is for {has}, and the image is to be for {platform}. Take a base for {platform}, or say "
-            f"platform={has!r}"
-        )
     return dict(found)
 
 

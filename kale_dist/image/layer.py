@@ -1,4 +1,4 @@
-"""One layer of an image: a reproducible tar of files and of whiteouts, compressed with gzip.
+"""One layer of an image: a reproducible tar of files and of whiteouts, compressed with gzip or zstd.
 
 The same entries give the same bytes, so the same digest: entries are sorted, belong to root, have no times, and parent
 directories are left out. A runtime makes the parents that are missing and leaves those of the base as they are, with
@@ -20,6 +20,8 @@ from typing import IO, cast
 
 from kale_dist.errors import ImageError
 from kale_dist.image.gzip_stream import BLOCK_BYTES, Gzip, Writable
+from kale_dist.image.zstd import Zstd
+from kale_dist.recipe import GZIP, ZSTD
 
 WHITEOUT = ".wh."
 """What the name of an entry begins with that removes, rather than adds, a name."""
@@ -51,6 +53,7 @@ class Layer:
     """Bytes, compressed."""
     diff_id: str
     """`sha256:...` of the tar itself: its name in an image's configuration."""
+    compression: str = GZIP
 
 
 def whiteout(path: str) -> Entry:
@@ -63,18 +66,20 @@ def whiteout(path: str) -> Entry:
     return Entry(path=posixpath.join(folder, WHITEOUT + name), content=b"")
 
 
-def make_layer(entries: Iterable[Entry], out: pathlib.Path) -> Layer:
+def make_layer(entries: Iterable[Entry], out: pathlib.Path, compression: str = GZIP) -> Layer:
     """Write a layer.
 
     Args:
         entries: In any order; each path once.
         out: The file to write; replaced whole, or not at all.
+        compression: `gzip` or `zstd`.
 
     Returns:
         The layer, at `out`.
 
     Raises:
         ImageError: A path is given twice, is not a plain absolute path, or the disk is full.
+        ConfigError: zstd is wanted, and this Python cannot write it.
     """
     ordered = sorted(entries, key=lambda entry: entry.path)
     _check(ordered)
@@ -83,7 +88,7 @@ def make_layer(entries: Iterable[Entry], out: pathlib.Path) -> Layer:
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".layer-", delete=False) as file:
             temporary = pathlib.Path(file.name)
             try:
-                layer = _write(ordered, file.file, out)
+                layer = _write(ordered, file.file, out, compression)
                 temporary.replace(out)
             except BaseException:
                 temporary.unlink(missing_ok=True)
@@ -108,17 +113,17 @@ def _check(ordered: list[Entry]) -> None:
             raise ImageError(f"{entry.path!r} cannot be put into an image: give an absolute path without `..`.")
 
 
-def _write(ordered: list[Entry], file: IO[bytes], out: pathlib.Path) -> Layer:
+def _write(ordered: list[Entry], file: IO[bytes], out: pathlib.Path, compression: str) -> Layer:
     """Write the compressed tar, counting and hashing both it and what is in it."""
     packed = _Hashing(file)
-    with Gzip(packed) as compressed:
+    with (Zstd if compression == ZSTD else Gzip)(packed) as compressed:
         plain = _Hashing(compressed)
         stream = cast("IO[bytes]", plain)
         with tarfile.TarFile(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT, copybufsize=BLOCK_BYTES) as archive:
             for entry in ordered:
                 _add(archive, entry)
     file.flush()
-    return Layer(path=out, digest=packed.digest, size=packed.size, diff_id=plain.digest)
+    return Layer(path=out, digest=packed.digest, size=packed.size, diff_id=plain.digest, compression=compression)
 
 
 def _add(archive: tarfile.TarFile, entry: Entry) -> None:

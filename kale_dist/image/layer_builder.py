@@ -18,26 +18,21 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import base_image, media, replacement, zstd
 from kale_dist.image import inventory as inventories
-from kale_dist.image import media, replacement
-from kale_dist.image.installed import Distribution, canonical
+from kale_dist.image.installed import Distribution
 from kale_dist.image.inventory import Inventory
 from kale_dist.image.kept import write_atomically
 from kale_dist.image.layer import Entry, Layer, make_layer
 from kale_dist.image.pushing import push
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
-from kale_dist.recipe import Recipe
+from kale_dist.recipe import ZSTD, Recipe
 
 if TYPE_CHECKING:
     from kale_dist.image.packages import Wheel
-
-RECIPE_LABEL = "dev.kale-dist.recipe"
-"""Of the images that this library makes: what they are made of, as JSON."""
 
 _HISTORY = "kale-dist: packages and files of a recipe"
 
@@ -86,7 +81,7 @@ def build(
         python: The minor that the base's Python must have, such as `3.11`; empty for any.
 
     Raises:
-        ConfigError: There are packages, and what unpacks them is not installed here.
+        ConfigError: There are packages, and what unpacks them is not installed here; or what writes zstd is not.
         ImageError: The base does not fit, the packages cannot be had, or a registry refuses.
     """
     if recipe.apt:
@@ -94,6 +89,9 @@ def build(
             f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, and the one without "
             f'a daemon runs none. Use `builder="docker"`, or a base image that has them.'
         )
+    if recipe.compression == ZSTD:
+        # Known before anything is fetched.
+        zstd.compressor()
     manifests = cache_dir / "manifests"
     image = base_registry.image(base.repository, base.target, recipe.platform, cache_dir=manifests)
 
@@ -117,17 +115,17 @@ def build(
         layers: list[Layer] = []
         installed: tuple[Distribution, ...] = ()
         if wheels:
-            place = cache_dir / "packed" / f"{_key(wheels, inventory, image)}.json"
+            place = cache_dir / "packed" / f"{_key(recipe, wheels, inventory, image)}.json"
             packed = None if recipe.rebuild else _recall(place)
             if packed is None or not registry.has_blob(repository, packed.layer.digest):
-                packed = _pack(wheels, inventory, gone, folder)
+                packed = _pack(recipe, wheels, inventory, gone, folder)
                 _remember(place, packed)
             layers.append(packed.layer)
             installed = packed.distributions
             for sentence in replacement.broken(inventory, installed):
                 say(sentence)
         if recipe.files or not wheels:
-            layers.append(make_layer(_files(recipe, inventory, blobs_dir), folder / "files.tar.gz"))
+            layers.append(make_layer(_files(recipe, inventory, blobs_dir), folder / "files", recipe.compression))
         after = replacement.with_installed(inventory, installed)
         manifest, config = _compose(recipe, image, layers, after, labels)
         digest, sent = push(
@@ -147,11 +145,17 @@ class _Packed:
     """What is installed by it."""
 
 
-def _pack(wheels: Sequence[Wheel], inventory: Inventory, gone: Sequence[Distribution], folder: pathlib.Path) -> _Packed:
+def _pack(
+    recipe: Recipe,
+    wheels: Sequence[Wheel],
+    inventory: Inventory,
+    gone: Sequence[Distribution],
+    folder: pathlib.Path,
+) -> _Packed:
     """Unpack wheels as they lie in the image, hide what they replace, and make a layer of it."""
     unpacked = _packages().unpack(wheels, inventory, folder / "root")
     hidden = replacement.removals(inventory, gone, [entry.path for entry in unpacked.entries]) if gone else ()
-    layer = make_layer((*unpacked.entries, *hidden), folder / "packages.tar.gz")
+    layer = make_layer((*unpacked.entries, *hidden), folder / "packages", recipe.compression)
     return _Packed(layer=layer, distributions=unpacked.distributions)
 
 
@@ -165,11 +169,17 @@ def _packages() -> types.ModuleType:
     return packages
 
 
-def _key(wheels: Sequence[Wheel], inventory: Inventory, image: ImageManifest) -> str:
+def _key(recipe: Recipe, wheels: Sequence[Wheel], inventory: Inventory, image: ImageManifest) -> str:
     """Names what the bytes of a layer of packages depend on."""
     contents = [(wheel.path.parent.name, wheel.path.name) for wheel in wheels]
     layout = (inventory.python, inventory.site_directory, inventory.scripts_directory, inventory.prefix)
-    facts = (contents, layout, image.config["rootfs"]["diff_ids"], importlib.metadata.version("installer"))
+    facts = (
+        contents,
+        recipe.compression,
+        layout,
+        image.config["rootfs"]["diff_ids"],
+        importlib.metadata.version("installer"),
+    )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -198,24 +208,10 @@ def _check(recipe: Recipe, base: Reference, inventory: Inventory, python: str) -
             f"The base image {base} is for {inventory.platform}, and the image is to be for {recipe.platform}. "
             f"Name a base image for that platform."
         )
-    if python and inventory.python_minor != python:
-        raise ImageError(
-            f"The base image {base} has Python {inventory.python_version} ({inventory.python}), and this notebook has "
-            f"{python}: what it sends could not be read there. Name a base image with Python {python}."
-        )
-    if inventory.find("torch") is None and not any(_names_torch(package) for package in recipe.packages):
-        raise ImageError(
-            f"The base image {base} has no torch for its {inventory.python} (Python {inventory.python_version}). "
-            f"Name a base image with torch, or add torch to `packages=`."
-        )
-
-
-def _names_torch(package: str) -> bool:
-    """Whether this requirement is torch itself."""
-    try:
-        return canonical(Requirement(package).name) == "torch"
-    except InvalidRequirement:
-        return False
+    if python:
+        base_image.check_python(str(base), inventory.python_version, inventory.python, python)
+    if inventory.find("torch") is None:
+        base_image.check_torch(str(base), inventory.python_version, inventory.python, recipe)
 
 
 def _files(recipe: Recipe, inventory: Inventory, blobs_dir: pathlib.Path) -> list[Entry]:
@@ -241,7 +237,7 @@ def _compose(
     diff_ids = (*image.config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers))
     identity = dataclasses.replace(recipe, rebuild=False).to_json()
     made_of = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    told = {RECIPE_LABEL: made_of, inventories.LABEL: after.to_label(diff_ids), **labels}
+    told = {base_image.RECIPE_LABEL: made_of, inventories.LABEL: after.to_label(diff_ids), **labels}
     manifest, config = image.manifest, image.config
     for layer in layers:
         manifest_bytes, config_bytes = media.append_layer(

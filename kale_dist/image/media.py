@@ -13,11 +13,13 @@ from typing import Any
 
 from kale_dist.errors import ImageError
 from kale_dist.image.layer import Layer
+from kale_dist.recipe import ZSTD
 
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 OCI_CONFIG = "application/vnd.oci.image.config.v1+json"
 OCI_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
+OCI_ZSTD_LAYER = "application/vnd.oci.image.layer.v1.tar+zstd"
 
 DOCKER_INDEX = "application/vnd.docker.distribution.manifest.list.v2+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -29,6 +31,12 @@ MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
 CONFIGS = (OCI_CONFIG, DOCKER_CONFIG)
 ACCEPTED = (*MANIFESTS, *INDEXES)
 """What a registry is told that is understood here."""
+
+_OCI_NAMES = {
+    DOCKER_LAYER: OCI_LAYER,
+    "application/vnd.docker.image.rootfs.diff.tar": "application/vnd.oci.image.layer.v1.tar",
+}
+"""The same bytes, as OCI calls them."""
 
 _VARIANTS = {"arm64": "v8"}
 """Variants that go without saying."""
@@ -119,7 +127,8 @@ def append_layer(
     Raises:
         ImageError: The base is no image that layers can be put on.
     """
-    docker = is_docker(media_type(manifest))
+    # Docker's media types know no zstd.
+    docker = is_docker(media_type(manifest)) and layer.compression != ZSTD
     if media_type(manifest) not in MANIFESTS or not isinstance(config.get("rootfs"), dict):
         raise ImageError(f"A layer cannot be put on what is no image: it says that it is {media_type(manifest)!r}.")
     made = copy.deepcopy(dict(config))
@@ -142,8 +151,11 @@ def append_layer(
         "size": len(config_bytes),
         "digest": digest_of(config_bytes),
     }
-    kind = DOCKER_LAYER if docker else OCI_LAYER
-    whole["layers"] = [*(whole.get("layers") or ()), {"mediaType": kind, "size": layer.size, "digest": layer.digest}]
+    kind = DOCKER_LAYER if docker else OCI_ZSTD_LAYER if layer.compression == ZSTD else OCI_LAYER
+    below = list(whole.get("layers") or ())
+    if not docker:
+        below = [one | {"mediaType": _OCI_NAMES.get(one["mediaType"], one["mediaType"])} for one in below]
+    whole["layers"] = [*below, {"mediaType": kind, "size": layer.size, "digest": layer.digest}]
     return _encode(whole), config_bytes
 
 

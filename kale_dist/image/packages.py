@@ -16,7 +16,7 @@ import pathlib
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from installer import install
 from installer.destinations import SchemeDictionaryDestination
@@ -145,12 +145,14 @@ def _resolve_anew(
     fetched = folder / "wheels"
     fetched.mkdir()
     with Pip(inventory, folder, index_urls=recipe.index_urls, say=say) as pip:
-        _fetch(pip, recipe, inventory, fetched, say)
-    return tuple(sorted((_keep(path, cache_dir) for path in fetched.iterdir()), key=lambda wheel: wheel.name))
+        digests = _fetch(pip, recipe, inventory, fetched, say)
+    return tuple(sorted((_keep(path, cache_dir, digests) for path in fetched.iterdir()), key=lambda wheel: wheel.name))
 
 
-def _fetch(pip: Pip, recipe: Recipe, inventory: Inventory, fetched: pathlib.Path, say: Callable[[str], None]) -> None:
-    """Resolve, and put the wheels into a folder."""
+def _fetch(
+    pip: Pip, recipe: Recipe, inventory: Inventory, fetched: pathlib.Path, say: Callable[[str], None]
+) -> dict[str, str]:
+    """Resolve, and put the wheels into a folder; gives SHA-256 by name, of those that pip has compared with theirs."""
     pip.lay_installed(
         (distribution.name, distribution.version, _kept_requirements(distribution, inventory))
         for distribution in inventory.distributions
@@ -168,7 +170,7 @@ def _fetch(pip: Pip, recipe: Recipe, inventory: Inventory, fetched: pathlib.Path
                 raise explain(error.output, inventory) from None
             built.add(name)
             _build(pip, name, missing, inventory, say)
-    links = []
+    links, digests = [], {}
     for item in found:
         metadata, link = item["metadata"], item["download_info"]
         name = canonical(metadata["name"])
@@ -176,12 +178,15 @@ def _fetch(pip: Pip, recipe: Recipe, inventory: Inventory, fetched: pathlib.Path
         if not url.split("#")[0].endswith(".whl"):
             url = _build(pip, name, f"{name} @ {_source_url(link)}", inventory, say).as_uri()
         digest = (link.get("archive_info") or {}).get("hashes", {}).get("sha256")
-        links.append(f"{name} @ {url}" + (f"#sha256={digest}" if digest and url == link["url"] else ""))
+        if digest and url == link["url"]:
+            digests[name] = digest
+        links.append(f"{name} @ {url}" + (f"#sha256={digest}" if name in digests else ""))
     if links:
         try:
             pip.download(links, fetched)
         except PipError as error:
             raise explain(error.output, inventory) from None
+    return digests
 
 
 def _source_url(link: dict[str, object]) -> str:
@@ -208,10 +213,12 @@ def _build(pip: Pip, name: str, requirement: str, inventory: Inventory, say: Cal
     return wheel
 
 
-def _keep(path: pathlib.Path, cache_dir: pathlib.Path) -> Wheel:
+def _keep(path: pathlib.Path, cache_dir: pathlib.Path, digests: Mapping[str, str]) -> Wheel:
     """Move a wheel to where wheels are kept, by content."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = digests.get(_wheel(path).name)
+    if digest is None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     place = cache_dir / "wheels" / digest / path.name
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -167,6 +166,7 @@ def resolve_in_engine(
                     image = docker_builder.build(
                         recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
                         labels=pinned.labels_with(recipe), say=say, progress=progress, push=False,
+                        python=python,
                     ).image_id  # fmt: skip
                 was_built = True
     return Resolved(reference=image, was_built=was_built, tag=tag)
@@ -214,7 +214,7 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
         cuda: Whether the ranks have GPUs: then a label that says otherwise does not count.
     """
     version, _, label = torch.partition("+")
-    ready = any(_names_torch(package) for package in recipe.packages)
+    ready = any(base_image.names_torch(package) for package in recipe.packages)
     own = f"https://download.pytorch.org/whl/{label}" if label and not (cuda and label == "cpu") else ""
     urls = recipe.index_urls or ((_PYPI,) if own else ())
     return dataclasses.replace(
@@ -223,10 +223,6 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
         packages=recipe.packages if ready else tuple(sorted((*recipe.packages, f"torch=={version}"))),
         index_urls=(*urls, own) if own and not ready else recipe.index_urls,
     )
-
-
-def _names_torch(package: str) -> bool:
-    return re.match(r"torch(?![a-z0-9._-])", package) is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,7 +284,7 @@ def _make(search: _Search, python: str, credentials: Credentials | None, *, say:
 
             return docker_builder.build(
                 recipe, base=str(base.reference), tag=str(target), blobs_dir=records.blobs_dir(),
-                labels=base.labels_with(recipe), say=say, progress=progress, credentials=credentials,
+                labels=base.labels_with(recipe), say=say, progress=progress, credentials=credentials, python=python,
             ).digest  # fmt: skip
     try:
         from kale_dist.image import layer_builder

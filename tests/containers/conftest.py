@@ -9,15 +9,14 @@ collect_ignore_glob = [] if HAS_CLIENT else ["test_*.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left(request):
+def nothing_is_left():
     """After the last test the engine has no container or network of a job that this session has made."""
     yield
-    from kale_dist import backends
+    from kale_dist import backends, records
+    from kale_dist.backends.base import JobRef
 
     backend = backends.get("docker")
-    for ref in backend.list():
-        # Jobs of others on the same engine are left alone.
-        if ref.name.startswith("test-"):
-            backend.delete(ref)
+    # Jobs of others on the same engine are left alone.
+    for ref in map(JobRef.parse, records.refs("docker")):
+        backend.delete(ref)
     backend.close()
-    del request

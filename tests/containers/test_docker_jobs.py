@@ -21,6 +21,7 @@ from container_work import (
 
 import kale_dist as kd
 from kale_dist import records
+from kale_dist.cli import main
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import (
     BackendError,
@@ -259,6 +260,36 @@ def test_what_the_engine_cannot_give_is_refused_with_a_remedy(on, engine, change
         kd.attach(f"docker://{on['name']}")
 
 
+def test_jobs_that_run_at_once_get_gpus_of_their_own(on, engine, monkeypatch):
+    """The engine here has no GPU and refuses to start what wants one, but it knows what it was asked for."""
+    asked, create = [], type(engine.api).create_container_from_config
+
+    def noting(api, body, *arguments, **options):
+        asked.extend(request["DeviceIDs"] for request in (body["HostConfig"] or {}).get("DeviceRequests", ()))
+        return create(api, body, *arguments, **options)
+
+    monkeypatch.setattr(type(engine.api), "create_container_from_config", noting)
+
+    def wants(gpus):
+        asked.clear()
+        with pytest.raises(BackendError, match="cannot give GPUs to containers"):
+            kd.launch(hang, number_of_processes=1, resources={"gpus": gpus}, cuda=True, **on)
+        return asked[0]
+
+    assert wants(2) == ["0", "1"]
+    names = [f"kale-dist-{on['name']}-x{number}" for number in range(2)]
+    for name, held in zip(names, ("0", "2,3"), strict=True):
+        engine.api.create_container(on["image"], ["sleep", "1"], name=name, labels={"kale-dist.gpus": held})
+    try:
+        assert wants(2) == ["1", "4"]
+        engine.api.start(names[0])
+        engine.api.wait(names[0])
+        assert wants(2) == ["0", "1"]
+    finally:
+        for name in names:
+            engine.api.remove_container(name, force=True)
+
+
 def test_a_new_volume_belongs_to_the_containers_user(on, engine):
     volume = f"kale-dist-test-{uuid.uuid4().hex[:8]}"
     try:
@@ -282,6 +313,16 @@ def test_no_network_and_no_anonymous_volume_outlives_the_last_job(on, engine):
     if not engine.api.containers(all=True, filters={"label": "kale-dist.job"}):
         with pytest.raises(docker.errors.NotFound):
             engine.api.inspect_network("kale-dist")
+
+
+def test_finished_jobs_are_deleted_from_the_command_line_and_others_stay(on, engine, capsys):
+    running = kd.launch(hang, number_of_processes=1, **on)
+    ended = kd.launch(waits_a_little, 0, number_of_processes=1, **{**on, "name": f"{on['name']}-e"})
+    assert ended.result(timeout=90) == 0
+    assert main(["delete", "--finished", "--on", "docker"]) == 0
+    assert capsys.readouterr().out == f"{ended.ref} deleted\n"
+    assert (containers_of(engine, ended.name), len(containers_of(engine, running.name))) == ([], 1)
+    running.delete()
 
 
 def test_render_shows_the_command_lines_and_needs_no_engine(monkeypatch):

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import uuid
 
@@ -82,6 +84,36 @@ def test_bytes_travel_by_the_api_and_a_broken_connection_is_taken_up(relay, imag
     relay.cut()
     assert job.results(timeout=120) == [(1000, weights), (1000, weights)]
     job.delete()
+
+
+ELSEWHERE = """
+import hashlib, os, sys
+sys.path.insert(0, os.environ["WORK"])
+import kale_dist as kd
+from container_work import user_and_bytes
+weights = os.urandom(9_000_000)
+job = kd.launch(user_and_bytes, weights, 0.0, number_of_processes=2, on="docker", image=sys.argv[1], name=sys.argv[2])
+assert job.results(timeout=120) == [(1000, weights)] * 2
+print(job.status.state)
+job.delete()
+"""
+
+
+def test_nothing_of_the_notebooks_disk_is_seen_by_the_engine(relay, image, tmp_path):
+    """The notebook's process has a disk of its own for all that it writes, which no other process sees."""
+    place = tmp_path / "own"
+    place.mkdir()
+    script = f'mount -t tmpfs none {place} && mkdir {place}/tmp && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", ELSEWHERE]
+    own = {"HOME": place, "TMPDIR": place / "tmp", "XDG_STATE_HOME": place / "state", "XDG_CACHE_HOME": place / "cache"}
+    environment = os.environ | {key: str(value) for key, value in own.items()} | {"WORK": os.path.dirname(__file__)}  # noqa: PTH120 - a text is wanted
+    if subprocess.run([*command[:5], "sh", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a disk of its own")
+    ended = subprocess.run(
+        [*command, image, f"test-{uuid.uuid4().hex[:8]}"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["succeeded"]), ended.stderr
+    assert not list(place.iterdir())
 
 
 def test_a_folder_of_this_machine_is_refused_there(relay, image, tmp_path):

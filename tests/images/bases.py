@@ -23,6 +23,10 @@ CONFIG = {
 }
 
 
+ZSTD = b"\x28\xb5\x2f\xfd"
+SITE = "/usr/local/lib/python3.11/site-packages"
+
+
 def link(target):
     return ("link", target)
 
@@ -179,7 +183,11 @@ def read_layer(registry, repository, image, number=-1):
     """Path to bytes of one layer of an image."""
     blob = b"".join(registry.blob(repository, image.manifest["layers"][number]["digest"]))
     found = {}
-    with tarfile.open(fileobj=io.BytesIO(blob), mode="r:gz") as archive:
+    if blob.startswith(ZSTD):
+        import zstandard
+
+        blob = zstandard.ZstdDecompressor().decompressobj().decompress(blob)
+    with tarfile.open(fileobj=io.BytesIO(blob)) as archive:
         for member in archive:
             found["/" + member.name] = archive.extractfile(member).read()
     return found

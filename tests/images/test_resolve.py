@@ -1,6 +1,7 @@
 """From a recipe to a digest: found or made, in real registries and the real engine."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -129,6 +130,16 @@ def test_two_kernels_make_it_once(place):
     assert sorted(answer[1] for answer in answers) == ["False", "True"]
 
 
+def test_two_machines_that_make_it_at_once_end_with_the_same(place, tmp_path):
+    """Nothing holds one of them off: both may make it, and what they make is the same to the byte."""
+    command = [sys.executable, "-c", TWO, place.base, place.registry]
+    homes = [{"XDG_CACHE_HOME": str(tmp_path / one)} for one in ("here", "there")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | home) for home in homes]
+    answers = [process.communicate(timeout=60)[0].split() for process in both]
+    assert answers[0][0] == answers[1][0] == place.resolve(Recipe(environment={"MODE": "two"})).reference
+    assert "True" in {answer[1] for answer in answers}
+
+
 def test_who_waits_is_told_so_and_takes_what_the_other_has_made(place):
     tag = place.resolve(MODE).tag
     with Registry(place.host) as registry:
@@ -255,13 +266,32 @@ def engine_base():
 def test_docker_builds_on_what_only_its_engine_has_and_pushes(engine_base, registry_host):
     place = Place(registry_host)
     recipe = Recipe(environment={"MODE": "x"}, builder="docker")
-    first = place.resolve(recipe, base=engine_base)
-    again = place.resolve(recipe, base=engine_base)
+    first = place.resolve(recipe, base=engine_base, python="")
+    again = place.resolve(recipe, base=engine_base, python="")
     assert (first.was_built, again.was_built, again.reference) == (True, False, first.reference)
     with Registry(place.host) as registry:
         made = catalog.image(registry, place.repository, first.tag)
         assert made.recipe == recipe
         assert made.base == f"docker.io/library/{engine_base}"
+
+
+@pytest.mark.parametrize("has_registry", [True, False], ids=["pushed", "kept"])
+@pytest.mark.parametrize(
+    ("base", "python", "words"),
+    [
+        ("python:3.11-slim-bookworm", "3.12", r"has Python 3\.11\.\d+ .* this notebook has 3\.12.*with Python 3\.12"),
+        ("python:3.11-slim-bookworm", "3.11", r"has no torch for its /\S+ .*add torch to `packages=`"),
+        ("", "3.11", r"has no python3 on its PATH. Name a base image with Python and torch"),
+    ],
+)
+def test_docker_builds_on_no_base_that_jobs_cannot_run_on(
+    engine_base, registry_host, has_registry, base, python, words
+):
+    place, recipe = Place(registry_host), Recipe(environment={"MODE": "y"}, builder="docker")
+    make = place.resolve if has_registry else functools.partial(resolve_in_engine, say=place.said.append)
+    with pytest.raises(ImageError, match=words):
+        make(recipe, base=base or engine_base, python=python)
+    assert not [line for line in place.said if "MODE" in line]
 
 
 def test_without_a_registry_docker_keeps_it(engine_base):

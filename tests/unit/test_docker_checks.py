@@ -89,6 +89,10 @@ def test_the_same_specification_makes_the_same_containers():
     assert [host["NanoCpus"] for host in hosts] == [3_000_000_000, 3_000_000_000, 1_500_000_000]
     assert [host["Memory"] for host in hosts] == [4 << 30, 4 << 30, 2 << 30]
     assert [host["DeviceRequests"][0]["DeviceIDs"] for host in hosts] == [["0", "1"], ["2", "3"], ["4"]]
+    assert [body["Labels"][containers.GPUS_LABEL] for body in bodies] == ["0,1", "2,3", "4"]
+    others = Facts(gpus=(1, 4, 5, 6, 8))
+    chosen = [containers.container(plan.spec, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
+    assert [request["DeviceIDs"] for (request,) in chosen] == [["1", "4"], ["5", "6"], ["8"]]
     assert all(host["LogConfig"]["Type"] == "json-file" for host in hosts)
     variables = dict(text.split("=", 1) for text in bodies[1]["Env"])
     assert (variables["HOME"], variables["A"], variables["KALE_DIST_REPLICA_INDEX"]) == ("/x", "b c", "1")

@@ -23,6 +23,8 @@ POD_LABEL = "kale-dist.pod"
 SPEC_LABEL = "kale-dist.spec"
 SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
 NETWORK_LABEL = "kale-dist.network"
+GPUS_LABEL = "kale-dist.gpus"
+"""Of containers with GPUs: their numbers, with commas between."""
 
 TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
 """Where an agent leaves its verdict, as a kubelet would read it."""
@@ -49,6 +51,8 @@ class Facts:
     cores: int | None = None
     """Of the engine's machine, which the containers share."""
     submitter: str = ""
+    gpus: tuple[int, ...] = ()
+    """Numbers of the job's GPUs; empty: the first ones."""
 
 
 def container_name(job: str, number: int) -> str:
@@ -65,6 +69,11 @@ def ranks_of(spec: JobSpec, number: int) -> range:
     """Ranks of a container."""
     per = spec.topology.processes_per_pod
     return range(number * per, min((number + 1) * per, spec.topology.number_of_processes))
+
+
+def gpus_of(spec: JobSpec) -> int:
+    """GPUs of each rank."""
+    return spec.resources.gpus if spec.resources.gpus is not None else int(spec.cuda)
 
 
 def source_of(spec: JobSpec) -> Source:
@@ -111,6 +120,9 @@ def container(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
         **({SUBMITTED_BY_LABEL: facts.submitter} if facts.submitter else {}),
     }
     host = host_name(spec.name, number)
+    devices = _devices(spec, number, facts)
+    if devices:
+        labels[GPUS_LABEL] = ",".join(devices)
     return {
         "Image": spec.image,
         # Not as the command: the image's entry point would get it as arguments.
@@ -121,7 +133,7 @@ def container(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
         "Labels": labels,
         "User": facts.user,
         "WorkingDir": HOME_FOLDER,
-        "HostConfig": _host(spec, number, facts),
+        "HostConfig": _host(spec, number, facts, devices),
         "NetworkingConfig": {"EndpointsConfig": {NETWORK: {"Aliases": [host]}}},
     }
 
@@ -167,7 +179,15 @@ def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, st
     return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in told.items())]
 
 
-def _host(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
+def _devices(spec: JobSpec, number: int, facts: Facts) -> list[str]:
+    """GPUs of a container, by number: a count alone would give the same ones to every container."""
+    gpus = gpus_of(spec)
+    first = number * spec.topology.processes_per_pod * gpus
+    places = range(first, first + len(ranks_of(spec, number)) * gpus)
+    return [str(facts.gpus[place] if facts.gpus else place) for place in places]
+
+
+def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[str, Any]:
     asked, ranks = spec.resources, len(ranks_of(spec, number))
     shm_gib = min(_LARGEST_SHM_GIB, (asked.memory_gib or 2 * _SHM_GIB_PER_RANK) * ranks / 2)
     if asked.shm_gib is not None:
@@ -190,12 +210,8 @@ def _host(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
         host["Memory"] = host["MemorySwap"] = math.ceil(asked.memory_gib * ranks * _GIB)
     if facts.groups:
         host["GroupAdd"] = [str(group) for group in facts.groups]
-    gpus = asked.gpus if asked.gpus is not None else int(spec.cuda)
-    if gpus:
-        # By number: a count alone would give the same ones to every container.
-        first = number * spec.topology.processes_per_pod * gpus
-        ids = [str(first + index) for index in range(ranks * gpus)]
-        host["DeviceRequests"] = [{"Driver": "", "DeviceIDs": ids, "Capabilities": [["gpu"]]}]
+    if devices:
+        host["DeviceRequests"] = [{"Driver": "", "DeviceIDs": devices, "Capabilities": [["gpu"]]}]
     return host
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records, transport
-from kale_dist.backends.docker import archive, containers
+from kale_dist.backends.docker import archive, containers, gpus
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.blobs import FolderStore
@@ -86,7 +86,8 @@ def create(engine: Engine, spec: JobSpec, key: bytes) -> tuple[str, ...]:
         ensure_network(engine)
         made: list[str] = []
         try:
-            _start_all(engine, spec, facts, files, made)
+            with gpus.held(engine, spec, facts) as settled:
+                _start_all(engine, spec, settled, files, made)
         except BaseException as error:
             _remove_ids(engine, made)
             # Between two requests the last job of another process may have taken the network with it.
@@ -153,7 +154,7 @@ def _start_all(engine: Engine, spec: JobSpec, facts: Facts, files: dict[str, byt
     numbers = range(spec.topology.number_of_pods)
     fresh = _fresh_volumes(engine, spec)
 
-    def make(number: int) -> None:
+    def make(number: int) -> str:
         name = containers.container_name(spec.name, number)
         body = containers.container(spec, number, facts)
         with explained(f"creating the container {name} from {spec.image}"):
@@ -167,15 +168,18 @@ def _start_all(engine: Engine, spec: JobSpec, facts: Facts, files: dict[str, byt
                     ) from error
                 raise
         made.append(identifier)
+        return str(identifier)
+
+    def run(number: int, identifier: str = "") -> None:
+        identifier, name = identifier or make(number), containers.container_name(spec.name, number)
         with explained(f"copying the job's input into the container {name}"):
             engine.api.put_archive(identifier, "/", archive.pack(_input(spec, number, facts, files, fresh)))
-
         with explained(f"starting the container {name} from {spec.image}"):
             engine.api.start(identifier)
 
-    # The first one alone: it takes the name, and torch takes seconds to import, which can begin.
-    make(0)
-    _each(make, numbers[1:])
+    # The first one is made alone: it takes the name, and if that is taken there is nothing else to undo.
+    first = make(0)
+    _each(lambda number: run(number, "" if number else first), numbers)
 
 
 def _each(act: Callable[[Any], None], items: Sequence[Any]) -> None:
