@@ -40,6 +40,8 @@ _LINE = "1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
 _WIDE = "overflow-wrap:anywhere;min-width:150px;width:60%"
 _VEIL = "rgba(128,128,128,.1)"
 _MUTED = "opacity:.72"
+# What scrolls does so by keyboard too; JupyterLab would take the arrows for its own.
+_KEYS = 'tabindex="0" data-lm-suppress-shortcuts="true"'
 _FIGURES = "font-variant-numeric:tabular-nums"
 
 
@@ -213,8 +215,10 @@ def _ranks(status: JobStatus) -> str:
             f'<td style="{cell}text-align:left">{state}</td>{cells}</tr>'
         )
     more = f'<div style="{_MUTED};margin-top:4px">and {left_out:,} more ranks</div>' if left_out else ""
+    # Wide tables scroll sideways, long ones in their place.
     table = (
-        f'<div style="overflow-x:auto"><table style="width:auto;min-width:min(100%,460px);margin:0;border-collapse:collapse;table-layout:auto;'
+        f'<div {_KEYS} role="group" aria-label="Ranks" style="overflow:auto;max-height:300px">'
+        f'<table style="width:auto;min-width:min(100%,460px);margin:0;border-collapse:collapse;table-layout:auto;'
         f'font-size:12px;{_FIGURES};color:inherit;background:none">'
         f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>{more}'
     )
@@ -255,7 +259,7 @@ def _log(tail: Sequence[LogLine]) -> str:
         lines.append(f'<span style="color:{colour};font-weight:600">[{who}]</span> {_text(facts.log_text(line))}\n')
     # A reversed column begins scrolled to its end, where the newest line is.
     return (
-        f'<div tabindex="0" role="region" aria-label="End of the log" style="display:flex;flex-direction:column-reverse;'
+        f'<div {_KEYS} role="group" aria-label="End of the log" style="display:flex;flex-direction:column-reverse;'
         f'max-height:250px;overflow:auto;margin-top:12px;border-radius:6px;background:{_VEIL}">'
         f'<pre style="{_MONO};font-size:12px;line-height:1.4;margin:0;padding:8px 10px;border:0;background:none;'
         f'color:inherit;white-space:pre-wrap;overflow-wrap:anywhere">{"".join(lines)}</pre></div>'

@@ -221,10 +221,33 @@ class Notebook:
             code,
         )
 
+    def dress(self, theme, width):
+        """Give JupyterLab a theme, and the window a width."""
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+        self.page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+        # Colours fade in after a change of theme.
+        self.page.evaluate(
+            """() => Promise.allSettled(document.getAnimations().filter((one) => one instanceof CSSTransition)
+                .map((one) => one.finished))"""
+        )
+
+    def accessibility_problems(self, selector):
+        """What axe-core finds within these elements; empty if nothing."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        found = Axe().run(self.page, context=selector)
+        return found.generate_report() if found.violations_count else ""
+
     def photograph(self, name, view=None):
-        """Keep a picture of the page, or of one view."""
+        """Keep a picture of the page, or of the whole of one view."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        size = self.page.viewport_size
+        if view:
+            # The notebook scrolls in the window: what does not fit there would be cut off.
+            self.page.set_viewport_size({**size, "height": 300 + round(view.bounding_box()["height"])})
         (view or self.page).screenshot(path=SCREENSHOTS / f"{name}.png")
+        self.page.set_viewport_size(size)
 
     def close(self):
         """End its kernel, and its page."""

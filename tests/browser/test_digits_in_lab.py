@@ -27,8 +27,14 @@ def test_the_curve_moves_while_digits_are_trained(open_notebook):
     notebook.page.wait_for_function(
         "([curve, before]) => document.querySelector(curve).getAttribute('points') !== before", arg=[curve, first]
     )
+    view.evaluate("view => view.scrollIntoView()")
     notebook.photograph("digits-running")
     notebook.page.wait_for_selector(".kd-job[data-state='succeeded']", timeout=60_000)
+    view.evaluate("view => view.scrollIntoView()")
+    notebook.page.wait_for_function(
+        "() => { const log = document.querySelector('.kd-lines'); "
+        "return log.scrollTop > 0 && log.scrollTop + log.clientHeight >= log.scrollHeight - 2; }"
+    )
     notebook.photograph("digits-succeeded")
     for index in range(later, len(nodes.cells)):
         notebook.run_cell(index)

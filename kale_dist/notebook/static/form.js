@@ -11,6 +11,9 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// JupyterLab takes arrows and letters for its own wherever no text is typed; an element with this keeps them.
+const OWN_KEYS = { "data-lm-suppress-shortcuts": "true" };
+
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 // JupyterLab and Notebook 7: below the form's own cell, which the click has made the active one, by its own toolbar.
@@ -86,7 +89,7 @@ function render({ model, el }) {
       const listen = { id: name, "aria-describedby": `${id}-problem` };
       let input;
       if (field.kind === "select") {
-        input = element("select", { ...listen, onchange: () => changed(field.name, input.value) },
+        input = element("select", { ...listen, ...OWN_KEYS, onchange: () => changed(field.name, input.value) },
           ...field.options.map(([value, text]) => element("option", { value }, text)));
         if (!field.options.length) input.append(element("option", { value: "" }, "none found"));
       } else {

@@ -43,6 +43,8 @@ class JobView {
     this.root.addEventListener("focusout", () => setTimeout(() => this.root.isConnected && !this.root.contains(document.activeElement) && (this.focused = null)));
     this.observer = new IntersectionObserver((entries) => {
       this.onScreen = entries[entries.length - 1].isIntersecting;
+      // What was drawn while it was out of the page could not be scrolled.
+      if (this.onScreen) this.log.shownAgain();
       this.see();
     });
     this.see = this.see.bind(this);
@@ -69,7 +71,6 @@ class JobView {
     PARTS.forEach((part) => this.drawPart(part));
     this.drawActions();
     this.log.setRanks(model.get("world_size"));
-    this.log.shownAgain();
     if (this.focused && document.activeElement === document.body) this.focused.focus({ preventScroll: true });
     this.watched.forEach(([event, callback]) => model.on(event, callback));
     this.observer.observe(this.root);

@@ -12,10 +12,10 @@ class LogView {
     this.shown = 0;
     this.top = 0;
     this.complete = false; // whether the lines from before this view have come
-    this.box = element("div", { class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
+    this.box = element("div", { ...OWN_KEYS, class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
     this.empty = element("div", { class: "kd-empty" }, "Nothing was printed yet.");
     this.count = element("span", { class: "kd-count" });
-    this.rank = element("select", { "aria-label": "Lines of", onchange: () => this.filter("rank", this.rank.value) });
+    this.rank = element("select", { ...OWN_KEYS, "aria-label": "Lines of", onchange: () => this.filter("rank", this.rank.value) });
     this.search = element("input", {
       type: "search", placeholder: "Search the log", "aria-label": "Search the log",
       oninput: () => this.filter("search", this.search.value),

@@ -10,6 +10,9 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// JupyterLab takes arrows and letters for its own wherever no text is typed; an element with this keeps them.
+const OWN_KEYS = { "data-lm-suppress-shortcuts": "true" };
+
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
