@@ -104,14 +104,54 @@ def run_notebook(
             cannot be written; nothing was executed.
     """
     path = pathlib.Path(path)
-    output = pathlib.Path(output) if output is not None else pathlib.Path(f"{path.stem}.executed.ipynb")
-    overrides.check(arguments or {})
-    notebook = _read(path)
-    notebook_parameters.inject(notebook, parameters or {})
-    _check_output(path, output)
+    output = output_of(path, output)
+    notebook = prepare(path, parameters or {}, arguments or {}, output)
     with tempfile.TemporaryDirectory(prefix="kale-dist-") as sockets:
         client = _Client(notebook, path.resolve().parent, output.resolve(), terminal or Terminal(sys.stdout), sockets)
         return _execute(client, output, arguments or {})
+
+
+def output_of(path: pathlib.Path, output: str | pathlib.Path | None) -> pathlib.Path:
+    """Where the executed notebook goes.
+
+    Args:
+        path: The notebook.
+        output: What the user says; None for nothing.
+    """
+    return pathlib.Path(output) if output is not None else pathlib.Path(f"{path.stem}.executed.ipynb")
+
+
+def prepare(
+    path: pathlib.Path, parameters: Mapping[str, Any], arguments: Mapping[str, Any], output: pathlib.Path
+) -> Any:
+    """Read a notebook and put its parameters into it; see that it can be executed and written.
+
+    Args:
+        path: The notebook.
+        parameters: As for `run_notebook`.
+        arguments: Likewise.
+        output: Where it will go; its folder is made.
+
+    Raises:
+        ConfigError: As `run_notebook`.
+    """
+    overrides.check(arguments)
+    notebook = _read(path)
+    notebook_parameters.inject(notebook, parameters)
+    _check_output(path, output)
+    return notebook
+
+
+def write(output: pathlib.Path, notebook: bytes) -> None:
+    """Write the executed notebook, so that it is there whole or not at all.
+
+    Args:
+        output: Where to.
+        notebook: Its bytes.
+    """
+    fresh = output.with_name(f".{output.name}.new")
+    fresh.write_bytes(notebook)
+    fresh.replace(output)
 
 
 def _execute(client: _Client, output: pathlib.Path, arguments: Mapping[str, Any]) -> Execution:
@@ -129,6 +169,8 @@ def _execute(client: _Client, output: pathlib.Path, arguments: Mapping[str, Any]
     client.jobs.start()
     threading.Thread(target=execute, name="kale_dist notebook").start()
     interrupted = _wait(ended, client)
+    if interrupted:
+        client.jobs.cancel()
     client.jobs.stop()
     return Execution(
         output=output,
@@ -326,8 +368,6 @@ class _Client(NotebookClient):
 
     def _save(self) -> None:
         began = time.monotonic()
-        fresh = self._output.with_name(f".{self._output.name}.new")
-        nbformat.write(self.nb, fresh)  # type: ignore[no-untyped-call]
-        fresh.replace(self._output)
+        write(self._output, nbformat.writes(self.nb).encode())  # type: ignore[no-untyped-call]
         self._saved_at = time.monotonic()
         self._saving_s = self._saved_at - began
