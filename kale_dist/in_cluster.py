@@ -11,11 +11,12 @@ import functools
 import importlib.resources
 import io
 import json
+import lzma
 import pathlib
 import re
 import sys
-import tarfile
 import threading
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -144,10 +145,10 @@ def _show(lines: Iterator[LogLine], terminal: Terminal) -> None:
     """Show the notebook's lines as they would be shown without a pod around it."""
     begun = ""
     for line in lines:
-        if line.rank is None:
+        # How the rank fails is told in the end.
+        if line.rank is None and not line.text.startswith("Rank 0 "):
             terminal.line(f"[kale-dist] {facts.clean(line.text)}")
-        elif line.stream is Stream.STDOUT:
-            # What the rank itself writes (its error) is told in the end.
+        elif line.rank is not None and line.stream is Stream.STDOUT:
             begun += line.text
             if not line.continued:
                 _show_line(facts.clean(begun), terminal)
@@ -206,14 +207,12 @@ def _leave(job: Job[bytes], terminal: Terminal, *, keep: bool) -> None:
 
 @functools.cache
 def _library() -> bytes:
-    """The whole of this library as a compressed tar file."""
+    """The whole of this library as a zip file that is compressed as a whole: so it fits into the job's Secret."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as packed:
+    with zipfile.ZipFile(buffer, "w") as packed:
         for name, file in sorted(_files(importlib.resources.files("kale_dist"), "kale_dist")):
-            entry, data = tarfile.TarInfo(name), file.read_bytes()
-            entry.size = len(data)
-            packed.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
+            packed.writestr(zipfile.ZipInfo(name), file.read_bytes())
+    return lzma.compress(buffer.getvalue(), preset=9)
 
 
 def _files(folder: Traversable, name: str) -> Iterator[tuple[str, Traversable]]:

@@ -11,13 +11,14 @@ import contextlib
 import importlib.util
 import io
 import json
+import lzma
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ def notebook(
     """Execute a notebook.
 
     Args:
-        package: The whole library, as a compressed tar file.
+        package: The whole library, as a zip file of sources that is compressed as a whole.
         source: The notebook.
         name: Its file name.
         arguments: Set in all of its calls.
@@ -77,8 +78,8 @@ def notebook(
     # Not removed: the pod's folders go with the pod.
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kale-dist-"))
     library, work = folder / "library", folder / "work"
-    with tarfile.open(fileobj=io.BytesIO(package), mode="r:xz") as packed:
-        packed.extractall(library, filter="data")
+    with zipfile.ZipFile(io.BytesIO(lzma.decompress(package))) as packed:
+        packed.extractall(library)
     work.mkdir()
     (work / name).write_bytes(source)
     (folder / REQUEST).write_text(json.dumps({"notebook": str(work / name), "arguments": dict(arguments)}))
