@@ -131,6 +131,8 @@ def _follow(job: Job[bytes], terminal: Terminal) -> bool:
             if waits and status.reason and status.reason != said:
                 said = status.reason
                 terminal.line(f"[kale-dist] {facts.clean(said)}")
+        # It ends with the job, unless the log cannot be read.
+        job.exception()
     except KeyboardInterrupt:
         terminal.line("[kale-dist] Interrupted: the pod ends its cell and its jobs, and saves the notebook")
         backends.get("kubernetes").cancel(JobRef.parse(job.ref), grace_s=CANCEL_GRACE_S)

@@ -165,6 +165,12 @@ def test_a_notebook_without_parameters_says_how_it_would_have_some():
         (["--set", "epochs"], "sets nothing"),
         (["-p", "x", "1"], "no cell of parameters"),
         (["--json", "missing/x.json"], "has no folder"),
+        (["--image", "somewhere/x:1"], "Add --in-cluster"),
+        (["--keep"], "Add --in-cluster"),
+        (["--in-cluster", "--pod", "resource=1"], "Did you mean 'resources'"),
+        (["--in-cluster", "--pod", "resources"], "sets nothing"),
+        (["--in-cluster", "--pod", "cluster=x", "--namespace", "n"], "not a dict"),
+        (["--in-cluster", "-p", "x", "1"], "no cell of parameters"),
     ],
 )
 def test_mistakes_in_the_command_start_nothing(tmp_path, words, said):
