@@ -21,14 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
 
-import nbformat
-
 from kale_dist import backends, calls, checks, config
 from kale_dist.backends.base import JobRef
 from kale_dist.contract import LogLine, StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.job import Job
-from kale_dist.notebook import execution
+from kale_dist.notebook import documents, execution
 from kale_dist.notebook.execution import CellRun, Execution
 from kale_dist.notebook.following import JobEnd
 from kale_dist.notebook.terminal import Terminal
@@ -82,7 +80,7 @@ def run_notebook(
         KaleDistError: The cluster refused the job, or its image cannot execute notebooks.
     """
     path = pathlib.Path(path)
-    output, terminal = execution.output_of(path, output), terminal or Terminal(sys.stdout)
+    output, terminal = documents.output_of(path, output), terminal or Terminal(sys.stdout)
     given = dict(pod or {})
     for name in given:
         if name not in SETTINGS:
@@ -93,7 +91,7 @@ def run_notebook(
     given["cluster"] = _with_token(given.get("cluster"), settings.service_account)
     if given.get("packages") == "auto":
         given["packages"] = _packages(notebook, arguments or {}, terminal)
-    source = nbformat.writes(notebook).encode()  # type: ignore[no-untyped-call]
+    source = documents.encode(notebook)
     job = calls.launch(
         notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
         on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
@@ -102,7 +100,7 @@ def run_notebook(
     try:
         interrupted = _follow(job, terminal)
         executed, summary = _brought(job)
-        execution.write(output, executed or source)
+        documents.write(output, executed or source)
         return _execution(job, output, summary, interrupted=interrupted)
     finally:
         terminal.clear()
