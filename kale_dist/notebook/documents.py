@@ -89,7 +89,11 @@ def _completed(text: str) -> str:
     changed = not isinstance(found.get("metadata"), dict)
     metadata = found["metadata"] = {} if changed else found["metadata"]
     for key, needed in _DESCRIBED.items():
-        if key in metadata and not all(_has_text(metadata[key], field) for field in needed):
+        described = metadata.get(key)
+        if isinstance(described, dict) and isinstance(described.get("name"), str):
+            changed |= any(field not in described for field in needed)
+            metadata[key] = {field: described["name"] for field in needed} | described
+        elif key in metadata:
             del metadata[key]
             changed = True
     for cell in found["cells"]:
@@ -105,10 +109,6 @@ def _completed(text: str) -> str:
             del cell["metadata"]["tags"]
             changed = True
     return json.dumps(found) if changed else text
-
-
-def _has_text(described: object, field: str) -> bool:
-    return isinstance(described, dict) and isinstance(described.get(field), str)
 
 
 def encode(notebook: Any) -> bytes:

@@ -245,6 +245,7 @@ def test_what_a_notebook_leaves_out_or_has_as_null_says_nothing(tmp_path, capsys
             {"cells": [], "metadata": {"language_info": {"name": "R"}}, "nbformat": 4, "nbformat_minor": 4},
             "written in R",
         ),
+        ({"cells": [], "metadata": {"kernelspec": {"name": "ir", "language": "R"}}, "nbformat": 4}, "written in R"),
         ({"cells": [], "metadata": {}, "nbformat": 9, "nbformat_minor": 0}, "Unsupported nbformat version 9"),
         ({"cells": [3], "metadata": {}, "nbformat": 4, "nbformat_minor": 0}, "is not a notebook"),
         ([], "is not a notebook"),
