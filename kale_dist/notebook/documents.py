@@ -92,7 +92,7 @@ def _completed(text: str) -> str:
         described = metadata.get(key)
         if isinstance(described, dict) and isinstance(described.get("name"), str):
             changed |= any(field not in described for field in needed)
-            metadata[key] = {field: described["name"] for field in needed} | described
+            metadata[key] = dict.fromkeys(needed, described["name"]) | described
         elif key in metadata:
             del metadata[key]
             changed = True
