@@ -318,7 +318,7 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
     if options.image:
         pod["image"] = options.image
     if options.package:
-        pod["packages"] = "auto" if options.package == ["auto"] else options.package
+        pod["packages"] = options.package
     return pod
 
 

@@ -22,7 +22,7 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from kale_dist import backends, calls, checks, config
-from kale_dist.backends.base import JobRef
+from kale_dist.backends.base import Fetches, JobRef
 from kale_dist.contract import LogLine, StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.job import Job
@@ -89,8 +89,10 @@ def run_notebook(
     notebook = execution.prepare(path, parameters or {}, arguments or {}, output)
     settings = config.load()
     given["cluster"] = _with_token(given.get("cluster"), settings.service_account)
-    if given.get("packages") == "auto":
-        given["packages"] = _packages(notebook, arguments or {}, terminal)
+    packages = given.get("packages") or ()
+    if "auto" in ([packages] if isinstance(packages, str) else packages):
+        others = [] if isinstance(packages, str) else [package for package in packages if package != "auto"]
+        given["packages"] = [*others, *_packages(notebook, arguments or {}, terminal)]
     source = documents.encode(notebook)
     job = calls.launch(
         notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
@@ -167,11 +169,21 @@ def _brought(job: Job[bytes]) -> tuple[bytes, dict[str, Any]]:
     """The notebook as far as it was executed, and its summary; both empty where nothing came back."""
     if job.status.state is StateName.SUCCEEDED:
         executed, summary = notebook_rank.split(job.result())
-    elif job.files.checkpoint.exists():
+    elif _has_checkpoint(job):
         executed, summary = notebook_rank.split(job.files.checkpoint.read_bytes())
     else:
         return b"", {}
     return executed, json.loads(summary) if summary else {}
+
+
+def _has_checkpoint(job: Job[bytes]) -> bool:
+    """Whether the notebook as it was last saved is here; one that only the job's store has is fetched."""
+    backend, path = backends.get("kubernetes"), job.files.checkpoint
+    if not path.exists() and isinstance(backend, Fetches):
+        # A job that never began has none.
+        with contextlib.suppress(KaleDistError):
+            backend.fetch(JobRef.parse(job.ref), path.name)
+    return path.exists()
 
 
 def _execution(job: Job[bytes], output: pathlib.Path, summary: Mapping[str, Any], *, interrupted: bool) -> Execution:
