@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kale_dist import __version__, backends, checks, doctor, image_cli, records, view
 from kale_dist.backends.base import Adopts, Backend, JobRef, Selects
@@ -116,6 +118,26 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--on", choices=backends.NAMES, help="where its jobs run, whatever its calls say")
     run.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write a summary as JSON")
     run.add_argument("--junit", type=pathlib.Path, metavar="FILE", help="write a summary as JUnit's XML")
+    run.add_argument("--in-cluster", action="store_true", help="run the notebook itself in a pod of the cluster")
+    pod = run.add_argument_group("with --in-cluster")
+    pod.add_argument("--image", help="the pod's image (the configured one)")
+    pod.add_argument(
+        "--package",
+        action="append",
+        default=[],
+        metavar="REQUIREMENT",
+        help="put on top of the image; may be given several times; auto for what executes the notebook and what it imports",
+    )
+    pod.add_argument("--namespace", metavar="NAME", help="where the pod runs (the configured one)")
+    pod.add_argument("--service-account", metavar="NAME", help="of the pod, to start jobs from there")
+    pod.add_argument(
+        "--pod",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another argument of the call that makes the pod, such as resources={'memory_gib': 8}",
+    )
+    pod.add_argument("--keep", action="store_true", help="leave the pod's job and its log on the cluster")
     return parser
 
 
@@ -259,7 +281,14 @@ def _run(options: argparse.Namespace) -> int:
     for file in (options.json, options.junit):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError("--json" if file is options.json else "--junit", f"{file} has no folder", "Make it first")
-    result = execution.run_notebook(
+    run_notebook = execution.run_notebook
+    if options.in_cluster:
+        from kale_dist import in_cluster
+
+        run_notebook = functools.partial(in_cluster.run_notebook, pod=_pod(options), keep=options.keep)
+    elif _pod(options) or options.keep:
+        raise ConfigError("run", "there is no pod to be set up", "Add --in-cluster, or leave out the pod's options")
+    result = run_notebook(
         options.notebook,
         parameters={name: parameters.parse(value) for name, value in options.parameter},
         arguments=arguments,
@@ -277,12 +306,29 @@ def _run(options: argparse.Namespace) -> int:
     return _FAILURE if result.failure else 0
 
 
-def _assignment(text: str) -> tuple[str, object]:
+def _pod(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the call that makes the notebook's own pod; empty if nothing is said about it."""
+    pod = dict(_assignment(text, "--pod", "resources={'memory_gib': 8}") for text in options.pod)
+    cluster = {"namespace": options.namespace, "service_account": options.service_account}
+    said = {name: value for name, value in cluster.items() if value}
+    if said:
+        given = pod.get("cluster", {})
+        if not isinstance(given, dict):
+            raise ConfigError("--pod", f"cluster is {given!r}, not a dict", "Write it as cluster={'queue': 'team-a'}")
+        pod["cluster"] = {**given, **said}
+    if options.image:
+        pod["image"] = options.image
+    if options.package:
+        pod["packages"] = options.package
+    return pod
+
+
+def _assignment(text: str, option: str = "--set", example: str = "epochs=1") -> tuple[str, Any]:
     from kale_dist.notebook import parameters
 
     name, separator, value = text.partition("=")
     if not separator:
-        raise ConfigError("--set", f"{text!r} sets nothing", "Write it as epochs=1")
+        raise ConfigError(option, f"{text!r} sets nothing", f"Write it as {example}")
     return name.strip(), parameters.parse(value)
 
 

@@ -184,19 +184,30 @@ def _plain_python(cell: str) -> str:
         UsageError: A line of it is no Python but IPython's own.
     """
     lines = cell.splitlines()
-    try:
-        ast.parse(cell)
-    except (SyntaxError, ValueError):
-        for number, line in enumerate(lines):
-            if _IGNORED.match(line):
-                lines[number] = ""
-            elif _MAGIC.match(line):
-                raise UsageError(
-                    f"line {number + 2}, {line.strip()!r}: magics and shell commands run in the notebook, not on ranks. "
-                    "Put it into a cell of its own, or write it in Python"
-                ) from None
+    while (number := _wrong_line(lines)) is not None:
+        line = lines[number - 1]
+        if _IGNORED.match(line):
+            lines[number - 1] = ""
+        elif _MAGIC.match(line):
+            raise UsageError(
+                f"line {number + 1}, {line.strip()!r}: magics and shell commands run in the notebook, not on ranks. "
+                "Put it into a cell of its own, or write it in Python"
+            )
+        else:
+            break
     # The magic's own line is the first, so that lines in tracebacks are those of the cell.
     return "\n" + "\n".join(lines) + "\n"
+
+
+def _wrong_line(lines: Sequence[str]) -> int | None:
+    """Number of the line, from 1, at which this stops being Python; None if it is Python, or stops nowhere in it."""
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError as error:
+        return error.lineno if error.lineno and error.lineno <= len(lines) else None
+    except ValueError:
+        return None
+    return None
 
 
 def _where(error: SyntaxError, text: str) -> str:

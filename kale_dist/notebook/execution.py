@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import nbformat
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
@@ -28,7 +27,7 @@ from traitlets import default
 from traitlets.config import Config
 
 from kale_dist import overrides
-from kale_dist.errors import ConfigError
+from kale_dist.notebook import documents
 from kale_dist.notebook import parameters as notebook_parameters
 from kale_dist.notebook.following import JobEnd, KernelJobs
 from kale_dist.notebook.terminal import Terminal
@@ -104,14 +103,32 @@ def run_notebook(
             cannot be written; nothing was executed.
     """
     path = pathlib.Path(path)
-    output = pathlib.Path(output) if output is not None else pathlib.Path(f"{path.stem}.executed.ipynb")
-    overrides.check(arguments or {})
-    notebook = _read(path)
-    notebook_parameters.inject(notebook, parameters or {})
-    _check_output(path, output)
+    output = documents.output_of(path, output)
+    notebook = prepare(path, parameters or {}, arguments or {}, output)
     with tempfile.TemporaryDirectory(prefix="kale-dist-") as sockets:
         client = _Client(notebook, path.resolve().parent, output.resolve(), terminal or Terminal(sys.stdout), sockets)
         return _execute(client, output, arguments or {})
+
+
+def prepare(
+    path: pathlib.Path, parameters: Mapping[str, Any], arguments: Mapping[str, Any], output: pathlib.Path
+) -> Any:
+    """Read a notebook and put its parameters into it; see that it can be executed and written.
+
+    Args:
+        path: The notebook.
+        parameters: As for `run_notebook`.
+        arguments: Likewise.
+        output: Where it will go; its folder is made.
+
+    Raises:
+        ConfigError: As `run_notebook`.
+    """
+    overrides.check(arguments)
+    notebook = documents.read(path)
+    notebook_parameters.inject(notebook, parameters)
+    documents.check_output(path, output)
+    return notebook
 
 
 def _execute(client: _Client, output: pathlib.Path, arguments: Mapping[str, Any]) -> Execution:
@@ -122,6 +139,8 @@ def _execute(client: _Client, output: pathlib.Path, arguments: Mapping[str, Any]
     def execute() -> None:
         try:
             failure.append(client.execute_all(arguments))
+        except OSError as error:
+            failure.append(f"the executed notebook could not be written to {output} ({error.strerror})")
         finally:
             ended.set()
 
@@ -129,6 +148,8 @@ def _execute(client: _Client, output: pathlib.Path, arguments: Mapping[str, Any]
     client.jobs.start()
     threading.Thread(target=execute, name="kale_dist notebook").start()
     interrupted = _wait(ended, client)
+    if interrupted:
+        client.jobs.cancel()
     client.jobs.stop()
     return Execution(
         output=output,
@@ -152,42 +173,6 @@ def _wait(ended: threading.Event, client: _Client) -> bool:
             ended.wait(1.0)
         return True
     return False
-
-
-def _read(path: pathlib.Path) -> Any:
-    try:
-        notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise ConfigError(
-            "notebook", f"{path} cannot be read ({error.strerror})", "Give the path of an .ipynb file"
-        ) from error
-    except (ValueError, AttributeError, KeyError, TypeError, nbformat.ValidationError) as error:
-        problem = (
-            f"{path} is not a notebook ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-        )
-        raise ConfigError("notebook", problem, "Give the path of an .ipynb file") from error
-    language = notebook.metadata.get("kernelspec", {}).get("language", "python")
-    if language.lower() not in ("python", "ipython"):
-        raise ConfigError("notebook", f"{path} is written in {language}", "Only Python notebooks can be run")
-    for cell in notebook.cells:
-        # Some tools write null where there are none.
-        if not isinstance(cell.metadata.get("tags", []), list):
-            del cell.metadata["tags"]
-    return notebook
-
-
-def _check_output(path: pathlib.Path, output: pathlib.Path) -> None:
-    remedy = "Choose another file with -o"
-    if output.is_dir():
-        raise ConfigError("output", f"{output} is a folder", remedy)
-    if output.exists() and output.samefile(path):
-        raise ConfigError("output", f"{output} is the notebook itself, which is left as it is", remedy)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("output", f"{output.parent} cannot be made ({error.strerror})", remedy) from error
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError("output", f"{output.parent} is not writable", remedy)
 
 
 class _ThisInterpreter(KernelSpecManager):
@@ -326,8 +311,6 @@ class _Client(NotebookClient):
 
     def _save(self) -> None:
         began = time.monotonic()
-        fresh = self._output.with_name(f".{self._output.name}.new")
-        nbformat.write(self.nb, fresh)  # type: ignore[no-untyped-call]
-        fresh.replace(self._output)
+        documents.write(self._output, documents.encode(self.nb))
         self._saved_at = time.monotonic()
         self._saving_s = self._saved_at - began

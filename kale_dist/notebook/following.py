@@ -81,6 +81,16 @@ class KernelJobs:
                 if status is None or status.is_final:
                     thread.join(max(0.0, deadline - time.monotonic()))
 
+    def cancel(self) -> None:
+        """End the jobs that still run, but for those that were to outlive the kernel (`detach=True`)."""
+        self._find()
+        for ref, thread in list(self._logs.items()):
+            status = _status(ref) if thread.is_alive() else None
+            # One that is deleted in between is no less at its end.
+            with contextlib.suppress(KaleDistError):
+                if status is not None and not status.is_final and not records.read(ref.record_name).spec.policy.detach:
+                    _backend(ref).cancel(ref)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Write out what is left, and end. Jobs that still run then are left to themselves.
 

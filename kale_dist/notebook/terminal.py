@@ -9,8 +9,6 @@ import threading
 from typing import TextIO
 
 _ERASE_LINE = "\r\x1b[K"
-_STEP_PERCENT = 10
-"""In a pipe a bar is written anew each time it has grown by so much."""
 
 
 class Terminal:
@@ -20,10 +18,12 @@ class Terminal:
 
     Args:
         stream: Where to write.
+        step_percent: In a pipe a bar is written anew each time it has grown by so much.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, step_percent: int = 10) -> None:
         self._stream = stream
+        self._step_percent = step_percent
         self.is_tty = stream.isatty() and os.environ.get("TERM", "") != "dumb"
         self._lock = threading.Lock()
         self._bar = ""
@@ -48,8 +48,8 @@ class Terminal:
                 if bar != self._bar:
                     self._bar = bar
                     self._write(_ERASE_LINE + self._cut(bar))
-            elif percent is not None and percent // _STEP_PERCENT > self._written_percent.get(key, -1):
-                self._written_percent[key] = percent // _STEP_PERCENT
+            elif percent is not None and percent // self._step_percent > self._written_percent.get(key, -1):
+                self._written_percent[key] = percent // self._step_percent
                 self._write(f"{bar}\n")
 
     def clear(self) -> None:

@@ -165,6 +165,12 @@ def test_a_notebook_without_parameters_says_how_it_would_have_some():
         (["--set", "epochs"], "sets nothing"),
         (["-p", "x", "1"], "no cell of parameters"),
         (["--json", "missing/x.json"], "has no folder"),
+        (["--image", "somewhere/x:1"], "Add --in-cluster"),
+        (["--keep"], "Add --in-cluster"),
+        (["--in-cluster", "--pod", "resource=1"], "Did you mean 'resources'"),
+        (["--in-cluster", "--pod", "resources"], "sets nothing"),
+        (["--in-cluster", "--pod", "cluster=x", "--namespace", "n"], "not a dict"),
+        (["--in-cluster", "-p", "x", "1"], "no cell of parameters"),
     ],
 )
 def test_mistakes_in_the_command_start_nothing(tmp_path, words, said):
@@ -207,6 +213,81 @@ def test_notebooks_of_other_times_and_without_metadata(tmp_path):
     (tmp_path / "bare.ipynb").write_text(json.dumps(bare))
     assert run("old.ipynb", cwd=tmp_path)[:2] == (0, "from nbformat 3\nExecuted notebook: old.executed.ipynb\n")
     assert run("bare.ipynb", cwd=tmp_path)[:2] == (0, "bare\nExecuted notebook: bare.executed.ipynb\n")
+
+
+CODE = {"cell_type": "code", "source": "print('ran')", "metadata": {}, "outputs": [], "execution_count": None}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "cell"),
+    [
+        ({"kernelspec": None}, {}),
+        ({"kernelspec": {"name": "gone", "language": None}, "language_info": "python"}, {}),
+        (None, {}),
+        ({}, {"metadata": None, "outputs": None}),
+        ({}, {"source": None}),
+    ],
+)
+def test_what_a_notebook_leaves_out_or_has_as_null_says_nothing(tmp_path, capsys, metadata, cell):
+    path = tmp_path / "n.ipynb"
+    cells = [CODE | cell, CODE]
+    path.write_text("\ufeff" + json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 2}))
+    execution = kd.run_notebook(path, output=tmp_path / "out.ipynb")
+    assert execution.failure == ""
+    assert capsys.readouterr().out == "ran\n" * (1 if cell.get("source", "") is None else 2)
+    nbformat.validate(nbformat.read(execution.output, as_version=4))
+
+
+@pytest.mark.parametrize(
+    ("notebook", "said"),
+    [
+        (
+            {"cells": [], "metadata": {"language_info": {"name": "R"}}, "nbformat": 4, "nbformat_minor": 4},
+            "written in R",
+        ),
+        ({"cells": [], "metadata": {"kernelspec": {"name": "ir", "language": "R"}}, "nbformat": 4}, "written in R"),
+        ({"cells": [], "metadata": {}, "nbformat": 9, "nbformat_minor": 0}, "Unsupported nbformat version 9"),
+        ({"cells": [3], "metadata": {}, "nbformat": 4, "nbformat_minor": 0}, "is not a notebook"),
+        ([], "is not a notebook"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, notebook, said):
+    (tmp_path / "n.ipynb").write_text(json.dumps(notebook))
+    with pytest.raises(ConfigError, match=said):
+        kd.run_notebook(tmp_path / "n.ipynb", output=tmp_path / "out.ipynb")
+    assert not (tmp_path / "out.ipynb").exists()
+
+
+def test_cells_as_people_write_them(tmp_path, capsys):
+    source = "%matplotlib inline\nimport asyncio\nx = 1\n%timeit -n 1 -r 1 x\nprint(await asyncio.sleep(0, 'slept'))"
+    execution = kd.run_notebook(write(tmp_path / "n.ipynb", cell(source)), output=tmp_path / "out.ipynb")
+    assert execution.failure == ""
+    assert "slept" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("x = (1,\ny = 2", "SyntaxError"),
+        ("print('\ud800')", "surrogates not allowed"),
+        ("input()", "StdinNotImplemented"),
+    ],
+)
+def test_a_cell_that_cannot_run_fails_the_run(tmp_path, source, error):
+    text = {"cells": [CODE, CODE | {"source": source}], "metadata": {}, "nbformat": 4, "nbformat_minor": 2}
+    (tmp_path / "n.ipynb").write_text(json.dumps(text))
+    execution = kd.run_notebook(tmp_path / "n.ipynb", output=tmp_path / "out.ipynb")
+    assert execution.failure.startswith("cell 2 of 2 failed")
+    assert error in execution.failure
+    assert [one.state for one in execution.cells] == ["succeeded", "failed"]
+    assert nbformat.read(execution.output, as_version=4).cells[1].source == source
+
+
+def test_a_notebook_that_cannot_be_saved_any_more_is_no_success(tmp_path):
+    folder = tmp_path / "deep"
+    path = write(tmp_path / "n.ipynb", cell(f"import shutil\nshutil.rmtree({str(folder)!r})"))
+    execution = kd.run_notebook(path, output=folder / "out.ipynb")
+    assert "No such file" in execution.failure
 
 
 def test_a_notebook_of_50_mb(tmp_path):

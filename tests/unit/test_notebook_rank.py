@@ -1,0 +1,76 @@
+"""A notebook as the work of one rank, on this machine: what its rank gives back, however it ends."""
+
+import json
+import time
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+import kale_dist as kd
+from kale_dist import backends, in_cluster
+from kale_dist.backends.base import JobRef
+from kale_dist.errors import JobFailedError
+from kale_dist.runtime import notebook_rank
+
+
+@pytest.fixture
+def start():
+    """A function that starts a job which executes a notebook of these cells."""
+    jobs = []
+
+    def made(*cells, arguments=None, settings=None):
+        source = nbformat.writes(new_notebook(cells=list(map(new_code_cell, cells)))).encode()
+        job = kd.launch(
+            notebook_rank.notebook, in_cluster._library(), source, "my notebook.ipynb", arguments or {}, settings or {},
+            number_of_processes=1,
+        )  # fmt: skip
+        jobs.append(job)
+        return job
+
+    yield made
+    for job in jobs:
+        job.delete()
+
+
+def read(bundle):
+    executed, summary = notebook_rank.split(bundle)
+    return nbformat.reads(executed.decode(), as_version=4).cells, json.loads(summary)
+
+
+def test_a_notebook_is_executed_by_a_whole_library_with_settings_of_its_caller(start):
+    job = start(
+        "import os\nimport kale_dist as kd\nprint(os.environ['KALE_DIST_QUEUE'], 'RANK' in os.environ)",
+        "kd.launch(len, 'abc', number_of_processes=1).result()",
+        arguments={"name": "named-outside"},
+        settings={"KALE_DIST_QUEUE": "team"},
+    )
+    cells, summary = read(job.result(100))
+    assert cells[0].outputs[0].text == "team False\n"
+    assert cells[1].outputs[0].data["text/plain"] == "3"
+    assert [cell["state"] for cell in summary["cells"]] == ["succeeded", "succeeded"]
+    assert [end["ref"] for end in summary["jobs"]] == ["local://named-outside"]
+    kd.attach("local://named-outside").delete()
+
+
+def test_after_a_failure_the_checkpoint_has_the_notebook(start):
+    job = start("print('here')", "1 / 0")
+    with pytest.raises(JobFailedError, match="cell 2 of 2 failed"):
+        job.result(100)
+    cells, summary = read(job.files.checkpoint.read_bytes())
+    assert cells[0].outputs[0].text == "here\n"
+    assert cells[1].outputs[0].ename == "ZeroDivisionError"
+    assert "1 / 0" in summary["failure"]
+
+
+def test_a_cancelled_job_leaves_the_notebook_as_far_as_it_came(start):
+    job = start("print('here')", "import time\nprint('waiting', flush=True)\ntime.sleep(100)")
+    lines = job.logs(follow=True)
+    assert any(line.text == "waiting" for line in lines)
+    backends.get("local").cancel(JobRef.parse(job.ref), grace_s=in_cluster.CANCEL_GRACE_S)
+    began = time.monotonic()
+    assert job.exception(60) is not None
+    assert time.monotonic() - began < in_cluster.CANCEL_GRACE_S
+    cells, summary = read(job.files.checkpoint.read_bytes())
+    assert cells[1].outputs[-1].ename == "KeyboardInterrupt"
+    assert summary["interrupted"]
