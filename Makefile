@@ -24,7 +24,7 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 	@echo "It holds the loss curve as a picture."
 
 test: $(VENV)/test.stamp ## Run the tests that this machine can run
-	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --reruns=1 -rR $(ARGS)
 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything
 	@$(BIN)/python benchmarks/trivial_jobs.py
