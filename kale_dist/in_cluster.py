@@ -47,6 +47,7 @@ _STAYS_HERE = ("context", "image", "kubeconfig", "namespace", "origins")
 
 _LOOK_S = 0.5
 _BAR = re.compile(r"▕.*▏ (\d+) %")
+_JOB_ENDED = re.compile(r"[a-z]+://\S+: ")
 
 
 def run_notebook(
@@ -159,10 +160,12 @@ def _show(lines: Iterator[LogLine], terminal: Terminal) -> None:
 
 def _show_line(text: str, terminal: Terminal) -> None:
     bar = _BAR.match(text)
-    if bar is None:
-        terminal.line(text)
-    else:
+    if bar is not None:
         terminal.progress(text.rpartition(" · ")[2], int(bar[1]), text)
+        return
+    if _JOB_ENDED.match(text):
+        terminal.clear()
+    terminal.line(text)
 
 
 def _brought(job: Job[bytes]) -> tuple[bytes, dict[str, Any]]:
