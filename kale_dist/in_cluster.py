@@ -16,6 +16,7 @@ import pathlib
 import re
 import sys
 import threading
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
@@ -24,7 +25,7 @@ from typing import Any
 from kale_dist import backends, calls, checks, config
 from kale_dist.backends.base import Fetches, JobRef
 from kale_dist.contract import LogLine, StateName, Stream
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.notebook import documents, execution
 from kale_dist.notebook.execution import CellRun, Execution
@@ -47,6 +48,7 @@ _STAYS_HERE = ("context", "image", "kubeconfig", "namespace", "origins")
 
 _LOOK_S = 0.5
 _BAR = re.compile(r"▕.*▏ (\d+) %")
+_JOB_ENDED = re.compile(r"[a-z]+://\S+: ")
 
 
 def run_notebook(
@@ -94,10 +96,15 @@ def run_notebook(
         others = [] if isinstance(packages, str) else [package for package in packages if package != "auto"]
         given["packages"] = [*others, *_packages(notebook, arguments or {}, terminal)]
     source = documents.encode(notebook)
-    job = calls.launch(
-        notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
-        on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", KaleDistWarning)
+        job = calls.launch(
+            notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
+            on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
+        )  # fmt: skip
+    # A line of this library's own code beside them would say nothing.
+    for warning in told:
+        terminal.line(f"[kale-dist] {warning.message}")
     terminal.line(f"The notebook runs as {job.ref}")
     try:
         interrupted = _follow(job, terminal)
@@ -159,10 +166,12 @@ def _show(lines: Iterator[LogLine], terminal: Terminal) -> None:
 
 def _show_line(text: str, terminal: Terminal) -> None:
     bar = _BAR.match(text)
-    if bar is None:
-        terminal.line(text)
-    else:
+    if bar is not None:
         terminal.progress(text.rpartition(" · ")[2], int(bar[1]), text)
+        return
+    if _JOB_ENDED.match(text):
+        terminal.clear()
+    terminal.line(text)
 
 
 def _brought(job: Job[bytes]) -> tuple[bytes, dict[str, Any]]:

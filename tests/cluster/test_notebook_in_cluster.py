@@ -14,6 +14,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from on_cluster import IMAGE, grant, run_kubectl
 
+import kale_dist as kd
+
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "resources={'cpu': 0.1, 'memory_gib': 1.5}"
 
@@ -156,4 +158,27 @@ def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
             capture_output=True, text=True, check=True, env=environment, cwd=folder, timeout=60,
         )  # fmt: skip
         assert said in found.stdout
+    assert left_behind(namespace) == []
+
+
+def test_ctrl_c_also_cancels_a_job_on_the_cluster_that_no_cell_waits_for(place, tmp_path):
+    namespace, environment, _ = place
+    source = (
+        "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(300)\n"
+        "job = kd.launch(wait, on='kubernetes', number_of_processes=1, resources={'cpu': 0.1, 'memory_gib': 1})\n"
+        "time.sleep(300)"
+    )
+    nbformat.write(new_notebook(cells=[new_code_cell(source)]), tmp_path / "here.ipynb")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "kale_dist.cli", "run", "here.ipynb"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment, start_new_session=True,
+    )  # fmt: skip
+    for line in running.stdout:
+        if line == "[0] waiting\n":
+            break
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, out + err
+    ref = re.search(r"^(kubernetes://\S+): Cancelled", out, re.MULTILINE)[1]
+    kd.attach(ref).delete()
     assert left_behind(namespace) == []

@@ -1,5 +1,6 @@
 """A notebook as the work of one rank, on this machine: what its rank gives back, however it ends."""
 
+import io
 import json
 import time
 
@@ -10,7 +11,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 import kale_dist as kd
 from kale_dist import backends, in_cluster
 from kale_dist.backends.base import JobRef
+from kale_dist.contract import LogLine, Stream
 from kale_dist.errors import JobFailedError
+from kale_dist.notebook.terminal import Terminal
 from kale_dist.runtime import notebook_rank
 
 
@@ -74,3 +77,33 @@ def test_a_cancelled_job_leaves_the_notebook_as_far_as_it_came(start):
     cells, summary = read(job.files.checkpoint.read_bytes())
     assert cells[1].outputs[-1].ename == "KeyboardInterrupt"
     assert summary["interrupted"]
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_pod_s_log_is_shown_as_the_notebook_s_own_with_one_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [
+        (0, Stream.STDOUT, "▕██    ▏ 30 % · Epoch 1 of 2 · train-x"),
+        (0, Stream.STDOUT, "[1] a line of a rank"),
+        (0, Stream.STDERR, "the rank's own words"),
+        (0, Stream.STDOUT, "▕████  ▏ 70 % · Epoch 2 of 2 · train-x"),
+        (0, Stream.STDOUT, "local://train-x: Succeeded after 3 s"),
+        (None, Stream.STDOUT, "Rank 0 failed: NotebookFailedError"),
+        (None, Stream.STDOUT, "of the agent \x1b[31m"),
+    ]
+    lines = [
+        LogLine(sequence=number, time=0.0, attempt=0, rank=rank, stream=stream, text=text)
+        for number, (rank, stream, text) in enumerate(rows)
+    ]
+    screen = Screen()
+    in_cluster._show(iter(lines), Terminal(screen))
+    written = screen.getvalue().replace("\r\x1b[K", "<")
+    assert written == (
+        "<▕██    ▏ 30 % · Epoch 1 of 2 · train-x<[1] a line of a rank\n▕██    ▏ 30 % · Epoch 1 of 2 · train-x"
+        "<▕████  ▏ 70 % · Epoch 2 of 2 · train-x<local://train-x: Succeeded after 3 s\n[kale-dist] of the agent \n"
+    )
