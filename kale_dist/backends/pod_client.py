@@ -26,8 +26,7 @@ _CHUNK_BYTES = 1 << 20
 # A larger one is asked for first: what came before a cut need not be sent again.
 _ASK_FIRST_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 64 << 20
-# In a row without anything carried. More than two, for an agent that was just cut off may not have counted it all yet.
-_TRIES = 3
+_TRIES = 3  # In a row without anything carried.
 _PAUSE_S = 0.1
 _RETRYABLE = (OSError, http.client.HTTPException)
 
@@ -147,7 +146,9 @@ class PodClient:
             try:
                 wire = wire or stack.enter_context(contextlib.closing(_Wire(self._connect())))
                 if asks:
-                    there = self._json(wire.ask(self._key, "GET", f"/blobs/{digest}/size"), "/blobs")
+                    # Bytes that a cut connection has under way would count only after the answer.
+                    path = f"/blobs/{digest}/size{'?settled=1' if failures else ''}"
+                    there = self._json(wire.ask(self._key, "GET", path), "/blobs")
                     offset = size if there["complete"] else int(there["received"])
                     if offset > carried:
                         carried, failures = offset, 0
@@ -165,8 +166,7 @@ class PodClient:
                     if status == _CONFLICT:
                         offset, asks = int(self._json((_OK, answer), "/blobs")["received"]), False
                         continue
-                    there = self._json((status, answer), "/blobs")
-                    offset = int(there["received"])
+                    offset = int(self._json((status, answer), "/blobs")["received"])
                 if offset >= size:
                     tell(size)
                     return wire

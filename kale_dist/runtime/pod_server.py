@@ -5,7 +5,7 @@ but for blobs, files, log and events. What fails for another reason comes back a
 
     GET  /status                  see `PodServer`
     GET  /blobs/<digest>          the bytes; with `Range: bytes=N-` those from N on
-    GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
+    GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}; `?settled=1` ends an upload that is under way first
     PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come.
                                   409 with {"received"} if N is not where the last one ended; a later PUT of the same
                                   blob ends an earlier one that hangs. 422 if the digest is wrong: begin again at 0
@@ -261,7 +261,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
             case "GET", "blobs", digest, "size":
                 whole = _blob(pod.store, digest)
                 size = whole.stat().st_size if whole.exists() else None
-                received = pod.blobs.received(digest) if size is None else size
+                counted = pod.blobs.settled if "settled" in query else pod.blobs.received
+                received = counted(digest) if size is None else size
                 self._reply(200, {"received": received, "complete": size is not None})
             case "PUT", "blobs", digest:
                 if self._take(pod.blobs, _blob(pod.store, digest).name, digest, 0o444, query):

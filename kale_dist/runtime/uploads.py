@@ -95,6 +95,19 @@ class Uploads:
             part = self._parts.get(name)
             return 0 if part is None else part.received
 
+    def settled(self, name: str) -> int:
+        """The same, for a sender that was cut off: an earlier call that still waits for bytes is ended first.
+
+        What was under way then would arrive after the answer, and the sender go on at the wrong place.
+        """
+        with self._lock:
+            part = self._parts.get(name)
+            if part is None:
+                return 0
+            _end(part)
+        with part.lock:
+            return self.received(name)
+
     def take(
         self, name: str, offset: int, size: int, connection: socket.socket, body: Body, *, digest: str | None, mode: int
     ) -> tuple[int, bool]:
@@ -123,9 +136,7 @@ class Uploads:
         """
         with self._lock:
             part = self._parts.setdefault(name, _Part())
-            if part.connection is not None:
-                with contextlib.suppress(OSError):
-                    part.connection.shutdown(socket.SHUT_RDWR)
+            _end(part)
         with part.lock:
             with self._lock:
                 if (self.folder / name).exists():
@@ -193,3 +204,10 @@ class Uploads:
             os.close(part.descriptor)
             pathlib.Path(part.path).unlink(missing_ok=True)
         part.descriptor, part.received, part.hasher = -1, 0, hashlib.sha256()
+
+
+def _end(part: _Part) -> None:
+    """End the call that waits for a file's next bytes, if there is one."""
+    if part.connection is not None:
+        with contextlib.suppress(OSError):
+            part.connection.shutdown(socket.SHUT_RDWR)

@@ -228,6 +228,28 @@ def test_after_its_ttl_the_cluster_has_nothing_and_this_machine_has_the_results(
     assert str(job.ref) not in [str(found.ref) for found in kd.jobs()]
 
 
+def test_a_job_that_its_ttl_has_taken_away_unseen_says_so(namespace, tmp_path):
+    ref = submit_and_die(
+        f"""
+        import kale_dist as kd
+        from rank_work import summed
+        job = kd.launch(summed, 1, on="kubernetes", image="{IMAGE}", number_of_processes=1,
+                        resources={{"cpu": 0.2, "memory_gib": 1}}, cluster={{"namespace": "{namespace}", "ttl_s": 0}})
+        print(job.ref, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert wait_for(lambda: left_in(namespace, ref.rpartition("/")[2]) == [])
+    seen = subprocess.run(
+        [sys.executable, "-c", f"import kale_dist as kd; status = kd.attach({ref!r}).wait(60); print(status.state, status.reason)"],
+        capture_output=True, text=True, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}, check=False, timeout=120,
+    )  # fmt: skip
+    assert " cancelled: " in seen.stdout, (seen.stdout, seen.stderr)
+    assert "is no longer in the namespace" in seen.stdout
+    assert "0 s after its end (ttl_s)" in seen.stdout
+
+
 def test_deleting_a_finished_job_leaves_nothing(on, namespace):
     job = kd.launch(summed, 1, **on)
     assert job.result(90) == 3.0

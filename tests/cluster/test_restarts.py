@@ -193,3 +193,37 @@ def test_a_lack_of_memory_is_not_tried_again(namespace):
     assert (status.state, status.attempt) == (StateName.FAILED, 0), status
     assert "memory" in status.reason
     job.delete()
+
+
+SUBMITS = """
+import os, signal, sys, kale_dist as kd
+sys.path.insert(0, sys.argv[1])
+from slow_steps import ends_in_first_attempt
+job = kd.launch(
+    ends_in_first_attempt, on="kubernetes", image=sys.argv[2], number_of_processes=2, max_restarts=2,
+    resources={"cpu": 0.2, "memory_gib": 1}, store="pvc://results", cluster={"namespace": sys.argv[3]},
+)
+print(job.ref, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_results_of_a_later_attempt_are_found_when_nobody_followed_and_the_pods_are_gone(namespace, tmp_path):
+    make_claim(namespace, "results")
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    here = os.path.dirname(__file__)  # noqa: PTH120 - a text is wanted
+    ended = subprocess.run(
+        [sys.executable, "-c", SUBMITS, here, IMAGE, namespace],
+        capture_output=True, text=True, env=environment, check=False, timeout=120,
+    )  # fmt: skip
+    ref = ended.stdout.strip()
+    name = ref.rpartition("/")[2]
+    assert name, ended.stderr
+    run_kubectl("-n", namespace, "wait", "--for=condition=Succeeded", f"pytorchjob/{name}", "--timeout=120s")
+    selector = f"training.kubeflow.org/job-name={name}"
+    run_kubectl("-n", namespace, "delete", "pods", "-l", selector, "--grace-period=0", "--force", "--wait=true")
+    reads = f"import kale_dist as kd; job = kd.attach({ref!r}); print(job.results(120)); job.delete()"
+    found = subprocess.run(
+        [sys.executable, "-c", reads], capture_output=True, text=True, env=environment, check=False, timeout=200
+    )
+    assert found.stdout.strip() == "[1, 1]", found.stderr

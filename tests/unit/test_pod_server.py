@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -307,6 +308,22 @@ def test_an_upload_that_was_cut_or_hangs_is_continued_by_another(place, hangs):
         connection.close()
     assert place.put(f"/blobs/{digest}?offset=200000", content[200_000:], len(content))[0] == 201
     assert bytes(place.store.open(digest)) == content
+    connection.close()
+
+
+def test_whoever_was_cut_off_learns_where_to_go_on_for_good(place):
+    content = os.urandom(300_000)
+    digest = digest_of((content,))
+    connection = place.send_half(f"/blobs/{digest}?offset=0", content[:100_000], len(content))
+    while place.received(digest) < 100_000:
+        pass
+    status, answer = place.ask("GET", f"/blobs/{digest}/size?settled=1")
+    assert (status, json.loads(answer)) == (200, {"received": 100_000, "complete": False})
+    with contextlib.suppress(OSError):
+        connection.sendall(content[100_000:200_000])
+    assert place.received(digest) == 100_000
+    place.put(f"/blobs/{digest}?offset=100000", content[100_000:], len(content))
+    assert place.store.open(digest) == content
     connection.close()
 
 

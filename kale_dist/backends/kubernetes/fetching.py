@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 from kale_dist import records
@@ -11,8 +12,9 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
 from kale_dist.contract import StateName
-from kale_dist.errors import StoreError
+from kale_dist.errors import BackendError, StoreError
 from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
 
 
 class Fetcher:
@@ -58,6 +60,14 @@ class Fetcher:
         for name in self.missing() if self._spec.store else ():
             with contextlib.suppress(StoreError):
                 kept_results.copy(self._cluster, self._spec, name, self._folder / name)
+
+    def with_attempt(self, ended: JobStatus) -> JobStatus:
+        """A status that only the cluster tells of, with the attempt whose results the store has."""
+        if ended.state is StateName.SUCCEEDED and ended.started is None:
+            with contextlib.suppress(BackendError, StoreError):
+                last = kept_results.last_attempt(self._cluster, self._spec)
+                return dataclasses.replace(ended, attempt=max(last, ended.attempt))
+        return ended
 
     def fetch_from(self, agent: PodClient) -> None:
         """Take all that pod 0's agent holds, and tell it that it may go.

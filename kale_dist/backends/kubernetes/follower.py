@@ -92,9 +92,8 @@ class Follower:
         self._logs: dict[str, PodLog] = {}
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
-        self._last_item = 0.0
+        self._last_item = self._pods_ended_at = 0.0
         self._verdict_at: float | None = None
-        self._pods_ended_at = 0.0
         self._mirror = Mirror(
             records.files(ref.record_name),
             key,
@@ -298,12 +297,12 @@ class Follower:
         limit = (self._verdict_at or 0.0) + (_TOLD_S if waits_long else _EXPLAIN_S)
         if time.monotonic() < (self._pods_ended_at + _LOOK_S if self._pods_ended_at else limit):
             return False
-        better_still = self._try_again(better, view)
-        if better_still is None:
+        ended = self._try_again(better, view)
+        if ended is None:
             return False
         self._free(view, suspends=False)
-        if better_still != told:
-            own_events.record_state(self._mirror, better_still)
+        if ended != told:
+            own_events.record_state(self._mirror, ended)
         return True
 
     def _is_told(self) -> bool:
@@ -339,7 +338,7 @@ class Follower:
         ended = self._try_again(status, view)
         if ended is None:
             return False
-        self._write(ended)
+        self._write(self._fetcher.with_attempt(ended))
         self._free(view)
         return True
 

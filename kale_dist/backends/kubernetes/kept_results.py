@@ -46,6 +46,29 @@ def copy(cluster: Cluster, spec: JobSpec, name: str, path: pathlib.Path) -> bool
     return True
 
 
+def last_attempt(cluster: Cluster, spec: JobSpec) -> int:
+    """The last attempt of which the job's store has an outcome of rank 0; 0 if it has none.
+
+    Raises:
+        StoreError: The store cannot be read.
+        BackendError: It cannot be reached from here.
+    """
+    names = [f"outcome-{attempt}-0" for attempt in range(spec.policy.max_restarts, 0, -1)]
+    claim, _ = submission.claim_of(spec)
+    if not names or not spec.store:
+        return 0
+    folder = preparation.claim_here(spec, self_pod.find(cluster)) if claim else None
+    if not claim:
+        store = UrlStore(spec.store)
+        there = {name for name in names if store.exists(f"jobs/{spec.name}/{name}")}
+    elif folder is not None:
+        there = {name for name in names if (folder / "jobs" / spec.name / name).exists()}
+    else:
+        with reader_pod.reading(cluster, spec) as reader:
+            there = set(reader.names())
+    return next((int(name.split("-")[1]) for name in names if name in there), 0)
+
+
 def fetch(cluster: Cluster, spec: JobSpec, name: str, folder: pathlib.Path) -> None:
     """Bring an outcome or the checkpoint of an ended job here, by a reader pod where nothing else will do.
 

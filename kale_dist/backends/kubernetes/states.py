@@ -123,7 +123,10 @@ def _end(base: JobStatus, view: JobView, spec: JobSpec, now: float) -> JobStatus
     job = view.job or {}
     person = _annotations(job).get(CANCELLED_ANNOTATION)
     if view.is_deleted:
-        return _final(base, StateName.CANCELLED, diagnosis.of_job("job-deleted", view, {}).text, FailureCause.USER, now)
+        # Of a job that was followed, pods are remembered.
+        is_late = spec.cluster.ttl_s is not None and not view.pods
+        gone = diagnosis.of_job("job-expired" if is_late else "job-deleted", view, {"ttl": f"{spec.cluster.ttl_s}"})
+        return _final(base, StateName.CANCELLED, gone.text, FailureCause.USER, now)
     if person is not None and _is_suspended(job) and all(pod.has_ended for pod in view.pods):
         return _final(base, StateName.CANCELLED, f"The job was cancelled by {person}", FailureCause.USER, now)
     if _is_suspended(job) or view.job is None:

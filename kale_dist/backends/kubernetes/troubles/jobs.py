@@ -97,6 +97,16 @@ TROUBLES = (
         cause=FailureCause.USER,
     ),
     Trouble(
+        name="job-expired",
+        title="The PyTorchJob is gone",
+        place=Place.STRUCTURE,
+        sentence="the PyTorchJob {job} is no longer in the namespace {namespace}, and no notebook saw how it ended: the "
+        "cluster deletes it {ttl} s after its end (ttl_s), if nobody did so before",
+        remedy="What its store has (store=) is still there; a longer ttl_s leaves the time to attach",
+        is_final=True,
+        cause=FailureCause.USER,
+    ),
+    Trouble(
         name="waits-for-master",
         title="Workers wait for the master's name",
         place=Place.STRUCTURE,
