@@ -143,7 +143,7 @@ def needing_docker(recipe: Recipe) -> Iterator[None]:
             raise
         raise ImageError(
             f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, which is "
-            f"Docker's: {error} Or name a base image that has them, and leave out `apt`."
+            f"Docker's: {str(error).rstrip('.')}. Or name a base image that has them, and leave out `apt`."
         ) from error
 
 

@@ -13,6 +13,7 @@ from kale_dist.runtime import loading
 
 _MIB = 1 << 20
 _SAY_EACH_S = 2.0
+_BAR_LENGTH = 24
 _MOST_STEPS = 1000
 """Builders that run commands count those; everything else counts bytes."""
 
@@ -95,7 +96,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Says how far a step is, every two seconds."""
+    """Says how far a step is, with a bar, every two seconds: above and below it come other lines of the build."""
 
     def __init__(self) -> None:
         self._said = time.monotonic()
@@ -105,4 +106,6 @@ class Progress:
         if time.monotonic() - self._said > _SAY_EACH_S:
             self._said = time.monotonic()
             steps = total < _MOST_STEPS
-            say(f"  step {done} of {total}" if steps else f"  {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB")
+            full = min(_BAR_LENGTH, _BAR_LENGTH * done // max(total, 1))
+            amount = f"step {done} of {total}" if steps else f"{done / _MIB:,.1f} of {total / _MIB:,.1f} MiB"
+            say(f"  [{'#' * full}{'.' * (_BAR_LENGTH - full)}] {amount}")

@@ -14,7 +14,7 @@ from kale_dist import records
 from kale_dist.blobs import FolderStore
 from kale_dist.cli import main
 from kale_dist.errors import ImageError
-from kale_dist.image import cache, catalog
+from kale_dist.image import cache, catalog, for_job
 from kale_dist.image.registry import Registry
 from kale_dist.image.settle import keep_files
 from kale_dist.recipe import ImageFile, Recipe
@@ -126,6 +126,28 @@ def test_what_builds_have_kept_is_removed_by_age(place):
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_wants_a_base(place, capsys, monkeypatch):
+    monkeypatch.setenv("KALE_DIST_REGISTRY", place.registry)
+    monkeypatch.delenv("KALE_DIST_IMAGE", raising=False)
+    assert main(["image", "build", "--env", "MODE=x"]) == 2
+    assert "--base: nothing is named" in capsys.readouterr().err
+
+
+def test_progress_is_a_bar_from_time_to_time(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(for_job.time, "monotonic", lambda: now[0])
+    progress = for_job.Progress()
+    for now[0], done in ((1.0, 1 << 20), (3.0, 3 << 20), (4.0, 4 << 20), (6.0, 12 << 20)):
+        progress(done, 12 << 20)
+    now[0] = 9.0
+    progress(2, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "  [######..................] 3.0 of 12.0 MiB",
+        "  [########################] 12.0 of 12.0 MiB",
+        "  [############............] step 2 of 4",
+    ]
 
 
 def test_the_command_line_makes_lists_shows_and_prunes(place, tmp_path, capsys, monkeypatch):
