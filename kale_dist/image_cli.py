@@ -85,10 +85,10 @@ def _build(options: argparse.Namespace) -> int:
     if wanted.recipe is None:
         raise ConfigError("image build", "nothing goes on top of the base", "Add --package, --apt, --file or --env")
     settings = config.load()
+    home = _place(options, settings)
     if not (wanted.recipe.base or settings.image):
         remedy = "Name an image with Python and torch, or configure `image` (KALE_DIST_IMAGE)"
         raise ConfigError("--base", "nothing is named that the image is built on, and no image is configured", remedy)
-    home = _place(options, settings)
     from kale_dist.image.resolve import resolve
     from kale_dist.image.settle import keep_files
 
