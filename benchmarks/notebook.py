@@ -1,7 +1,7 @@
 """What the live view of a job costs: time from a rank's print to the page, and the processor time of kernel and page.
 
-Beside it the same lines as people show them without a widget: printed by the cell that follows the job, and appended to
-an `ipywidgets.Output`. Run it with `.venv/bin/python benchmarks/notebook.py` after `make test`, on a machine that is
+Beside it the same lines as people show them without a widget: printed by the cell that follows the job. (Appended to an
+`ipywidgets.Output`, they freeze the page for minutes.) Run it with `.venv/bin/python benchmarks/notebook.py` after `make test`, on a machine that is
 else idle. It needs Debian's chromium. Aims: 99 of 100 lines within 50 ms, and a tenth of a core for the kernel, at 1,000
 lines a second and 256 ranks.
 """
@@ -58,22 +58,11 @@ TWO = "kd.launch(talk, {rate}, number_of_processes=2)"
 CROWD = "kd.launch(time.sleep, 0, number_of_processes=256, on=FakeBackend(crowd))"
 WIDGET = "job = {call}\njob"
 PRINT = "job = {call}\nfor line in job.logs(follow=True): print(line)"
-OUTPUT = """
-import ipywidgets, threading
-out, job = ipywidgets.Output(), {call}
-def follow():
-    for line in job.logs(follow=True):
-        if job.done(): break
-        out.append_stdout(f"{{line}}\\n")
-threading.Thread(target=follow).start()
-out
-"""
 CASES = {
     "2 ranks, 20 lines a second": (TWO.format(rate=10), WIDGET),
     "2 ranks, 1,000 lines a second": (TWO.format(rate=500), WIDGET),
+    "the same, printed by the cell": (TWO.format(rate=500), PRINT),
     "256 ranks, 1,000 lines a second": (CROWD, WIDGET),
-    "  printed by the cell": (TWO.format(rate=500), PRINT),
-    "  ipywidgets.Output": (TWO.format(rate=500), OUTPUT),
 }
 LISTEN = """cell => {
     const seen = new Set();
