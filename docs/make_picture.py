@@ -13,11 +13,10 @@ from typing import Any
 
 from PIL import Image
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "browser"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "browser"))
 import jupyter_lab
 
-PICTURES = ROOT / "docs" / "pictures"
+PICTURES = pathlib.Path(__file__).parent / "pictures"
 COLOURS = 128
 SETUP = """
 import time
@@ -62,11 +61,10 @@ def keep(page: Any, cell: Any, name: str) -> None:
     cell.evaluate("cell => cell.scrollIntoView()")
     page.mouse.move(0, 0)
     file = PICTURES / name
-    cell.locator(".jp-Cell-inputWrapper, .jp-Cell-outputWrapper").first.wait_for()
     box = cell.bounding_box()
     page.screenshot(path=file, clip={**box, "x": box["x"] + 8, "width": box["width"] - 8})
     Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
-    print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1000:.0f} kB")
+    print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
 def main() -> None:
@@ -79,7 +77,8 @@ def main() -> None:
         os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder / "run")}
         with jupyter_lab.serve(folder) as server, jupyter_lab.browse(server, folder) as browser:
             context = browser.new_context(viewport={"width": 960, "height": 1100}, device_scale_factor=2)
-            notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", jupyter_lab.new_notebook([CALL, "kd.form()"]))
+            content = jupyter_lab.new_notebook([CALL, "kd.form()"])
+            notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", content)
             notebook.value(SETUP)
             job = notebook.run_cell(0)
             notebook.page.wait_for_function(HALF_WAY, timeout=120_000)

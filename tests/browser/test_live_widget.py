@@ -191,7 +191,9 @@ def test_the_memory_of_a_rank_is_measured_and_kept_up_to_date(notebook):
 
 
 def test_gpus_memory_and_nodes_are_columns_that_a_narrow_page_can_reach(notebook):
-    view = notebook.show("job = kd.launch(time.sleep, 0, number_of_processes=4, on=FakeBackend(on_gpus), name='gpus')\njob")
+    view = notebook.show(
+        "job = kd.launch(time.sleep, 0, number_of_processes=4, on=FakeBackend(on_gpus), name='gpus')\njob"
+    )
     row = view.get_by_role("row").nth(4)
     expect(row).to_contain_text(re.compile(r"3\.0 of 8\.0 GiB\s*\d+ %, 61\.0 of 80\.0 GiB\s*gpu-node-3"))
     assert view.get_by_role("columnheader").all_text_contents() == [
