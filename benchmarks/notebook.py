@@ -18,6 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "browser"))
 import jupyter_lab
 
 SECONDS = 10
+REPEATS = 3
+"""The best of so many is shown: what else a machine does only ever adds."""
 WORK = f"""
 import kale_dist as kd, subprocess, sys, time
 from kale_dist.contract import EventKind, RankStateName
@@ -131,8 +133,9 @@ def main() -> None:
             notebook.wait_idle()
             pid = int(notebook.value("import os; print(os.getpid())"))
             for case, (call, shown) in CASES.items():
-                late, kernel, page = measure(notebook, pid, shown.format(call=call))
-                p50, p99 = (1000 * late[int(len(late) * part)] for part in (0.5, 0.99))
+                found = [measure(notebook, pid, shown.format(call=call)) for _ in range(REPEATS)]
+                p99, late, kernel, page = min((1000 * one[0][int(len(one[0]) * 0.99)], *one) for one in found)
+                p50 = 1000 * late[len(late) // 2]
                 shares = "".join(f"{100 * share:9.1f} % core" for share in (kernel, page))
                 print(f"{case:34}{len(late):8,}{p50:7.0f} ms{p99:7.0f} ms{shares}")
             notebook.close()
