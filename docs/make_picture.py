@@ -1,36 +1,41 @@
-"""Make docs/pictures/job.png: a training of digits below its cell, half way. Needs Debian's chromium.
+"""Make docs/pictures: a training of digits below its cell, half way, and the form, in a real JupyterLab.
 
-Run it with `.venv/bin/python docs/make_picture.py` after `make test`.
+Run it with `.venv/bin/python docs/make_picture.py` after `make test`. It needs Debian's chromium.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
-import subprocess
+import sys
 import tempfile
-import time
 from typing import Any
 
+from PIL import Image
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "browser"))
+import jupyter_lab
+
+PICTURES = pathlib.Path(__file__).parent / "pictures"
+COLOURS = 128
+SETUP = """
+import time
+import kale_dist as kd
 import torch
-from PIL import Image, ImageChops
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import kale_dist as kd
-from kale_dist import view
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+labels = torch.tensor(digits.target)
+train_loader = DataLoader(TensorDataset(images[:1437], labels[:1437]), batch_size=32, shuffle=True)
+test_loader = DataLoader(TensorDataset(images[1437:], labels[1437:]), batch_size=60)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
-PICTURE = pathlib.Path(__file__).parent / "pictures" / "job.png"
-WIDTH = 820
-HALF_WAY = 0.62
-PAGE = """<!doctype html><meta charset="utf-8">
-<body style="margin:16px;background:#fff;font-family:system-ui,'DejaVu Sans',sans-serif">{}</body>"""
-
-
-def train_step(
-    model: nn.Module, data_loader: Any, criterion: Any, optimizer: Any, _device: Any, _args: Any
-) -> dict[str, float]:
-    """One epoch, slowed down so that there is a moment to look at."""
+def train_step(model, data_loader, criterion, optimizer, device, args):
     total = 0.0
     for number, (x, y) in enumerate(data_loader):
         optimizer.zero_grad()
@@ -38,54 +43,54 @@ def train_step(
         loss.backward()
         optimizer.step()
         total += loss.item() * len(y)
-        time.sleep(0.02)
-        if number % 12 == 0:
+        time.sleep(0.06)  # or else it is over before it can be looked at
+        if number % 6 == 0:
             print(f"batch {number}: loss {loss.item():.3f}")
     return {"loss": total / len(data_loader.dataset)}
+"""
+CALL = """job = kd.distribute(
+    model, train_loader, criterion, optimizer, train_step,
+    eval_data_loader=test_loader, epochs=8, number_of_processes=2, seed=0, name="train-digits",
+)
+job"""
+HALF_WAY = """() => Number(document.querySelector('.kd-job [role=progressbar]')?.ariaValueNow) >= 62"""
 
 
-def half_way() -> str:
-    """A job's view while it runs, as HTML."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
-    labels = torch.tensor(digits.target)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    job = kd.distribute(
-        model,
-        DataLoader(TensorDataset(images[:1437], labels[:1437]), batch_size=32, shuffle=True),
-        nn.CrossEntropyLoss(),
-        torch.optim.Adam(model.parameters(), lr=2e-3),
-        train_step,
-        eval_data_loader=DataLoader(TensorDataset(images[1437:], labels[1437:]), batch_size=60),
-        epochs=8,
-        number_of_processes=2,
-        seed=0,
-        name="train-digits",
-    )
-    try:
-        while (status := job.status).fraction is None or status.fraction < HALF_WAY:
-            if status.is_final:
-                raise SystemExit(f"the job ended too soon: {status.reason}")
-            time.sleep(0.05)
-        return view.html(status, list(job.logs(tail=8)), time.time())
-    finally:
-        job.delete()
+def keep(page: Any, cell: Any, name: str) -> None:
+    """A picture of a cell with what is below it."""
+    cell.evaluate("cell => cell.scrollIntoView()")
+    page.mouse.move(0, 0)
+    file = PICTURES / name
+    box = cell.bounding_box()
+    page.screenshot(path=file, clip={**box, "x": box["x"] + 8, "width": box["width"] - 8})
+    Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+    print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
-def photograph(html: str) -> None:
-    """A picture of the HTML, without the empty space below it."""
-    with tempfile.TemporaryDirectory() as folder:
-        page, shot = pathlib.Path(folder) / "job.html", pathlib.Path(folder) / "shot.png"
-        page.write_text(PAGE.format(html))
-        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--force-device-scale-factor=2"]
-        size = [f"--window-size={WIDTH},1400", f"--screenshot={shot}"]
-        subprocess.run(["chromium", *options, *size, page.as_uri()], check=True, capture_output=True)  # noqa: S607 - Debian's
-        image = Image.open(shot).convert("RGB")
-        box = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
-        bottom = box[3] + 32 if box else image.height
-        PICTURE.parent.mkdir(exist_ok=True)
-        image.crop((0, 0, image.width, bottom)).save(PICTURE, optimize=True)
+def main() -> None:
+    """Make all pictures."""
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for part in ("state", "run"):
+            (folder / part).mkdir(mode=0o700)
+        os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder / "run")}
+        with jupyter_lab.serve(folder) as server, jupyter_lab.browse(server, folder) as browser:
+            context = browser.new_context(viewport={"width": 960, "height": 1100}, device_scale_factor=2)
+            content = jupyter_lab.new_notebook([CALL, "kd.form()"])
+            notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", content)
+            notebook.value(SETUP)
+            job = notebook.run_cell(0)
+            notebook.page.wait_for_function(HALF_WAY, timeout=120_000)
+            keep(notebook.page, job, "job.png")
+            notebook.value("job.cancel()")
+            form = notebook.run_cell(1)
+            form.get_by_label("Epochs").fill("8")
+            form.get_by_label("Processes").fill("2")
+            form.get_by_text("number_of_processes=2").wait_for()
+            keep(notebook.page, form, "form.png")
+            notebook.close()
 
 
 if __name__ == "__main__":
-    photograph(half_way())
+    main()

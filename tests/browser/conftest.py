@@ -10,14 +10,15 @@ import sys
 import jupyter_lab
 import pytest
 
-collect_ignore_glob = [] if importlib.util.find_spec("playwright") else ["test_*.py"]
+REQUIRED = bool(os.environ.get("KALE_DIST_REQUIRE_BROWSER"))
+collect_ignore_glob = [] if REQUIRED or importlib.util.find_spec("playwright") else ["test_*.py"]
 
 KERNEL_6 = pathlib.Path(sys.prefix) / "share" / "kale-dist-tests" / "ipykernel6"
 
 
 def missing(what):
     """Skip, for this machine lacks something; fail where the tests must not be skipped."""
-    if os.environ.get("KALE_DIST_REQUIRE_BROWSER"):
+    if REQUIRED:
         pytest.fail(f"{what}, and KALE_DIST_REQUIRE_BROWSER is set")
     pytest.skip(what)
 

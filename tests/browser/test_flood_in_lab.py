@@ -41,7 +41,11 @@ def test_every_line_of_a_flood_is_counted_and_few_are_in_the_page(notebook):
     client = page.context.new_cdp_session(page)
     client.send("Network.enable")
     client.on("Network.webSocketFrameReceived", lambda frame: frames.append(len(frame["response"]["payloadData"])))
+    expect(view.locator(".kd-line").nth(200)).to_be_attached()
+    # More of them are there as soon as somebody reads back.
+    view.get_by_role("button", name="Follow").click()
     expect(view.locator(".kd-line").nth(900)).to_be_attached()
+    view.get_by_role("button", name="Follow").click()
     # While it goes on, the kernel answers and so does the page.
     assert notebook.value("print(6 * 7)") == "42"
     view.get_by_label("Search the log").fill("line 42 of")

@@ -11,7 +11,7 @@ def work():
     for number in range(6000):
         kd.report(loss=1 / (number + 1))
         print("step", number, flush=True)
-        time.sleep(0.05)
+        time.sleep(0.1)
 """
 
 

@@ -182,6 +182,7 @@ class JobView {
     if (ended) this.sure.hidden = true;
     this.cancel.hidden = ended || !this.sure.hidden;
     this.retry.hidden = !ended;
+    this.log.setEnded(ended);
     if (ended && focused) this.retry.focus();
     this.plan.textContent = this.model.get("plan_word");
     this.root.setAttribute("aria-label", `Job ${this.model.get("name")}, ${state}`);

@@ -3,10 +3,12 @@
 
 const MAX_LINES = 5000; // kept in the page; all are in the job's log
 const SHOWN_LINES = 1000; // in the document at a time
+const FOLLOWED_LINES = 250; // in the document while they run past: layout and paint cost as much as there are
 
 class LogView {
   constructor(ask, announce) {
     this.choice = { rank: "", search: "", follow: true };
+    this.ended = false;
     this.lines = []; // {number, rank, text}
     this.next = 0;
     this.shown = 0;
@@ -31,6 +33,8 @@ class LogView {
     this.box.append(this.empty);
     this.box.addEventListener("wheel", (event) => event.deltaY < 0 && this.setFollow(false), { passive: true });
     this.box.addEventListener("keydown", (event) => ["ArrowUp", "PageUp", "Home"].includes(event.key) && this.setFollow(false));
+    // Lines that run cannot be selected, nor a scrollbar be drawn.
+    this.box.addEventListener("pointerdown", () => this.setFollow(false));
     this.box.addEventListener("scroll", () => this.box.isConnected && (this.top = this.box.scrollTop));
     this.setFollow(true);
   }
@@ -49,9 +53,32 @@ class LogView {
     this.toEnd();
   }
 
+  // How many lines are in the document.
+  get room() {
+    return this.choice.follow && !this.ended ? FOLLOWED_LINES : SHOWN_LINES;
+  }
+
   setFollow(on) {
-    this.choice.follow = on;
+    if (on !== this.choice.follow) this.choose(() => (this.choice.follow = on));
     this.follow.setAttribute("aria-pressed", String(on));
+    this.toEnd();
+  }
+
+  setEnded(ended) {
+    if (ended !== this.ended) this.choose(() => (this.ended = ended));
+  }
+
+  // Make a choice that may leave room for more lines: they go above those that are there, which stay where they are.
+  choose(change) {
+    change();
+    const missing = this.matching().slice(-this.room);
+    const rows = missing.slice(0, Math.max(0, missing.length - this.shown)).map((line) => this.row(line));
+    if (!rows.length) return;
+    const below = this.box.scrollHeight - this.box.scrollTop;
+    this.empty.remove();
+    this.box.prepend(...rows);
+    this.shown += rows.length;
+    this.box.scrollTop = this.box.scrollHeight - below;
     this.toEnd();
   }
 
@@ -89,15 +116,15 @@ class LogView {
       this.draw();
       return;
     }
-    const rows = fresh.filter((line) => this.matches(line)).slice(-SHOWN_LINES).map((line) => this.row(line));
+    const rows = fresh.filter((line) => this.matches(line)).slice(-this.room).map((line) => this.row(line));
     if (rows.length) {
       this.empty.remove();
       this.box.append(...rows);
       this.shown += rows.length;
-      for (; this.shown > SHOWN_LINES; this.shown -= 1) this.box.firstElementChild.remove();
-      this.toEnd();
+      for (; this.shown > this.room; this.shown -= 1) this.box.firstElementChild.remove();
     }
     this.tell();
+    if (rows.length) this.toEnd();
   }
 
   toEnd() {
@@ -113,7 +140,7 @@ class LogView {
 
   draw() {
     const found = this.matching();
-    const rows = found.slice(-SHOWN_LINES).map((line) => this.row(line));
+    const rows = found.slice(-this.room).map((line) => this.row(line));
     this.shown = rows.length;
     this.empty.textContent = this.lines.length ? "No line is like that." : "Nothing was printed yet.";
     this.box.replaceChildren(...(rows.length ? rows : [this.empty]));
