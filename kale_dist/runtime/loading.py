@@ -241,7 +241,8 @@ def _load(
             raise SnapshotError(
                 f"The snapshot of {manifest['label']} cannot be loaded in the rank: {error}. What it uses has to be "
                 f"there in the notebook's versions (torch {manifest['torch']}, cloudpickle {manifest['cloudpickle']}; "
-                f"here torch {torch_version()}, cloudpickle {cloudpickle.__version__})."
+                f"here torch {torch_version()}, cloudpickle {cloudpickle.__version__}). In pods and containers, "
+                "packages='auto' adds to the image what the call imports."
             ) from error
     return Loaded(fn=fn, args=args, kwargs=kwargs, references=references)
 

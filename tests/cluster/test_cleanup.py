@@ -250,6 +250,29 @@ def test_a_job_that_its_ttl_has_taken_away_unseen_says_so(namespace, tmp_path):
     assert "0 s after its end (ttl_s)" in seen.stdout
 
 
+def test_a_process_that_ends_while_it_follows_a_job_ends_well(namespace, tmp_path):
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    script = f"""
+import sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import kale_dist as kd
+from rank_work import waits
+kd.launch(waits, on="kubernetes", image="{IMAGE}", resources={SMALL}, number_of_processes=1, name="followed",
+          cluster={{"namespace": "{namespace}"}})
+"""
+    ref = f"kubernetes://{namespace}/followed"
+    calls = [
+        ["-c", script],
+        *[["-m", "kale_dist.cli", "status", ref]] * 3,
+        ["-m", "kale_dist.cli", "delete", ref],
+    ]
+    for arguments in calls:
+        ended = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=120
+        )
+        assert ended.returncode == 0, (arguments, ended.returncode, ended.stderr)
+
+
 def test_deleting_a_finished_job_leaves_nothing(on, namespace):
     job = kd.launch(summed, 1, **on)
     assert job.result(90) == 3.0

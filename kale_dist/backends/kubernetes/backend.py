@@ -30,7 +30,7 @@ from kale_dist.backends.kubernetes import (
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.follower import Follower
 from kale_dist.backends.kubernetes.refusals import Doing
-from kale_dist.contract import LogLine, StateName
+from kale_dist.contract import LogLine, RankStateName, StateName
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, ResultUnavailableError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.records import Record
@@ -40,6 +40,11 @@ from kale_dist.status import JobStatus
 _LOOK_S = 0.5
 _DELETE_TIMEOUT_S = 60.0
 _CANCEL_MARGIN_S = 10.0
+_FIRST_LOOK_S = 2.0
+_END_LOOK_S = 5.0
+"""The same for a job whose pods have ended: their logs are read first."""
+
+_FIRST_PAUSE_S = 0.05
 
 
 class KubernetesBackend:
@@ -103,9 +108,13 @@ class KubernetesBackend:
         status = reader.status()
         if status.is_final:
             return status
+        is_new = ref.record_name not in self._followers
         follower = self._follow(ref)
         if follower is None:
             return status
+        if is_new:
+            _await_first_look(follower, reader)
+            status = reader.status()
         seen = states.overlay(status, follower.view, reader.record().spec, time.time(), activity=follower.activity)
         if not seen.is_final:
             return seen
@@ -314,6 +323,24 @@ def _record(ref: JobRef, spec: JobSpec, cluster: Cluster, made: Mapping[str, Any
         ref=str(ref), name=ref.record_name, created=time.time(), spec=spec, kernel_pid=os.getpid(), detach=True,
         place=tuple(place.items()),
     )  # fmt: skip
+
+
+def _await_first_look(follower: Follower, reader: JobReader) -> None:
+    """Wait a moment for what the cluster says of a job that was submitted elsewhere, or by an earlier process.
+
+    Whoever asks just once would else learn nothing.
+    """
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < _END_LOOK_S:
+        view, status = follower.view, reader.status()
+        has_ended = bool(view.pods) and all(pod.has_ended for pod in view.pods)
+        is_read = bool(view.pods) and (
+            status.replicas[0].state is not RankStateName.PENDING or not any(pod.has_started for pod in view.pods)
+        )
+        is_known = view.is_deleted or not view.healthy or waited_s > _FIRST_LOOK_S or is_read
+        if status.is_final or (is_known and not has_ended):
+            return
+        time.sleep(_FIRST_PAUSE_S)
 
 
 def _person() -> str:

@@ -10,8 +10,9 @@ import pathlib
 import re
 import shutil
 import threading
+import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import urllib3
 from kubernetes import client
@@ -131,7 +132,21 @@ _lock = threading.Lock()
 _connections: dict[_Source, Cluster] = {}
 
 
+_Api = TypeVar("_Api")
+
 _REVIEW = re.compile(r"/selfsubject\w*reviews$")
+
+
+def _unchecked(api: _Api) -> _Api:
+    """An API without the checks of arguments that pydantic puts around its methods.
+
+    They lie below each request as frames of Rust. When a process ends while a thread of it waits there, Python 3.11 aborts:
+    it cannot unwind them.
+    """
+    for name in dir(type(api)):
+        if not name.startswith("_") and (plain := getattr(getattr(type(api), name), "__wrapped__", None)) is not None:
+            setattr(api, name, types.MethodType(plain, api))
+    return api
 
 
 class _TimedRest(rest.RESTClientObject):
@@ -250,9 +265,9 @@ def _open(source: _Source) -> Cluster:
     api = _Client(configuration, dataclasses.replace(source, context=context))
     return Cluster(
         api=api,
-        core=client.CoreV1Api(api),
-        custom=client.CustomObjectsApi(api),
-        authorization=client.AuthorizationV1Api(api),
+        core=_unchecked(client.CoreV1Api(api)),
+        custom=_unchecked(client.CustomObjectsApi(api)),
+        authorization=_unchecked(client.AuthorizationV1Api(api)),
         namespace=namespace,
         server=configuration.host,
         identity=_identity(api, configuration.host),
