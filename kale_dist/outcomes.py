@@ -83,8 +83,10 @@ class OutcomeReader:
         if status.state is StateName.CANCELLED:
             return JobCancelledError(sentence, self._ref)
         cause, traceback = self._cause(status)
-        if isinstance(cause, ModuleNotFoundError) and self._spec.image is not None:
-            sentence += ". packages='auto' puts what a call imports on top of its image, packages=['name'] what is named"
+        if isinstance(cause, ModuleNotFoundError) and self._spec.image:
+            sentence += (
+                ". packages='auto' puts what a call imports on top of its image, packages=['name'] what is named"
+            )
         kind = JobTimeoutError if status.cause in _TIME_CAUSES else JobFailedError
         error = kind(f"{sentence}\n\n{traceback}" if traceback else sentence, self._ref)
         error.__cause__ = cause

@@ -43,6 +43,12 @@ def fails_on_1():
     time.sleep(60)
 
 
+def imports_what_the_image_lacks():
+    import einops
+
+    return einops.__name__
+
+
 def kills_its_container():
     """The agent is process 1 of the container, which only its kernel can kill: the test does that from outside."""
     print("ready", flush=True)

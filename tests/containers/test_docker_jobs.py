@@ -14,6 +14,7 @@ from container_work import (
     eats_memory,
     fails_on_1,
     hang,
+    imports_what_the_image_lacks,
     kills_its_container,
     waits_a_little,
     writes_where_it_must,
@@ -113,6 +114,13 @@ def test_an_exception_comes_back_with_its_line(on):
         job.result(timeout=120)
     assert isinstance(caught.value.__cause__, KeyError)
     assert job.status.failed_rank == 1
+    job.delete()
+
+
+def test_an_error_for_a_module_that_the_image_lacks_says_how_it_gets_there(on):
+    job = kd.launch(imports_what_the_image_lacks, number_of_processes=1, **on)
+    with pytest.raises(JobFailedError, match="No module named 'einops'.*packages='auto'"):
+        job.result(timeout=120)
     job.delete()
 
 
