@@ -119,7 +119,7 @@ def test_an_exception_comes_back_with_its_line(on):
 
 def test_an_error_for_a_module_that_the_image_lacks_says_how_it_gets_there(on):
     job = kd.launch(imports_what_the_image_lacks, number_of_processes=1, **on)
-    with pytest.raises(JobFailedError, match="No module named 'einops'.*packages='auto'"):
+    with pytest.raises(JobFailedError, match=r"No module named 'einops'.*packages='auto'"):
         job.result(timeout=120)
     job.delete()
 
