@@ -1,7 +1,7 @@
 """What the live view of a job costs: time from a rank's print to the page, and the processor time of kernel and page.
 
 Beside it the same lines without a widget: printed by the cell that follows the job. (Appended to an `ipywidgets.Output`
-they freeze the page for minutes.) Run it with `.venv/bin/python benchmarks/notebook.py` after `make test`, on a machine
+they were not through after two minutes.) Run it with `.venv/bin/python benchmarks/notebook.py` after `make test`, on a machine
 that is else idle. It needs Debian's chromium. Aims: 99 of 100 lines within 50 ms, and a tenth of a core for the kernel,
 at 1,000 lines a second and 256 ranks.
 """
