@@ -1,5 +1,6 @@
 """The tour runs, and the outputs that the repository's copy has are those of a run."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -13,9 +14,18 @@ TOUR = pathlib.Path(__file__).parents[2] / "notebooks" / "tour.ipynb"
 
 
 def kinds(notebook):
-    """Each cell, and what kinds of output it has."""
+    """Each cell, and what kinds of output it has. Text that arrives in two parts is one output."""
     return [
-        (cell.source, [(output.output_type, sorted(output.get("data", {}))) for output in cell.get("outputs", [])])
+        (
+            cell.source,
+            [
+                kind
+                for kind, _ in itertools.groupby(
+                    (output.output_type, output.get("name", ""), sorted(output.get("data", {})))
+                    for output in cell.get("outputs", [])
+                )
+            ],
+        )
         for cell in notebook.cells
     ]
 
