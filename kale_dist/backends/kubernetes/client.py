@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from kale_dist import config as settings
 from kale_dist.backends.kubernetes import refusals
+from kale_dist.backends.kubernetes.leaving import Gated
 from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.config import Config
 from kale_dist.errors import BackendUnavailableError, ConfigError
@@ -132,6 +133,14 @@ _connections: dict[_Source, Cluster] = {}
 
 
 _REVIEW = re.compile(r"/selfsubject\w*reviews$")
+
+
+class _Core(Gated, client.CoreV1Api):
+    pass
+
+
+class _Custom(Gated, client.CustomObjectsApi):
+    pass
 
 
 class _TimedRest(rest.RESTClientObject):
@@ -250,8 +259,8 @@ def _open(source: _Source) -> Cluster:
     api = _Client(configuration, dataclasses.replace(source, context=context))
     return Cluster(
         api=api,
-        core=client.CoreV1Api(api),
-        custom=client.CustomObjectsApi(api),
+        core=_Core(api),  # type: ignore[no-untyped-call]
+        custom=_Custom(api),  # type: ignore[no-untyped-call]
         authorization=client.AuthorizationV1Api(api),
         namespace=namespace,
         server=configuration.host,
