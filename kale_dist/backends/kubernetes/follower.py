@@ -86,7 +86,8 @@ class Follower:
         self._reader = reader
         self._source = source
         self._on_change = on_change
-        self._created = reader.record().created
+        record = reader.record()
+        self._created, self._uid = record.created, dict(record.place)["uid"]
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._logs: dict[str, PodLog] = {}
@@ -108,7 +109,7 @@ class Follower:
             progress=self._progress("Fetching the results"),
         )  # fmt: skip
         self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show)
-        self._run_now = restarts.run_of(reader.record())
+        self._run_now = restarts.run_of(record)
         self._unsubscribe = watch.subscribe(self._name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
         self._thread.start()
@@ -174,9 +175,10 @@ class Follower:
     def _turn_to(self, run: restarts.Run) -> None:
         """Follow another PyTorchJob of the job."""
         if run != self._run_now:
-            self._unsubscribe()
-            self._run_now = run
+            before, self._run_now = self._unsubscribe, run
+            # In this order: with the last subscription the watch forgets what it knows.
             self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
+            before()
 
     def _wake(self) -> None:
         self._woken.set()
@@ -217,6 +219,13 @@ class Follower:
         if self._reader.status().is_final:
             return True
         view = self.view
+        following = self._watch.view(restarts.name_of(self._spec.name, self._run_now.number + 1)).job
+        run = restarts.run_in(following, self._uid)
+        if run is not None:
+            # Another machine has made it, or this one before it could write that down.
+            self._lost_pods.turn_to(run, "", self._reader.status())
+            self._go_on_in(run)
+            return False
         earlier = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
         for pod in (*(pod for name in earlier for pod in self._watch.view(name).pods), *view.pods):
             if pod.has_started and pod.uid not in self._logs:
@@ -358,17 +367,21 @@ class Follower:
         why = self._lost_pods.why_again(ended, view)
         if not why:
             return ended
-        self._free(view)
         found = self._lost_pods.go_on(ended, why, self._run_now)
         if isinstance(found, restarts.Run):
-            for log in self._logs.values():
-                log.stop()
-            self._turn_to(found)
-            self._created = time.time()
-            self._failing_since = self._verdict_at = self._suspend_at = None
-            self._pods_ended_at = 0.0
+            # Not before the new ones are there: a job that is suspended would wait for somebody to resume it.
+            self._free(view)
+            self._go_on_in(found)
             return None
         return found
+
+    def _go_on_in(self, run: restarts.Run) -> None:
+        for log in self._logs.values():
+            log.stop()
+        self._turn_to(run)
+        self._created = time.time()
+        self._failing_since = self._verdict_at = self._suspend_at = None
+        self._pods_ended_at = 0.0
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
         """Nobody waits any more for pods that could not start, or cannot end."""
@@ -385,7 +398,7 @@ class Follower:
 
     def _release(self) -> None:
         """Let everybody see that the job has ended."""
-        if self._run_now.number:
+        if self._run_now.number or self._lost_pods.has_asked:
             with contextlib.suppress(BackendError):
                 restarts.release(self._cluster, self._spec)
         self._mirror.release_final()

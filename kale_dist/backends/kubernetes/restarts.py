@@ -7,6 +7,7 @@ key, and goes with the first one, by whomever that is deleted.
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -100,7 +101,30 @@ def find_last(cluster: Cluster, namespace: str, job: Mapping[str, Any]) -> Run:
     return max(ours, key=lambda run: run.number, default=Run())
 
 
-def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: float | None) -> Run:
+def newest(cluster: Cluster, spec: JobSpec, known: Run) -> Run:
+    """The last PyTorchJob of a job: as the cluster has it, where another machine may have made one, else as known here."""
+    if spec.policy.max_restarts:
+        namespace = spec.cluster.namespace
+        with contextlib.suppress(BackendError):
+            found = find_last(cluster, namespace, _read(cluster, namespace, spec.name))
+            return max(known, found, key=lambda run: run.number)
+    return known
+
+
+def run_in(job: Mapping[str, Any] | None, uid: str) -> Run | None:
+    """Which of a job's PyTorchJobs an object is.
+
+    Args:
+        job: The object; None if there is none.
+        uid: Of the job's first PyTorchJob.
+
+    Returns:
+        None if it is none of them, or the first one.
+    """
+    return _run(job) if job is not None and _owner(job) == uid else None
+
+
+def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: float | None) -> Run | str:
     """Make the next PyTorchJob of a job. If it is there already, because somebody else was faster, it is taken as it is.
 
     Args:
@@ -110,15 +134,17 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
         attempt: The attempt that the new pods begin with.
         left_s: What is left of the job's time; None: it has no limit.
 
+    Returns:
+        The new one; the name of a person who has cancelled the job meanwhile.
+
     Raises:
-        BackendError: The cluster refused, or the job was deleted or cancelled meanwhile.
+        BackendError: The cluster refused, or the job was deleted meanwhile.
     """
     namespace, old_name = spec.cluster.namespace, name_of(spec.name, before.number)
     first = _read(cluster, namespace, spec.name)
     old = first if not before.number else _read(cluster, namespace, old_name)
-    for job in (first, old):
-        if CANCELLED_ANNOTATION in (job["metadata"].get("annotations") or {}):
-            raise BackendError("it was cancelled")
+    if person := _canceller(first) or _canceller(old):
+        return person
     if "ttlSecondsAfterFinished" in first["spec"].get("runPolicy", {}):
         keep(cluster, namespace, spec.name)
     run = Run(before.number + 1, attempt)
@@ -145,6 +171,10 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
             submission.remove(cluster, namespace, name)
             doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
             raise refusals.explain(error, doing=doing) from error
+    # Whoever cancels marks the last one that there is, and then looks whether there is another.
+    if person := _canceller(_read(cluster, namespace, old_name)):
+        submission.remove(cluster, namespace, name)
+        return person
     return _run(made)
 
 
@@ -178,6 +208,10 @@ def _run(job: Mapping[str, Any]) -> Run:
     number = meta.get("labels", {}).get(RESTART_LABEL, "0")
     attempt = (meta.get("annotations") or {}).get(ATTEMPT_ANNOTATION, "0")
     return Run(int(number), int(attempt))
+
+
+def _canceller(job: Mapping[str, Any]) -> str:
+    return str((job["metadata"].get("annotations") or {}).get(CANCELLED_ANNOTATION, ""))
 
 
 def _owner(job: Mapping[str, Any]) -> str:
