@@ -12,7 +12,7 @@ from on_cluster import IMAGE, make_claim, run_kubectl
 from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt, waits_for_its_second_attempt
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import backends, manifests
 from kale_dist.backends.kubernetes import restarts
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendError
@@ -294,11 +294,13 @@ def test_a_machine_that_knew_only_the_first_pods_cancels_those_that_go_on(namesp
 def test_a_cluster_that_does_not_answer_for_a_moment_is_asked_for_new_pods_again(namespace, monkeypatch):
     begin, refused = restarts.begin, []
 
-    def begins_late(*arguments):
-        if len(refused) < 3:
-            refused.append(time.monotonic())
-            raise BackendError("The API server does not answer", retryable=True)
-        return begin(*arguments)
+    def begins_late(cluster, spec, *arguments):
+        refused.append(time.monotonic())
+        if len(refused) == 3:
+            # It gets as far as the object, without the Secret that the pods wait for.
+            run = begin(cluster, spec, *arguments)
+            cluster.core.delete_namespaced_secret(manifests.input_secret_name(f"{spec.name}-r{run.number}"), namespace)
+        raise BackendError("The API server does not answer", retryable=True)
 
     monkeypatch.setattr(restarts, "begin", begins_late)
     job = kd.launch(

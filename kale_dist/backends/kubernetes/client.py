@@ -259,8 +259,8 @@ def _open(source: _Source) -> Cluster:
     api = _Client(configuration, dataclasses.replace(source, context=context))
     return Cluster(
         api=api,
-        core=_Core(api),  # type: ignore[no-untyped-call]
-        custom=_Custom(api),  # type: ignore[no-untyped-call]
+        core=_Core(api),
+        custom=_Custom(api),
         authorization=client.AuthorizationV1Api(api),
         namespace=namespace,
         server=configuration.host,

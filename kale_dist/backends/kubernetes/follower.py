@@ -86,8 +86,7 @@ class Follower:
         self._reader = reader
         self._source = source
         self._on_change = on_change
-        record = reader.record()
-        self._created, self._uid = record.created, dict(record.place)["uid"]
+        self._created = reader.record().created
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._logs: dict[str, PodLog] = {}
@@ -109,7 +108,7 @@ class Follower:
             progress=self._progress("Fetching the results"),
         )  # fmt: skip
         self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show)
-        self._run_now = restarts.run_of(record)
+        self._run_now = restarts.run_of(reader.record())
         self._unsubscribe = watch.subscribe(self._name, lambda _name: self._wake())
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
         self._thread.start()
@@ -179,6 +178,11 @@ class Follower:
             # In this order: with the last subscription the watch forgets what it knows.
             self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
             before()
+            for log in self._logs.values():
+                log.stop()
+            self._created = time.time()
+            self._failing_since = self._verdict_at = self._suspend_at = None
+            self._pods_ended_at = 0.0
 
     def _wake(self) -> None:
         self._woken.set()
@@ -219,12 +223,11 @@ class Follower:
         if self._reader.status().is_final:
             return True
         view = self.view
-        following = self._watch.view(restarts.name_of(self._spec.name, self._run_now.number + 1)).job
-        run = restarts.run_in(following, self._uid)
+        run = self._lost_pods.take_over(
+            self._watch.view(restarts.name_of(self._spec.name, self._run_now.number + 1)).job
+        )
         if run is not None:
-            # Another machine has made it, or this one before it could write that down.
-            self._lost_pods.turn_to(run, "", self._reader.status())
-            self._go_on_in(run)
+            self._turn_to(run)
             return False
         earlier = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
         for pod in (*(pod for name in earlier for pod in self._watch.view(name).pods), *view.pods):
@@ -330,7 +333,9 @@ class Follower:
         base = self._reader.status()
         status = states.overlay(base, view, self._spec, now)
         limit_s = self._spec.cluster.pending_timeout_s
-        waiting = status.state in (StateName.PENDING, StateName.STARTING) and self._has_not_started(base)
+        waiting = status.state in (StateName.PENDING, StateName.STARTING) and restarts.waits_for_pods(
+            self._run_now, base
+        )
         if limit_s is not None and waiting and now - self._created > limit_s:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s. {status.reason}"
             self._write(dataclasses.replace(status, state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason))
@@ -351,13 +356,6 @@ class Follower:
         self._free(view)
         return True
 
-    def _has_not_started(self, base: JobStatus) -> bool:
-        """Whether the pods that the job has now have not started a rank yet."""
-        if not self._run_now.number:
-            return base.started is None
-        idle = all(replica.state is RankStateName.PENDING for replica in base.replicas)
-        return idle and base.attempt == self._run_now.attempt
-
     def _try_again(self, ended: JobStatus, view: JobView) -> JobStatus | None:
         """Have a job that has lost a pod go on in new ones, if it may.
 
@@ -368,20 +366,12 @@ class Follower:
         if not why:
             return ended
         found = self._lost_pods.go_on(ended, why, self._run_now)
-        if isinstance(found, restarts.Run):
-            # Not before the new ones are there: a job that is suspended would wait for somebody to resume it.
-            self._free(view)
-            self._go_on_in(found)
-            return None
-        return found
-
-    def _go_on_in(self, run: restarts.Run) -> None:
-        for log in self._logs.values():
-            log.stop()
-        self._turn_to(run)
-        self._created = time.time()
-        self._failing_since = self._verdict_at = self._suspend_at = None
-        self._pods_ended_at = 0.0
+        if not isinstance(found, restarts.Run):
+            return found
+        # Not before the new ones are there: a job that is suspended would wait for somebody to resume it.
+        self._free(view)
+        self._turn_to(found)
+        return None
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
         """Nobody waits any more for pods that could not start, or cannot end."""

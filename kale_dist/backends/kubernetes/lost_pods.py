@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kale_dist import records
 from kale_dist.backends import own_events
@@ -72,12 +74,10 @@ class LostPods:
         Returns:
             The new PyTorchJob; None if the cluster has to be asked once more; else how the job has ended.
         """
-        policy, now = self._spec.policy, time.time()
+        now = time.time()
         self._since, self.has_asked = self._since or now, True
-        seen = self._reader.status()
-        left_s = None if policy.timeout_s is None else max(1.0, policy.timeout_s - (now - (seen.started or now)))
         try:
-            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, left_s)
+            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, self._left_s())
         except BackendError as error:
             if error.retryable and now - self._since < _LIMIT_S:
                 self._show(f"New pods cannot be had yet: {error}")
@@ -90,17 +90,30 @@ class LostPods:
             return dataclasses.replace(
                 ended, state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason, failed_rank=None
             )
-        self.turn_to(run, why, ended)
+        self._turn_to(run, why, ended)
         return run
 
-    def turn_to(self, run: Run, why: str, before: JobStatus) -> None:
-        """Write down that the job goes on in new pods, whoever has made them.
+    def take_over(self, job: Mapping[str, Any] | None) -> Run | None:
+        """Have the job go on in new pods that somebody else has made, or this machine before it could write that down.
 
         Args:
-            run: Their PyTorchJob.
-            why: A sentence; empty if nobody here knows.
-            before: How the job was until now.
+            job: A PyTorchJob by the name of the next one; None if there is none.
+
+        Returns:
+            The new one; None if it is not there, or not this job's.
         """
+        run = restarts.run_in(job, dict(self._reader.record().place)["uid"])
+        if run is not None:
+            with contextlib.suppress(BackendError):
+                restarts.complete(self._cluster, self._spec, run, self._left_s())
+            self._turn_to(run, "", self._reader.status())
+        return run
+
+    def _left_s(self) -> float | None:
+        limit_s, now = self._spec.policy.timeout_s, time.time()
+        return None if limit_s is None else max(1.0, limit_s - (now - (self._reader.status().started or now)))
+
+    def _turn_to(self, run: Run, why: str, before: JobStatus) -> None:
         seen, policy = self._reader.status(), self._spec.policy
         records.write(restarts.with_run(self._reader.record(), run))
         self._mirror.begin_attempt(run.attempt)

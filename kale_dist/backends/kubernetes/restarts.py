@@ -22,12 +22,13 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.backends.kubernetes.submission import GROUP, PLURAL, VERSION
 from kale_dist.backends.kubernetes.views import seconds
-from kale_dist.contract import encode_record
+from kale_dist.contract import RankStateName, encode_record
 from kale_dist.errors import BackendError
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, own_labels
 from kale_dist.pod_order import InputFiles
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
 
 RESTART_LABEL = "kale-dist.dev/restart"
 """On all PyTorchJobs of a job but the first: which one it is."""
@@ -76,6 +77,13 @@ def name_of(job: str, number: int) -> str:
 def spec_of(spec: JobSpec, run: Run) -> JobSpec:
     """The specification under the name of one of its PyTorchJobs."""
     return dataclasses.replace(spec, name=name_of(spec.name, run.number))
+
+
+def waits_for_pods(run: Run, base: JobStatus) -> bool:
+    """Whether the pods of a PyTorchJob have not started a rank yet, as far as their agents have told."""
+    if not run.number:
+        return base.started is None
+    return base.attempt == run.attempt and all(rank.state is RankStateName.PENDING for rank in base.replicas)
 
 
 def find_last(cluster: Cluster, namespace: str, job: Mapping[str, Any]) -> Run:
@@ -162,20 +170,34 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
         made = _read(cluster, namespace, name)
         if _owner(made) != first["metadata"]["uid"]:
             raise BackendError(f"there is another job named {name!r} in the namespace {namespace!r}") from error
-    secret = manifests.input_secret(name, namespace, made["metadata"]["uid"], data)
-    secret["metadata"]["labels"] = own_labels(spec.name)
     try:
-        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
-    except Exception as error:
-        if getattr(error, "status", None) != _CONFLICT:
-            submission.remove(cluster, namespace, name)
-            doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
-            raise refusals.explain(error, doing=doing) from error
+        _make_input(cluster, spec, made, data)
+    except BackendError:
+        submission.remove(cluster, namespace, name)
+        raise
     # Whoever cancels marks the last one that there is, and then looks whether there is another.
     if person := _canceller(_read(cluster, namespace, old_name)):
         submission.remove(cluster, namespace, name)
         return person
     return _run(made)
+
+
+def complete(cluster: Cluster, spec: JobSpec, run: Run, left_s: float | None) -> None:
+    """Give a PyTorchJob its input, if whoever made it has ended in between.
+
+    Args:
+        cluster: Where.
+        spec: The job.
+        run: Its last PyTorchJob.
+        left_s: As for `begin`.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    namespace, name = spec.cluster.namespace, name_of(spec.name, run.number)
+    old_name = name_of(spec.name, run.number - 1)
+    data = _next_input(_read_input(cluster, namespace, old_name), old_name, name, run.attempt, left_s)
+    _make_input(cluster, spec, _read(cluster, namespace, name), data)
 
 
 def keep(cluster: Cluster, namespace: str, name: str) -> None:
@@ -259,6 +281,19 @@ def _next_input(
     if left_s is not None:
         order["timeout_s"] = left_s
     return {**data, InputFiles.ORDER: encode_record(order)}
+
+
+def _make_input(cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], data: Mapping[str, bytes]) -> None:
+    """Make the Secret of one of a job's PyTorchJobs, unless it is there."""
+    namespace = spec.cluster.namespace
+    secret = manifests.input_secret(job["metadata"]["name"], namespace, job["metadata"]["uid"], data)
+    secret["metadata"]["labels"] = own_labels(spec.name)
+    try:
+        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
+    except Exception as error:
+        if getattr(error, "status", None) != _CONFLICT:
+            doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
+            raise refusals.explain(error, doing=doing) from error
 
 
 def _read(cluster: Cluster, namespace: str, name: str) -> Any:
