@@ -38,7 +38,7 @@ _LOOK_S = 1.0
 _REST_S = 0.1
 _LOCK_S = 2.0
 _SETTLE_S = 3.0
-"""From the cluster's word that a job has failed until it is believed: the agents' own account may still be on its way."""
+"""From the cluster's word that a job has failed until it is believed: the agents' account may still be on its way."""
 
 _EXPLAIN_S = 5.0
 """From the agents' word that something was killed until nobody waits for the cluster to say by whom."""
@@ -223,14 +223,12 @@ class Follower:
         if self._reader.status().is_final:
             return True
         view = self.view
-        run = self._lost_pods.take_over(
-            self._watch.view(restarts.name_of(self._spec.name, self._run_now.number + 1)).job
-        )
-        if run is not None:
+        following = restarts.name_of(self._spec.name, self._run_now.number + 1)
+        if (run := self._lost_pods.take_over(self._watch.view(following).job)) is not None:
             self._turn_to(run)
             return False
-        earlier = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
-        for pod in (*(pod for name in earlier for pod in self._watch.view(name).pods), *view.pods):
+        names = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
+        for pod in (pod for each in (*map(self._watch.view, names), view) for pod in each.pods):
             if pod.has_started and pod.uid not in self._logs:
                 self._logs[pod.uid] = self._open_log(pod)
         head = self._head(view)
@@ -362,8 +360,7 @@ class Follower:
         Returns:
             How the job has ended; None if it goes on, or if new pods have to be asked for once more.
         """
-        why = self._lost_pods.why_again(ended, view)
-        if not why:
+        if not (why := self._lost_pods.why_again(ended, view)):
             return ended
         found = self._lost_pods.go_on(ended, why, self._run_now)
         if not isinstance(found, restarts.Run):
