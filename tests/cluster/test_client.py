@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -208,3 +210,27 @@ def test_answers_are_not_written_into_logs(kubeconfig, caplog):
     with caplog.at_level(logging.DEBUG):
         found.core.list_namespaced_secret("kube-system")
     assert "response body" not in caplog.text
+
+
+ENDS_WHILE_IT_ASKS = """
+import threading, time
+from kale_dist.backends.kubernetes import client
+cluster = client.connect()
+def ask():
+    while True:
+        cluster.core.list_namespaced_pod("team", _preload_content=False)
+for _ in range(8):
+    threading.Thread(target=ask, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_process_ends_in_peace_while_its_threads_ask_the_cluster(tmp_path):
+    with FakeApi().running() as api:
+        api.answer("GET", "/api/v1/namespaces/team/pods", 200, {"items": [], "metadata": {}})
+        environment = {**os.environ, "KUBECONFIG": str(api.kubeconfig(tmp_path / "config"))}
+        ended = subprocess.run(
+            [sys.executable, "-c", ENDS_WHILE_IT_ASKS], env=environment, capture_output=True, text=True, check=False,
+            timeout=60,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")

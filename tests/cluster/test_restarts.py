@@ -1,5 +1,6 @@
 """Ranks that are lost on the real cluster: started again in their pods, or in new ones where a pod was lost."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,11 +9,13 @@ import time
 
 import pytest
 from on_cluster import IMAGE, make_claim, run_kubectl
-from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt
+from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt, waits_for_its_second_attempt
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import backends, manifests
+from kale_dist.backends.kubernetes import restarts
 from kale_dist.contract import FailureCause, StateName
+from kale_dist.errors import BackendError
 
 EPOCHS = 8
 SMALL = {"cpu": 0.2, "memory_gib": 1}
@@ -91,6 +94,22 @@ job = kd.attach(sys.argv[1])
 print("attached", flush=True)
 print(job.wait(150).state, job.status.attempt, *(line.text for line in job.logs()), sep="\\n")
 """
+
+
+@contextlib.contextmanager
+def watching_elsewhere(ref, state_home):
+    """Another machine, as far as records go, that follows a job to its end."""
+    watching = subprocess.Popen(
+        [sys.executable, "-c", WATCHES, ref], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "XDG_STATE_HOME": str(state_home)},
+    )  # fmt: skip
+    try:
+        assert watching.stdout.readline() == "attached\n"
+        yield watching
+    finally:
+        watching.kill()
+        watching.wait()
+        watching.stdout.close()
 
 
 def test_a_training_that_loses_a_pod_goes_on_in_new_ones_from_the_store_s_last_checkpoint(namespace, tmp_path):
@@ -227,3 +246,93 @@ def test_results_of_a_later_attempt_are_found_when_nobody_followed_and_the_pods_
         [sys.executable, "-c", reads], capture_output=True, text=True, env=environment, check=False, timeout=200
     )
     assert found.stdout.strip() == "[1, 1]", found.stderr
+
+
+def test_two_machines_that_follow_a_job_agree_how_it_goes_on(namespace, tmp_path):
+    job = kd.launch(
+        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=2, cluster={"namespace": namespace},
+    )  # fmt: skip
+    with watching_elsewhere(job.ref, tmp_path) as elsewhere:
+        wait_for(job, lambda status: status.state is StateName.RUNNING)
+        run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+        status = job.wait(150)
+        assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, [str(line) for line in job.logs()])
+        seen, _ = elsewhere.communicate(timeout=160)
+    assert seen.splitlines()[:2] == ["succeeded", "1"], seen
+    listed = json.loads(run_kubectl("-n", namespace, "get", "pytorchjobs", "-o", "json"))["items"]
+    assert sorted(item["metadata"]["name"] for item in listed) == [job.name, f"{job.name}-r1"]
+    job.delete()
+
+
+ATTACHES = "import sys, kale_dist as kd; job = kd.attach(sys.argv[1]); print(job.status.state)"
+CANCELS = "import sys, kale_dist as kd; job = kd.attach(sys.argv[1]); job.cancel(); print(job.wait(90).state)"
+
+
+def test_a_machine_that_knew_only_the_first_pods_cancels_those_that_go_on(namespace, tmp_path):
+    def elsewhere(program):
+        return subprocess.run(
+            [sys.executable, "-c", program, job.ref], capture_output=True, text=True, check=False, timeout=120,
+            env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        )  # fmt: skip
+
+    job = kd.launch(
+        waits_and_says_its_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=1, cluster={"namespace": namespace},
+    )  # fmt: skip
+    assert elsewhere(ATTACHES).returncode == 0
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    wait_for(job, lambda status: status.attempt == 1 and status.state is StateName.RUNNING)
+    cancelled = elsewhere(CANCELS)
+    assert cancelled.stdout.splitlines()[-1:] == ["cancelled"], (cancelled.stdout, cancelled.stderr)
+    status = job.wait(30)
+    assert (status.state, status.cause) == (StateName.CANCELLED, FailureCause.USER), status
+    job.delete()
+
+
+def test_a_cluster_that_does_not_answer_for_a_moment_is_asked_for_new_pods_again(namespace, monkeypatch):
+    begin, refused = restarts.begin, []
+
+    def begins_late(cluster, spec, *arguments):
+        refused.append(time.monotonic())
+        if len(refused) == 3:
+            # It gets as far as the object, without the Secret that the pods wait for.
+            run = begin(cluster, spec, *arguments)
+            cluster.core.delete_namespaced_secret(manifests.input_secret_name(f"{spec.name}-r{run.number}"), namespace)
+        raise BackendError("The API server does not answer", retryable=True)
+
+    monkeypatch.setattr(restarts, "begin", begins_late)
+    job = kd.launch(
+        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=1, cluster={"namespace": namespace},
+    )  # fmt: skip
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    status = job.wait(120)
+    assert (status.state, status.attempt, len(refused)) == (StateName.SUCCEEDED, 1, 3), status
+    job.delete()
+
+
+def test_a_job_that_gets_no_new_pods_fails_with_the_reason_and_goes_after_its_time(namespace):
+    job = kd.launch(
+        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=1, cluster={"namespace": namespace, "ttl_s": 45},
+    )  # fmt: skip
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    quota = {
+        "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "one"},
+        "spec": {"hard": {"count/pytorchjobs.kubeflow.org": "1"}},
+    }  # fmt: skip
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(quota))
+    run_kubectl("-n", namespace, "wait", "--for=jsonpath={.status.used}", "resourcequota/one", "--timeout=30s")
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    # It is asked for two minutes, for a quota may be left by others.
+    status = job.wait(220)
+    assert status.state is StateName.FAILED
+    assert f"{job.name}-worker-0" in status.reason
+    assert "New pods could not be had" in status.reason
+    assert "quota" in status.reason
+    policy = json.loads(run_kubectl("-n", namespace, "get", "pytorchjob", job.name, "-o", "json"))["spec"]["runPolicy"]
+    assert policy["ttlSecondsAfterFinished"] >= 45
+    job.delete()

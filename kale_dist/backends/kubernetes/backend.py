@@ -144,12 +144,16 @@ class KubernetesBackend:
         if reader.status().is_final:
             return
         spec = reader.record().spec
-        run = restarts.spec_of(spec, restarts.run_of(reader.record()))
         cluster = _cluster(spec)
+        last = restarts.newest(cluster, spec, restarts.run_of(reader.record()))
+        run = restarts.spec_of(spec, last)
         refusal: BackendError | None = None
         try:
             if not submission.mark_cancelled(cluster, run, _person()):
                 return
+            while (later := restarts.newest(cluster, spec, last)) != last:
+                last, run = later, restarts.spec_of(spec, later)
+                submission.mark_cancelled(cluster, run, _person())
         except BackendError as error:
             refusal = error
         follower = self._follow(ref)
@@ -172,7 +176,7 @@ class KubernetesBackend:
         ref, reader = self._reader(ref)
         spec = reader.record().spec
         cluster = _cluster(spec)
-        last = restarts.run_of(reader.record()).number
+        last = restarts.newest(cluster, spec, restarts.run_of(reader.record())).number
         names = [restarts.name_of(spec.name, number) for number in range(last + 1)]
         for name in names:
             submission.remove(cluster, spec.cluster.namespace, name)

@@ -38,7 +38,7 @@ _LOOK_S = 1.0
 _REST_S = 0.1
 _LOCK_S = 2.0
 _SETTLE_S = 3.0
-"""From the cluster's word that a job has failed until it is believed: the agents' own account may still be on its way."""
+"""From the cluster's word that a job has failed until it is believed: the agents' account may still be on its way."""
 
 _EXPLAIN_S = 5.0
 """From the agents' word that something was killed until nobody waits for the cluster to say by whom."""
@@ -174,9 +174,15 @@ class Follower:
     def _turn_to(self, run: restarts.Run) -> None:
         """Follow another PyTorchJob of the job."""
         if run != self._run_now:
-            self._unsubscribe()
-            self._run_now = run
+            before, self._run_now = self._unsubscribe, run
+            # In this order: with the last subscription the watch forgets what it knows.
             self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
+            before()
+            for log in self._logs.values():
+                log.stop()
+            self._created = time.time()
+            self._failing_since = self._verdict_at = self._suspend_at = None
+            self._pods_ended_at = 0.0
 
     def _wake(self) -> None:
         self._woken.set()
@@ -217,8 +223,12 @@ class Follower:
         if self._reader.status().is_final:
             return True
         view = self.view
-        earlier = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
-        for pod in (*(pod for name in earlier for pod in self._watch.view(name).pods), *view.pods):
+        following = restarts.name_of(self._spec.name, self._run_now.number + 1)
+        if (run := self._lost_pods.take_over(self._watch.view(following).job)) is not None:
+            self._turn_to(run)
+            return False
+        names = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
+        for pod in (pod for each in (*map(self._watch.view, names), view) for pod in each.pods):
             if pod.has_started and pod.uid not in self._logs:
                 self._logs[pod.uid] = self._open_log(pod)
         head = self._head(view)
@@ -321,7 +331,9 @@ class Follower:
         base = self._reader.status()
         status = states.overlay(base, view, self._spec, now)
         limit_s = self._spec.cluster.pending_timeout_s
-        waiting = status.state in (StateName.PENDING, StateName.STARTING) and self._has_not_started(base)
+        waiting = status.state in (StateName.PENDING, StateName.STARTING) and restarts.waits_for_pods(
+            self._run_now, base
+        )
         if limit_s is not None and waiting and now - self._created > limit_s:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s. {status.reason}"
             self._write(dataclasses.replace(status, state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason))
@@ -342,33 +354,21 @@ class Follower:
         self._free(view)
         return True
 
-    def _has_not_started(self, base: JobStatus) -> bool:
-        """Whether the pods that the job has now have not started a rank yet."""
-        if not self._run_now.number:
-            return base.started is None
-        idle = all(replica.state is RankStateName.PENDING for replica in base.replicas)
-        return idle and base.attempt == self._run_now.attempt
-
     def _try_again(self, ended: JobStatus, view: JobView) -> JobStatus | None:
         """Have a job that has lost a pod go on in new ones, if it may.
 
         Returns:
             How the job has ended; None if it goes on, or if new pods have to be asked for once more.
         """
-        why = self._lost_pods.why_again(ended, view)
-        if not why:
+        if not (why := self._lost_pods.why_again(ended, view)):
             return ended
-        self._free(view)
         found = self._lost_pods.go_on(ended, why, self._run_now)
-        if isinstance(found, restarts.Run):
-            for log in self._logs.values():
-                log.stop()
-            self._turn_to(found)
-            self._created = time.time()
-            self._failing_since = self._verdict_at = self._suspend_at = None
-            self._pods_ended_at = 0.0
-            return None
-        return found
+        if not isinstance(found, restarts.Run):
+            return found
+        # Not before the new ones are there: a job that is suspended would wait for somebody to resume it.
+        self._free(view)
+        self._turn_to(found)
+        return None
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
         """Nobody waits any more for pods that could not start, or cannot end."""
@@ -385,7 +385,7 @@ class Follower:
 
     def _release(self) -> None:
         """Let everybody see that the job has ended."""
-        if self._run_now.number:
+        if self._run_now.number or self._lost_pods.has_asked:
             with contextlib.suppress(BackendError):
                 restarts.release(self._cluster, self._spec)
         self._mirror.release_final()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kale_dist import records
 from kale_dist.backends import own_events
@@ -14,7 +16,7 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.restarts import Run
 from kale_dist.backends.kubernetes.views import JobView
 from kale_dist.backends.mirror import Mirror
-from kale_dist.contract import StateName
+from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendError
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -48,6 +50,8 @@ class LostPods:
         self._reader = reader
         self._show = show
         self._since: float | None = None
+        self.has_asked = False
+        """Whether new pods were asked for, had or not."""
 
     def may_be_missed(self, ended: JobStatus) -> bool:
         """Whether the agents miss a pod of a job that may go on, so that it matters what the cluster says of that pod."""
@@ -70,12 +74,10 @@ class LostPods:
         Returns:
             The new PyTorchJob; None if the cluster has to be asked once more; else how the job has ended.
         """
-        policy, now = self._spec.policy, time.time()
-        self._since = self._since or now
-        seen = self._reader.status()
-        left_s = None if policy.timeout_s is None else max(1.0, policy.timeout_s - (now - (seen.started or now)))
+        now = time.time()
+        self._since, self.has_asked = self._since or now, True
         try:
-            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, left_s)
+            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, self._left_s())
         except BackendError as error:
             if error.retryable and now - self._since < _LIMIT_S:
                 self._show(f"New pods cannot be had yet: {error}")
@@ -83,15 +85,44 @@ class LostPods:
             return dataclasses.replace(ended, reason=f"{ended.reason} New pods could not be had: {error}")
         self._since = None
         self._show("")
+        if isinstance(run, str):
+            reason = f"The job was cancelled by {run}"
+            return dataclasses.replace(
+                ended, state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason, failed_rank=None
+            )
+        self._turn_to(run, why, ended)
+        return run
+
+    def take_over(self, job: Mapping[str, Any] | None) -> Run | None:
+        """Have the job go on in new pods that somebody else has made, or this machine before it could write that down.
+
+        Args:
+            job: A PyTorchJob by the name of the next one; None if there is none.
+
+        Returns:
+            The new one; None if it is not there, or not this job's.
+        """
+        run = restarts.run_in(job, dict(self._reader.record().place)["uid"])
+        if run is not None:
+            with contextlib.suppress(BackendError):
+                restarts.complete(self._cluster, self._spec, run, self._left_s())
+            self._turn_to(run, "", self._reader.status())
+        return run
+
+    def _left_s(self) -> float | None:
+        limit_s, now = self._spec.policy.timeout_s, time.time()
+        return None if limit_s is None else max(1.0, limit_s - (now - (self._reader.status().started or now)))
+
+    def _turn_to(self, run: Run, why: str, before: JobStatus) -> None:
+        seen, policy = self._reader.status(), self._spec.policy
         records.write(restarts.with_run(self._reader.record(), run))
         self._mirror.begin_attempt(run.attempt)
         name = restarts.name_of(self._spec.name, run.number)
         count = f"attempt {run.attempt + 1} of {policy.max_restarts + 1}"
-        reason = f"{why} The job goes on in new pods, those of {name}: {count}"
+        reason = f"{why} The job goes on in new pods, those of {name}: {count}".lstrip()
         again = dataclasses.replace(
-            ended, state=StateName.PENDING, attempt=run.attempt, reason=reason, cause=None, failed_rank=None
+            before, state=StateName.PENDING, attempt=run.attempt, reason=reason, cause=None, failed_rank=None
         )
         own_events.record_state(self._mirror, again)
         if seen.checkpoint_epoch is not None and not self._spec.store:
             own_events.record_note(self._mirror, _ANEW, run.attempt)
-        return run

@@ -7,6 +7,7 @@ key, and goes with the first one, by whomever that is deleted.
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -21,12 +22,13 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.backends.kubernetes.submission import GROUP, PLURAL, VERSION
 from kale_dist.backends.kubernetes.views import seconds
-from kale_dist.contract import encode_record
+from kale_dist.contract import RankStateName, encode_record
 from kale_dist.errors import BackendError
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, own_labels
 from kale_dist.pod_order import InputFiles
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
 
 RESTART_LABEL = "kale-dist.dev/restart"
 """On all PyTorchJobs of a job but the first: which one it is."""
@@ -77,6 +79,13 @@ def spec_of(spec: JobSpec, run: Run) -> JobSpec:
     return dataclasses.replace(spec, name=name_of(spec.name, run.number))
 
 
+def waits_for_pods(run: Run, base: JobStatus) -> bool:
+    """Whether the pods of a PyTorchJob have not started a rank yet, as far as their agents have told."""
+    if not run.number:
+        return base.started is None
+    return base.attempt == run.attempt and all(rank.state is RankStateName.PENDING for rank in base.replicas)
+
+
 def find_last(cluster: Cluster, namespace: str, job: Mapping[str, Any]) -> Run:
     """The last PyTorchJob of a job, as the cluster has it.
 
@@ -100,7 +109,30 @@ def find_last(cluster: Cluster, namespace: str, job: Mapping[str, Any]) -> Run:
     return max(ours, key=lambda run: run.number, default=Run())
 
 
-def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: float | None) -> Run:
+def newest(cluster: Cluster, spec: JobSpec, known: Run) -> Run:
+    """The last PyTorchJob of a job: as the cluster has it, where another machine may have made one, else as known here."""
+    if spec.policy.max_restarts:
+        namespace = spec.cluster.namespace
+        with contextlib.suppress(BackendError):
+            found = find_last(cluster, namespace, _read(cluster, namespace, spec.name))
+            return max(known, found, key=lambda run: run.number)
+    return known
+
+
+def run_in(job: Mapping[str, Any] | None, uid: str) -> Run | None:
+    """Which of a job's PyTorchJobs an object is.
+
+    Args:
+        job: The object; None if there is none.
+        uid: Of the job's first PyTorchJob.
+
+    Returns:
+        None if it is none of them, or the first one.
+    """
+    return _run(job) if job is not None and _owner(job) == uid else None
+
+
+def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: float | None) -> Run | str:
     """Make the next PyTorchJob of a job. If it is there already, because somebody else was faster, it is taken as it is.
 
     Args:
@@ -110,15 +142,17 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
         attempt: The attempt that the new pods begin with.
         left_s: What is left of the job's time; None: it has no limit.
 
+    Returns:
+        The new one; the name of a person who has cancelled the job meanwhile.
+
     Raises:
-        BackendError: The cluster refused, or the job was deleted or cancelled meanwhile.
+        BackendError: The cluster refused, or the job was deleted meanwhile.
     """
     namespace, old_name = spec.cluster.namespace, name_of(spec.name, before.number)
     first = _read(cluster, namespace, spec.name)
     old = first if not before.number else _read(cluster, namespace, old_name)
-    for job in (first, old):
-        if CANCELLED_ANNOTATION in (job["metadata"].get("annotations") or {}):
-            raise BackendError("it was cancelled")
+    if person := _canceller(first) or _canceller(old):
+        return person
     if "ttlSecondsAfterFinished" in first["spec"].get("runPolicy", {}):
         keep(cluster, namespace, spec.name)
     run = Run(before.number + 1, attempt)
@@ -143,16 +177,34 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
         made = _read(cluster, namespace, name)
         if _owner(made) != first["metadata"]["uid"]:
             raise BackendError(f"there is another job named {name!r} in the namespace {namespace!r}") from error
-    secret = manifests.input_secret(name, namespace, made["metadata"]["uid"], data)
-    secret["metadata"]["labels"] = own_labels(spec.name)
     try:
-        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
-    except Exception as error:
-        if getattr(error, "status", None) != _CONFLICT:
-            submission.remove(cluster, namespace, name)
-            doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
-            raise refusals.explain(error, doing=doing) from error
+        _make_input(cluster, spec, made, data)
+    except BackendError:
+        submission.remove(cluster, namespace, name)
+        raise
+    # Whoever cancels marks the last one that there is, and then looks whether there is another.
+    if person := _canceller(_read(cluster, namespace, old_name)):
+        submission.remove(cluster, namespace, name)
+        return person
     return _run(made)
+
+
+def complete(cluster: Cluster, spec: JobSpec, run: Run, left_s: float | None) -> None:
+    """Give a PyTorchJob its input, if whoever made it has ended in between.
+
+    Args:
+        cluster: Where.
+        spec: The job.
+        run: Its last PyTorchJob.
+        left_s: As for `begin`.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    namespace, name = spec.cluster.namespace, name_of(spec.name, run.number)
+    old_name = name_of(spec.name, run.number - 1)
+    data = _next_input(_read_input(cluster, namespace, old_name), old_name, name, run.attempt, left_s)
+    _make_input(cluster, spec, _read(cluster, namespace, name), data)
 
 
 def keep(cluster: Cluster, namespace: str, name: str) -> None:
@@ -185,6 +237,10 @@ def _run(job: Mapping[str, Any]) -> Run:
     number = meta.get("labels", {}).get(RESTART_LABEL, "0")
     attempt = (meta.get("annotations") or {}).get(ATTEMPT_ANNOTATION, "0")
     return Run(int(number), int(attempt))
+
+
+def _canceller(job: Mapping[str, Any]) -> str:
+    return str((job["metadata"].get("annotations") or {}).get(CANCELLED_ANNOTATION, ""))
 
 
 def _owner(job: Mapping[str, Any]) -> str:
@@ -232,6 +288,19 @@ def _next_input(
     if left_s is not None:
         order["timeout_s"] = left_s
     return {**data, InputFiles.ORDER: encode_record(order)}
+
+
+def _make_input(cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], data: Mapping[str, bytes]) -> None:
+    """Make the Secret of one of a job's PyTorchJobs, unless it is there."""
+    namespace = spec.cluster.namespace
+    secret = manifests.input_secret(job["metadata"]["name"], namespace, job["metadata"]["uid"], data)
+    secret["metadata"]["labels"] = own_labels(spec.name)
+    try:
+        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
+    except Exception as error:
+        if getattr(error, "status", None) != _CONFLICT:
+            doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
+            raise refusals.explain(error, doing=doing) from error
 
 
 def _read(cluster: Cluster, namespace: str, name: str) -> Any:
