@@ -102,11 +102,11 @@ def run_notebook(
             notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
             on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
         )  # fmt: skip
-    # A line of this library's own code beside them would say nothing.
-    for warning in told:
-        terminal.line(f"[kale-dist] {warning.message}")
-    terminal.line(f"The notebook runs as {job.ref}")
     try:
+        # A line of this library's own code beside them would say nothing.
+        for warning in told:
+            terminal.line(f"[kale-dist] {warning.message}")
+        terminal.line(f"The notebook runs as {job.ref}")
         interrupted = _follow(job, terminal)
         executed, summary = _brought(job)
         documents.write(output, executed or source)

@@ -147,7 +147,7 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
     """
     rows: list[MetricRow] = []
     for event in events:
-        with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
             attempt = event.get("attempt") or 0
             if attempt < status.attempt:
                 continue

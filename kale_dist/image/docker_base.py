@@ -72,6 +72,7 @@ def check_python(
 def _ask(engine: Engine, base: str, image_id: str) -> str | None:
     """What the base's `python3` answers; None where it cannot be run here."""
     import docker.errors
+    import requests
 
     container = engine.api.create_container_from_config(
         {
@@ -91,6 +92,8 @@ def _ask(engine: Engine, base: str, image_id: str) -> str | None:
         if "exec format error" in f"{error.explanation}":
             return None
         raise explain(error, f"asking {base} for its Python") from error
+    except requests.exceptions.Timeout:
+        return None
     finally:
         with contextlib.suppress(docker.errors.APIError):
             engine.api.remove_container(container, force=True, v=True)

@@ -115,6 +115,7 @@ def test_a_new_attempt_sets_the_ranks_back_and_old_events_are_passed_over():
         {"event": "rank", "rank": -1, "state": "failed"},
         {"event": "rank", "rank": 30_000_000, "state": "running"},
         {"event": "progress", "rank": 0, "epoch": "x"},
+        {"event": "usage", "rank": 0, "memory_bytes": math.inf},
         {"event": "metrics", "rank": 0, "values": {"loss": "x"}},
         {"event": "metrics", "rank": 0, "values": [1]},
         {"event": "waiting", "waiting": 5},
