@@ -63,7 +63,9 @@ def _complain(error: KaleDistError, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kale-dist", description="Jobs of kale_dist on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="kale-dist", description="Look after jobs, here and elsewhere, and execute notebooks."
+    )
     parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -107,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "-p",
         "--parameter",
         nargs=2,
-        action="append",
+        action=_Parameter,
         default=[],
         metavar=("NAME", "VALUE"),
         help="a value for the cell tagged `parameters`",
@@ -278,9 +280,9 @@ def _run(options: argparse.Namespace) -> int:
     arguments = dict(_assignment(text) for text in options.set)
     if options.on is not None:
         arguments["on"] = options.on
-    for file in (options.json, options.junit):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError("--json" if file is options.json else "--junit", f"{file} has no folder", "Make it first")
+    for option, file in (("--json", options.json), ("--junit", options.junit)):
+        if file is not None:
+            _check_summary(option, file)
     run_notebook = execution.run_notebook
     if options.in_cluster:
         from kale_dist import in_cluster
@@ -304,6 +306,30 @@ def _run(options: argparse.Namespace) -> int:
     if result.interrupted:
         return _INTERRUPTED
     return _FAILURE if result.failure else 0
+
+
+class _Parameter(argparse.Action):
+    """A name and its value. Written as `--set` wants it, the next word would be taken for the value."""
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+        if "=" in values[0]:
+            raise argparse.ArgumentError(self, f"{values[0]!r} is no name. Write it as NAME VALUE, with a blank")
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
+
+
+def _check_summary(option: str, file: pathlib.Path) -> None:
+    """See before anything runs that a summary can be written."""
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(option, f"{file} has no folder", "Make it first")
+    if file.is_dir():
+        raise ConfigError(option, f"{file} is a folder", "Name a file")
+    existed = file.exists()
+    try:
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(option, f"{file} cannot be written ({error.strerror})", "Choose another file") from error
 
 
 def _pod(options: argparse.Namespace) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def load(shell: Any) -> None:
     """Register the magics with a shell, and complete their arguments."""
     shell.register_magics(DistributeMagics(shell))
     for name in ("%attach", "%logs"):
-        shell.set_hook("complete_command", lambda _shell, event: _references(event.symbol), str_key=name)
+        shell.set_hook("complete_command", lambda _shell, event: _references(event.line, event.symbol), str_key=name)
     for name in ("%%distribute", "%jobs"):
         shell.set_hook("complete_command", lambda _shell, event: _words(event.line), str_key=name)
 
@@ -235,11 +235,16 @@ def _explained(do: Callable[[], Any]) -> Any:
         raise UsageError(str(error)) from None
 
 
-def _references(begun: str) -> Sequence[str]:
+def _references(line: str, symbol: str) -> Sequence[str]:
+    """What the last word of the line may become, from where `symbol` begins: IPython ends words at colons."""
+    begun = "" if line.endswith(" ") else line.rsplit(maxsplit=1)[-1]
     try:
-        return [ref for ref in (str(job.ref) for job in calls.jobs()) if ref.startswith(begun)]
+        found = calls.jobs()
     except KaleDistError:
         return []
+    # A name alone says the same, but listed beside its reference it would only be there twice.
+    known = [job.ref for job in found] + ([job.name for job in found] if begun else [])
+    return [text[len(begun) - len(symbol) :] for text in known if text.startswith(begun)]
 
 
 def _words(line: str) -> Sequence[str]:
