@@ -282,14 +282,15 @@ def _run(options: argparse.Namespace) -> int:
         arguments["on"] = options.on
     for option, file in (("--json", options.json), ("--junit", options.junit)):
         if file is not None:
-            _check_summary(option, file)
+            summary.check(option, file)
     run_notebook = execution.run_notebook
     if options.in_cluster:
         from kale_dist import in_cluster
 
         run_notebook = functools.partial(in_cluster.run_notebook, pod=_pod(options), keep=options.keep)
     elif _pod(options) or options.keep:
-        raise ConfigError("run", "there is no pod to be set up", "Add --in-cluster, or leave out the pod's options")
+        others = "set the jobs' own with --set image=..." if options.image else "leave out the pod's options"
+        raise ConfigError("run", "there is no pod to be set up", f"Add --in-cluster, or {others}")
     result = run_notebook(
         options.notebook,
         parameters={name: parameters.parse(value) for name, value in options.parameter},
@@ -315,21 +316,6 @@ class _Parameter(argparse.Action):
         if "=" in values[0]:
             raise argparse.ArgumentError(self, f"{values[0]!r} is no name. Write it as NAME VALUE, with a blank")
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
-
-
-def _check_summary(option: str, file: pathlib.Path) -> None:
-    """See before anything runs that a summary can be written."""
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(option, f"{file} has no folder", "Make it first")
-    if file.is_dir():
-        raise ConfigError(option, f"{file} is a folder", "Name a file")
-    existed = file.exists()
-    try:
-        file.open("a").close()
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise ConfigError(option, f"{file} cannot be written ({error.strerror})", "Choose another file") from error
 
 
 def _pod(options: argparse.Namespace) -> dict[str, Any]:

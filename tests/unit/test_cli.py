@@ -102,6 +102,7 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["delete"], 2, "--finished"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
         (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
+        (["run", "nosuch.ipynb", "--image", "a"], 2, "set the jobs' own with --set image=..."),
         (["run", "nosuch.ipynb", "--json", "."], 2, "--json: . is a folder"),
         (["run", "nosuch.ipynb", "--junit", "/proc/a.xml"], 2, "--junit: /proc/a.xml cannot be written"),
     ],
