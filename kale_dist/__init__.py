@@ -91,4 +91,5 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Modules of the package that happen to be imported are not what somebody looks for who completes a name.
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

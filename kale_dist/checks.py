@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kale_dist import backends, cluster_checks, image_checks, names, store_address, volume_checks
+from kale_dist import backends, cluster_checks, image_checks, names, overrides, store_address, volume_checks
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
@@ -219,7 +219,10 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     try:
         inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as error:
-        remedy = f"It is {describe(fn)}. Names that launch() has itself are bound with functools.partial"
+        accepted = inspect.signature(fn).parameters
+        near = (closest(name, overrides.SHARED) for name in kwargs if name not in accepted)
+        remedy = f"{next(filter(None, near), '')}It is {describe(fn)}. Names that launch() has itself are bound with "
+        remedy += "functools.partial"
         raise ConfigError("fn", f"it cannot be called with these arguments ({error})", remedy) from None
     except ValueError:
         pass  # Some functions written in C have no signature.

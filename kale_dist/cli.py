@@ -63,7 +63,9 @@ def _complain(error: KaleDistError, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kale-dist", description="Jobs of kale_dist on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="kale-dist", description="Look after jobs, here and elsewhere, and execute notebooks."
+    )
     parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -107,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "-p",
         "--parameter",
         nargs=2,
-        action="append",
+        action=_Parameter,
         default=[],
         metavar=("NAME", "VALUE"),
         help="a value for the cell tagged `parameters`",
@@ -278,16 +280,17 @@ def _run(options: argparse.Namespace) -> int:
     arguments = dict(_assignment(text) for text in options.set)
     if options.on is not None:
         arguments["on"] = options.on
-    for file in (options.json, options.junit):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError("--json" if file is options.json else "--junit", f"{file} has no folder", "Make it first")
+    for option, file in (("--json", options.json), ("--junit", options.junit)):
+        if file is not None:
+            summary.check(option, file)
     run_notebook = execution.run_notebook
     if options.in_cluster:
         from kale_dist import in_cluster
 
         run_notebook = functools.partial(in_cluster.run_notebook, pod=_pod(options), keep=options.keep)
     elif _pod(options) or options.keep:
-        raise ConfigError("run", "there is no pod to be set up", "Add --in-cluster, or leave out the pod's options")
+        others = "set the jobs' own with --set image=..." if options.image else "leave out the pod's options"
+        raise ConfigError("run", "there is no pod to be set up", f"Add --in-cluster, or {others}")
     result = run_notebook(
         options.notebook,
         parameters={name: parameters.parse(value) for name, value in options.parameter},
@@ -304,6 +307,15 @@ def _run(options: argparse.Namespace) -> int:
     if result.interrupted:
         return _INTERRUPTED
     return _FAILURE if result.failure else 0
+
+
+class _Parameter(argparse.Action):
+    """A name and its value. Written as `--set` wants it, the next word would be taken for the value."""
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+        if "=" in values[0]:
+            raise argparse.ArgumentError(self, f"{values[0]!r} is no name. Write it as NAME VALUE, with a blank")
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
 
 
 def _pod(options: argparse.Namespace) -> dict[str, Any]:

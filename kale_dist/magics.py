@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import re
 import shlex
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from IPython.core.error import UsageError
@@ -16,7 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from kale_dist import backends, calls, checks, overrides
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.notebook import parameters
 from kale_dist.runtime import cell as on_a_rank
@@ -82,11 +85,12 @@ class DistributeMagics(Magics):
         except SyntaxError as error:
             raise UsageError(_where(error, text)) from None
         names = _named(text, self._namespace)
-        job: Job[Any] = _explained(
-            lambda: calls.launch(
-                on_a_rank.cell, text, FILENAME, names, **{k: v for k, v in arguments.items() if v is not None}
+        with _warned():
+            job: Job[Any] = _explained(
+                lambda: calls.launch(
+                    on_a_rank.cell, text, FILENAME, names, **{k: v for k, v in arguments.items() if v is not None}
+                )
             )
-        )
         if options.job is not None:
             self._namespace[options.job] = job
         if options.no_wait:
@@ -137,11 +141,23 @@ class DistributeMagics(Magics):
             print(found)
 
 
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Say what a call warns of without a line of code: the nearest one outside the library is one of IPython's."""
+    with warnings.catch_warnings(record=True) as told:
+        yield
+    for warning in told:
+        if issubclass(warning.category, KaleDistWarning):
+            print(f"[kale-dist] {warning.message}", file=sys.stderr)
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+
+
 def load(shell: Any) -> None:
     """Register the magics with a shell, and complete their arguments."""
     shell.register_magics(DistributeMagics(shell))
     for name in ("%attach", "%logs"):
-        shell.set_hook("complete_command", lambda _shell, event: _references(event.symbol), str_key=name)
+        shell.set_hook("complete_command", lambda _shell, event: _references(event.line, event.symbol), str_key=name)
     for name in ("%%distribute", "%jobs"):
         shell.set_hook("complete_command", lambda _shell, event: _words(event.line), str_key=name)
 
@@ -235,11 +251,16 @@ def _explained(do: Callable[[], Any]) -> Any:
         raise UsageError(str(error)) from None
 
 
-def _references(begun: str) -> Sequence[str]:
+def _references(line: str, symbol: str) -> Sequence[str]:
+    """What the last word of the line may become, from where `symbol` begins: IPython ends words at colons."""
+    begun = "" if line.endswith(" ") else line.rsplit(maxsplit=1)[-1]
     try:
-        return [ref for ref in (str(job.ref) for job in calls.jobs()) if ref.startswith(begun)]
+        found = calls.jobs()
     except KaleDistError:
         return []
+    # A name alone says the same, but listed beside its reference it would only be there twice.
+    known = [job.ref for job in found] + ([job.name for job in found] if begun else [])
+    return [text[len(begun) - len(symbol) :] for text in known if text.startswith(begun)]
 
 
 def _words(line: str) -> Sequence[str]:

@@ -36,6 +36,8 @@ def check(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: There is no such argument, or its value is no plain value.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError("arguments", f"{show(values)} is not a dict", "Write it as {'epochs': 1}")
     known = (*SHARED, *TRAINING)
     for name, value in values.items():
         if name not in known:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from typing import Any
 
@@ -47,8 +46,13 @@ def check_output(path: pathlib.Path, output: pathlib.Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("output", f"{output.parent} cannot be made ({error.strerror})", remedy) from error
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError("output", f"{output.parent} is not writable", remedy)
+    fresh = _fresh(output)
+    try:
+        # Asking for the right is not enough: some file systems refuse what the modes allow.
+        fresh.touch()
+        fresh.unlink()
+    except OSError as error:
+        raise ConfigError("output", f"{output} cannot be written ({error.strerror})", remedy) from error
 
 
 def read(path: pathlib.Path) -> Any:
@@ -129,6 +133,11 @@ def write(output: pathlib.Path, notebook: bytes) -> None:
         output: Where to.
         notebook: Its bytes.
     """
-    fresh = output.with_name(f".{output.name}.new")
+    fresh = _fresh(output)
     fresh.write_bytes(notebook)
     fresh.replace(output)
+
+
+def _fresh(output: pathlib.Path) -> pathlib.Path:
+    """Where a notebook is written before it takes its place."""
+    return output.with_name(f".{output.name}.new")

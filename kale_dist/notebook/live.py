@@ -43,7 +43,9 @@ def show(job: Job[Any]) -> None:
     Args:
         job: The job.
     """
-    if not _front_end_updates():
+    if (gone := _gone(job)) is not None:
+        print(gone)  # noqa: T201 - there is nothing to be kept up to date
+    elif not _front_end_updates():
         print(view.text(*_look(job)))  # noqa: T201 - what a terminal shows for the last value of an input
     elif _has_widgets():
         from kale_dist.notebook.widget import JobWidget
@@ -122,6 +124,15 @@ class LiveView:
                 transient={"display_id": self._display_id},
                 update=update,
             )
+
+
+def _gone(job: Job[Any]) -> str | None:
+    """One line about a job that was deleted."""
+    try:
+        _ = job.status
+    except JobNotFoundError:
+        return repr(job)
+    return None
 
 
 def _look(job: Job[Any]) -> tuple[JobStatus, list[LogLine], float]:

@@ -43,6 +43,8 @@ def inject(notebook: Any, values: Mapping[str, Any]) -> None:
     """
     if not values:
         return
+    if not isinstance(values, Mapping):
+        raise ConfigError("parameters", f"{show(values)} is not a dict", "Write it as {'learning_rate': 0.1}")
     cells = notebook.cells
     positions = [index for index, cell in enumerate(cells) if _is_code(cell) and set(TAGS) & set(_tags(cell))]
     if not positions:

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
+from kale_dist.errors import ConfigError
 from kale_dist.view import facts
 
 if TYPE_CHECKING:
     from kale_dist.notebook.execution import Execution
+
+
+def check(option: str, file: pathlib.Path) -> None:
+    """See before anything runs that a summary can be written.
+
+    Args:
+        option: Which one, as the user wrote it.
+        file: Where it will go.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(option, f"{file} has no folder", "Make it first")
+    if file.is_dir():
+        raise ConfigError(option, f"{file} is a folder", "Name a file")
+    existed = file.exists()
+    try:
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(option, f"{file} cannot be written ({error.strerror})", "Choose another file") from error
 
 
 def as_json(execution: Execution, notebook: str) -> str:

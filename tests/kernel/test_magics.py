@@ -119,7 +119,8 @@ def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("%attach local://sp", "spoken"),
+        ("%attach lo", "local://spoken"),
+        ("%attach local://sp", "//spoken"),
         ("%%distribute --on ", "kubernetes"),
         ("%%distribute --set ", "timeout_s="),
         ("%%distribute ", "--no-wait"),
@@ -128,6 +129,27 @@ def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
 def test_completion(kernel, spoken, line, offered):
     reply = kernel.client.complete(line, reply=True, timeout=30)
     assert offered in reply["content"]["matches"]
+
+
+def test_a_warning_stands_without_a_line_of_ipythons_own(kernel, loaded):
+    kernel.good("import os; cores = os.sched_getaffinity(0); os.sched_setaffinity(0, {min(cores)})")
+    reply = kernel("%%distribute -n 2\npass")
+    kernel.good("os.sched_setaffinity(0, cores)")
+    assert not reply.error, reply.traceback
+    assert "[kale-dist] number_of_processes: 2 processes share 1 cores" in reply.err
+    assert "interactiveshell" not in reply.err
+
+
+def test_a_jobs_name_is_completed_without_a_variable_of_that_name(kernel, loaded):
+    kernel.good("import kale_dist as kd\nkd.launch(print, 'x', number_of_processes=1, name='unbound').wait()")
+    assert "unbound" in kernel.client.complete("%logs unb", reply=True, timeout=30)["content"]["matches"]
+
+
+def test_the_package_offers_its_public_names_alone(kernel):
+    kernel.good("import kale_dist as kd")
+    offered = kernel.client.complete("kd.", reply=True, timeout=30)["content"]["matches"]
+    assert {"distribute", "launch", "attach"} <= set(offered)
+    assert not {"calls", "importlib", "records"} & set(offered)
 
 
 def test_help(kernel):

@@ -359,7 +359,8 @@ def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
     [
         (3, (), {}, "launch(train, 3), not launch(train(3))"), (None, (), {}, "None cannot be called"),
         (takes_two, (), {}, "missing a required argument: 'a'"), (takes_two, (1, 2, 3), {}, "takes_two(a, b=1)"),
-        (takes_two, (1,), {"c": 3}, "unexpected keyword argument 'c'"), (async_step, (), {}, "asynchronous"),
+        (takes_two, (1,), {"c": 3}, "unexpected keyword argument 'c'"),
+        (takes_two, (1,), {"number_of_process": 3}, "Did you mean 'number_of_processes'?"), (async_step, (), {}, "asynchronous"),
         (yielding_step, (), {}, "yield"),
     ],
 )  # fmt: skip

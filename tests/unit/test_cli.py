@@ -102,6 +102,9 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["delete"], 2, "--finished"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
         (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
+        (["run", "nosuch.ipynb", "--image", "a"], 2, "set the jobs' own with --set image=..."),
+        (["run", "nosuch.ipynb", "--json", "."], 2, "--json: . is a folder"),
+        (["run", "nosuch.ipynb", "--junit", "/proc/a.xml"], 2, "--junit: /proc/a.xml cannot be written"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr(job, capsys, words, code, message):
@@ -122,6 +125,13 @@ def test_usage_errors_exit_with_2(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert "usage: kale-dist" in capsys.readouterr().err
+
+
+def test_a_parameter_written_like_an_argument_is_told_how_it_is_written(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "-p", "learning_rate=0.1", "train.ipynb"])
+    assert ended.value.code == 2
+    assert "'learning_rate=0.1' is no name. Write it as NAME VALUE" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_causes_no_traceback(job):

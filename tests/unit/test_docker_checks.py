@@ -5,7 +5,7 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError
+from kale_dist.errors import BackendError, ConfigError
 from kale_dist.spec import Volume, VolumeKind
 from kale_dist.volume_checks import container_volumes
 
@@ -25,6 +25,11 @@ def refused(**given):
     with pytest.raises(ConfigError) as caught:
         kd.launch(work, on="docker", **{"image": "x/y:1", **given})
     return caught.value
+
+
+def test_an_engine_that_does_not_answer_is_no_empty_list():
+    with pytest.raises(BackendError, match="/no/such/socket"):
+        kd.jobs(on="docker")
 
 
 @pytest.mark.parametrize(

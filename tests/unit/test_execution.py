@@ -184,13 +184,23 @@ def test_other_languages_are_refused(tmp_path):
         run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()))
 
 
-@pytest.mark.parametrize("output", ["a.ipynb", ".", "a.ipynb/out.ipynb"])
+@pytest.mark.parametrize("output", ["a.ipynb", ".", "a.ipynb/out.ipynb", "/proc/out.ipynb"])
 def test_outputs_that_cannot_be(tmp_path, output):
     path = write(tmp_path / "a.ipynb", "1")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="output"):
         run_notebook(path, output=tmp_path / output, terminal=Terminal(io.StringIO()))
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"parameters": ["a"]}, "parameters: "), ({"arguments": ["epochs"]}, "arguments: ")]
+)
+def test_what_is_no_dict_is_refused(tmp_path, given, said):
+    path = write(tmp_path / "a.ipynb", "a = 1")
+    with pytest.raises(ConfigError, match=f"^{said}.* is not a dict. Write it as"):
+        run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()), **given)
+    assert not (tmp_path / "out.ipynb").exists()
 
 
 class Screen(io.StringIO):

@@ -37,6 +37,14 @@ def test_without_a_kernel_the_state_is_printed_once(capsys):
     job.delete()
 
 
+def test_a_deleted_job_says_so(capsys):
+    job = kd.launch(speak, number_of_processes=1)
+    job.wait()
+    job.delete()
+    live.show(job)
+    assert capsys.readouterr().out == f"<Job {job.ref} deleted>\n"
+
+
 def test_an_ipython_terminal_prints_text(tmp_path):
     command = [
         sys.executable,

@@ -196,3 +196,12 @@ def test_a_record_is_replaced_as_a_whole():
 
 def test_a_key_that_is_gone_is_none():
     assert records.read_key("job-1") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "ref"),
+    [("docker.a-1", "docker://a-1"), ("kubernetes.team.a-1", "kubernetes://team/a-1")],
+)
+def test_a_job_elsewhere_is_named_by_its_reference(name, ref):
+    with pytest.raises(JobNotFoundError, match=f"There is no job '{ref}'.*lists those"):
+        records.read(name)

@@ -143,10 +143,17 @@ class DockerBackend:
         self._tell(ref)
 
     def list(self) -> Sequence[JobRef]:
-        """Jobs of this user's records, and those of the engine, oldest first."""
+        """Jobs of this user's records, and those of the engine, oldest first.
+
+        Raises:
+            BackendError: The engine does not answer, and there is no record that could be listed without it.
+        """
         known = [JobRef.parse(ref) for ref in records.refs(self.name)]
-        with contextlib.suppress(BackendError):
+        try:
             known += [ref for ref in adoption.select(connection.connect()) if ref not in known]
+        except BackendError:
+            if not known:
+                raise
         return known
 
     def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
