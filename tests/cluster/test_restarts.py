@@ -13,7 +13,7 @@ from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt, w
 
 import kale_dist as kd
 from kale_dist import backends, manifests
-from kale_dist.backends.kubernetes import restarts
+from kale_dist.backends.kubernetes import lost_pods, restarts
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendError
 
@@ -314,7 +314,9 @@ def test_a_cluster_that_does_not_answer_for_a_moment_is_asked_for_new_pods_again
     job.delete()
 
 
-def test_a_job_that_gets_no_new_pods_fails_with_the_reason_and_goes_after_its_time(namespace):
+def test_a_job_that_gets_no_new_pods_fails_with_the_reason_and_goes_after_its_time(namespace, monkeypatch):
+    # A quota may be left by others: that is waited for.
+    monkeypatch.setattr(lost_pods, "ASKING_S", 15.0)
     job = kd.launch(
         waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=1, cluster={"namespace": namespace, "ttl_s": 45},
@@ -327,8 +329,7 @@ def test_a_job_that_gets_no_new_pods_fails_with_the_reason_and_goes_after_its_ti
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(quota))
     run_kubectl("-n", namespace, "wait", "--for=jsonpath={.status.used}", "resourcequota/one", "--timeout=30s")
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
-    # It is asked for two minutes, for a quota may be left by others.
-    status = job.wait(220)
+    status = job.wait(120)
     assert status.state is StateName.FAILED
     assert f"{job.name}-worker-0" in status.reason
     assert "New pods could not be had" in status.reason

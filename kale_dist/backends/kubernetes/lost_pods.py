@@ -21,7 +21,7 @@ from kale_dist.errors import BackendError
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
-_LIMIT_S = 120.0
+ASKING_S = 120.0
 """How long a cluster that cannot be reached is asked for new pods in the place of lost ones."""
 
 _ANEW = (
@@ -79,7 +79,7 @@ class LostPods:
         try:
             run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, self._left_s())
         except BackendError as error:
-            if error.retryable and now - self._since < _LIMIT_S:
+            if error.retryable and now - self._since < ASKING_S:
                 self._show(f"New pods cannot be had yet: {error}")
                 return None
             return dataclasses.replace(ended, reason=f"{ended.reason} New pods could not be had: {error}")
