@@ -61,6 +61,10 @@ class LauncherForm(anywidget.AnyWidget):
         self.observe(self._changed, names="choice")
         self.on_msg(self._receive)
 
+    def __repr__(self) -> str:
+        """What front ends without widgets show: the call that the form would make, or what it lacks."""
+        return self.problem.get("text") or self.code
+
     def _changed(self, _change: Any) -> None:
         if self.choice.get("on") == "kubernetes" and not self._asked_for_claims:
             self._asked_for_claims = True

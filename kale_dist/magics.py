@@ -28,6 +28,10 @@ from kale_dist.view import facts, plain
 FILENAME = "<%%distribute>"
 """What tracebacks call the text of such a cell."""
 
+_OPTIONS_OF_CELLS = (
+    "--number-of-processes", "--on", "--image", "--cuda", "--name", "--set", "--job", "--no-wait",
+)  # fmt: skip
+_OPTIONS_OF_JOBS = ("--on", "--namespace")
 _IGNORED = re.compile(r"\s*%matplotlib(\s|$)")
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
 
@@ -272,14 +276,4 @@ def _words(line: str) -> Sequence[str]:
     for word in reversed(words[-2:]):
         if word in before:
             return list(before[word])
-    return [
-        "--number-of-processes",
-        "--on",
-        "--image",
-        "--cuda",
-        "--name",
-        "--set",
-        "--job",
-        "--no-wait",
-        "--namespace",
-    ]
+    return _OPTIONS_OF_JOBS if words[:1] == ["%jobs"] else _OPTIONS_OF_CELLS

@@ -42,3 +42,4 @@ def test_the_magic_without_a_cell_shows_it(kernel):
     kernel.good("%load_ext kale_dist")
     reply = kernel("%distribute")
     assert "application/vnd.jupyter.widget-view+json" in reply.shown[-1], reply.traceback
+    assert reply.shown[-1]["text/plain"].startswith("job = kd.distribute(\n    net, loader, loss, optimizer,")

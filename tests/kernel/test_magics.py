@@ -124,6 +124,7 @@ def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
         ("%%distribute --on ", "kubernetes"),
         ("%%distribute --set ", "timeout_s="),
         ("%%distribute ", "--no-wait"),
+        ("%jobs ", "--namespace"),
     ],
 )
 def test_completion(kernel, spoken, line, offered):
