@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import sys
 import threading
 
 
@@ -16,6 +17,13 @@ def status(code, message, reason="", **details):
         "reason": reason,
         "details": details,
     }
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        # A client may end in the middle of an answer.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class FakeApi:
@@ -52,7 +60,7 @@ class FakeApi:
             def log_message(self, *_):
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
