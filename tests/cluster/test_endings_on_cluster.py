@@ -19,17 +19,36 @@ def jobs_end(kubeconfig):
     backends.get("kubernetes").close()
 
 
+class Jobs:
+    """All jobs of this module, begun together: their pods start while others are waited for."""
+
+    def __init__(self, namespace):
+        self._on = {
+            "on": "kubernetes", "image": IMAGE, "resources": {"cpu": 0.1, "memory_gib": 0.7},
+            "cluster": {"namespace": namespace}, "number_of_processes": 2,
+        }  # fmt: skip
+        self.made = []
+        functions = (says_and_waits, says_and_waits, says_and_waits, fills_memory_on_1)
+        self._ready = [(function, self._launch(function)) for function in functions]
+
+    def _launch(self, function):
+        self.made.append(kd.launch(function, **self._on))
+        return self.made[-1]
+
+    def take(self, function):
+        """A job that no other test has: a test that is run once more gets a new one."""
+        for number, (known, job) in enumerate(self._ready):
+            if known is function:
+                del self._ready[number]
+                return job
+        return self._launch(function)
+
+
 @pytest.fixture(scope="module")
 def jobs(namespace, jobs_end):
-    """All jobs of this module: their pods start while others are waited for."""
-    on = {
-        "on": "kubernetes", "image": IMAGE, "resources": {"cpu": 0.1, "memory_gib": 0.7},
-        "cluster": {"namespace": namespace}, "number_of_processes": 2,
-    }  # fmt: skip
-    made = {name: kd.launch(says_and_waits, **on) for name in ("deleted", "evicted", "replaced")}
-    made["memory"] = kd.launch(fills_memory_on_1, **on)
-    yield made
-    for job in made.values():
+    jobs = Jobs(namespace)
+    yield jobs
+    for job in jobs.made:
         job.delete()
 
 
@@ -54,7 +73,7 @@ def check_failure(job, *parts):
 
 
 def test_a_pod_that_somebody_deletes_fails_the_job_and_is_named(jobs, namespace):
-    job = jobs["deleted"]
+    job = jobs.take(says_and_waits)
     wait_until_said(job, "ready", 2)
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
     check_failure(job, f"Pod {job.name}-worker-0 was deleted while it ran", "job.cancel()")
@@ -62,7 +81,7 @@ def test_a_pod_that_somebody_deletes_fails_the_job_and_is_named(jobs, namespace)
 
 
 def test_a_pod_that_the_operator_has_made_for_a_deleted_one_does_not_stay(jobs, namespace):
-    job = jobs["replaced"]
+    job = jobs.take(says_and_waits)
     wait_until_said(job, "ready", 2)
     pod = f"{job.name}-worker-0"
     run_kubectl("-n", namespace, "delete", "pod", pod, "--force", "--grace-period=0")
@@ -76,7 +95,7 @@ def test_a_pod_that_the_operator_has_made_for_a_deleted_one_does_not_stay(jobs, 
 
 
 def test_a_pod_that_is_evicted_through_the_api(jobs, namespace):
-    job = jobs["evicted"]
+    job = jobs.take(says_and_waits)
     wait_until_said(job, "ready", 2)
     pod = f"{job.name}-master-0"
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
@@ -86,7 +105,7 @@ def test_a_pod_that_is_evicted_through_the_api(jobs, namespace):
 
 
 def test_a_rank_that_needs_more_memory_than_its_pod_has_says_how_much_that_is(jobs):
-    job = jobs["memory"]
+    job = jobs.take(fills_memory_on_1)
     with pytest.raises(JobFailedError, match=r"memory.* limit of (0\.7 GiB|7\d+Mi)"):
         job.result(120)
     assert (job.status.failed_rank, job.status.cause) == (1, FailureCause.DIED)
