@@ -16,6 +16,14 @@ def run_kubectl(*arguments, text=None):
     return ended.stdout
 
 
+def call_in(namespace, *, cpu=0.1, processes=2):
+    """Arguments that send a call to small pods of a namespace."""
+    return {
+        "on": "kubernetes", "image": IMAGE, "resources": {"cpu": cpu, "memory_gib": 1},
+        "cluster": {"namespace": namespace}, "number_of_processes": processes,
+    }  # fmt: skip
+
+
 def make_claim(namespace, name):
     """Make a claim that pods of several nodes may write into, and wait for its volume: a call that comes before warns."""
     spec = {

@@ -12,6 +12,7 @@ collect_ignore_glob = [] if HAS_CLIENT else ["test_*.py"]
 if HAS_CLIENT:
     from on_cluster import IMAGE, grant, run_kubectl, write_kubeconfig
 
+    from kale_dist import backends
     from kale_dist.backends.kubernetes import client
 
 _SERVER = """
@@ -37,6 +38,13 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
 def no_connection_is_left():
     yield
     client.disconnect()
+
+
+@pytest.fixture(scope="module")
+def jobs_end(kubeconfig):
+    """When a module is through, this process follows none of its jobs any more."""
+    yield
+    backends.get("kubernetes").close()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import time
 import urllib.parse
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import IMAGE, call_in, run_kubectl
 from rank_work import bytes_of, size_and_more, summed
 
 import kale_dist as kd
@@ -24,23 +24,16 @@ from kale_dist.backends.kubernetes import client, roles
 from kale_dist.contract import StateName
 from kale_dist.errors import BackendError, ResultUnavailableError
 
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
 SMALL = {"cpu": 0.2, "memory_gib": 1}
 KINDS = "pytorchjobs,pods,secrets,services,configmaps,persistentvolumeclaims,podgroups"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
 
 
 @pytest.fixture
 def on(namespace):
     """Arguments that send a call to the cluster."""
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": SMALL, "cluster": {"namespace": namespace},
-        "number_of_processes": 2,
-    }  # fmt: skip
+    return call_in(namespace, cpu=0.2)
 
 
 def left_in(namespace, name):

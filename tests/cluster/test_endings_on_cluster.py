@@ -8,15 +8,10 @@ from on_cluster import IMAGE, run_kubectl
 from rank_work import fills_memory_on_1, says_and_waits
 
 import kale_dist as kd
-from kale_dist import backends
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import JobFailedError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
+pytestmark = pytest.mark.usefixtures("jobs_end")
 
 
 class Jobs:

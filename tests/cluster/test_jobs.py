@@ -8,30 +8,20 @@ import textwrap
 import time
 
 import pytest
-from on_cluster import IMAGE, make_claim, run_kubectl
+from on_cluster import call_in, make_claim, run_kubectl
 from rank_work import dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
 
 import kale_dist as kd
-from kale_dist import backends
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendError, ConfigError, JobCancelledError, JobExistsError, JobFailedError
 
-SMALL = {"cpu": 0.2, "memory_gib": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
+pytestmark = pytest.mark.usefixtures("jobs_end")
 
 
 @pytest.fixture
 def on(namespace):
     """Arguments that send a call to the cluster."""
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": SMALL, "cluster": {"namespace": namespace},
-        "number_of_processes": 2,
-    }  # fmt: skip
+    return call_in(namespace, cpu=0.2)
 
 
 def left_in(namespace, name):

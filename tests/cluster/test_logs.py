@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from on_cluster import IMAGE, make_claim, run_kubectl
+from on_cluster import IMAGE, call_in, make_claim, run_kubectl
 from rank_work import (
     ODD_LINES,
     bytes_of,
@@ -31,6 +31,8 @@ from kale_dist.backends.kubernetes import client
 from kale_dist.contract import StateName
 from kale_dist.errors import JobFailedError
 
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
 FOLDER = pathlib.Path(__file__).parent
 LINES = 400_000
 """Of 100 bytes: 40 MB."""
@@ -38,19 +40,10 @@ LINES = 400_000
 BEFORE_GATE = f"{LINES * 3 // 4 - 1:06}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
-
-
 @pytest.fixture(scope="module")
 def on(namespace):
     """Arguments that send a call to one small pod."""
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": {"cpu": 0.1, "memory_gib": 1},
-        "cluster": {"namespace": namespace}, "number_of_processes": 1,
-    }  # fmt: skip
+    return call_in(namespace, processes=1)
 
 
 def patched(on, master, worker=None):

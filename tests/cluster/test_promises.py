@@ -11,31 +11,22 @@ import threading
 
 import pytest
 from fake_api import FakeApi
-from on_cluster import IMAGE, run_kubectl, write_kubeconfig
+from on_cluster import call_in, run_kubectl, write_kubeconfig
 from rank_work import bytes_of, exit_with_3, summed
 
 import kale_dist as kd
-from kale_dist import backends
 from kale_dist.backends.kubernetes import client, preflight, roles
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendUnavailableError, ConfigError
 
-SMALL = {"cpu": 0.1, "memory_gib": 1}
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
 SUSPENDED = {"spec": {"runPolicy": {"suspend": True}}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
 
 
 @pytest.fixture
 def on(namespace):
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": SMALL, "number_of_processes": 1,
-        "cluster": {"namespace": namespace},
-    }  # fmt: skip
+    return call_in(namespace, processes=1)
 
 
 def test_an_image_with_another_torch_is_refused_in_one_sentence(on, namespace):

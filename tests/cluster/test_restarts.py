@@ -12,19 +12,15 @@ from on_cluster import IMAGE, make_claim, run_kubectl
 from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt, waits_for_its_second_attempt
 
 import kale_dist as kd
-from kale_dist import backends, manifests
+from kale_dist import manifests
 from kale_dist.backends.kubernetes import lost_pods, restarts
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendError
 
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
 EPOCHS = 8
 SMALL = {"cpu": 0.2, "memory_gib": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
 
 
 def train(seconds_per_step, **options):

@@ -1,32 +1,24 @@
 """A right that a user lacks: what degrades, seen by running a job without it. Everything else goes on."""
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import call_in, run_kubectl
 from rank_work import bytes_of, hang
 
 import kale_dist as kd
-from kale_dist import backends
 from kale_dist.backends.kubernetes import roles
 from kale_dist.contract import StateName
 from kale_dist.errors import BackendError, JobCancelledError, KaleDistWarning, ResultUnavailableError
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
 
 LARGE = 300_000
 """Bytes that do not fit into a pod's log as an outcome."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
-
-
 @pytest.fixture
 def call(namespace):
     """Arguments that send a call to two small pods."""
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": {"cpu": 0.1, "memory_gib": 1},
-        "cluster": {"namespace": namespace}, "number_of_processes": 2,
-    }  # fmt: skip
+    return call_in(namespace)
 
 
 @pytest.fixture

@@ -10,23 +10,17 @@ import textwrap
 import threading
 
 import pytest
-from on_cluster import IMAGE, make_claim, run_kubectl
+from on_cluster import call_in, make_claim, run_kubectl
 from rank_work import last_of, size_and_more
 
 import kale_dist as kd
-from kale_dist import backends
 from kale_dist.contract import StateName
 from kale_dist.errors import StoreError
 
-SMALL = {"cpu": 0.2, "memory_gib": 1}
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
 FLOATS = 7_500_000
 """30 MB."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +32,7 @@ def claim(namespace):
 @pytest.fixture
 def on(namespace):
     """Arguments that send a call to the cluster."""
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": SMALL, "cluster": {"namespace": namespace},
-        "number_of_processes": 2,
-    }  # fmt: skip
+    return call_in(namespace, cpu=0.2)
 
 
 class FileShare:

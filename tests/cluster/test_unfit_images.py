@@ -7,12 +7,13 @@ import sys
 import uuid
 
 import pytest
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import IMAGE, call_in, run_kubectl
 from rank_work import summed
 
 import kale_dist as kd
-from kale_dist import backends
 from kale_dist.contract import FailureCause, StateName
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
 
 SLIM = "python:3.11-slim-bookworm"
 
@@ -24,18 +25,9 @@ sys.version_info = Version({version}, 1, "final", 0)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def jobs_end(kubeconfig):
-    yield
-    backends.get("kubernetes").close()
-
-
 @pytest.fixture
 def on(namespace):
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": {"cpu": 0.1, "memory_gib": 1}, "number_of_processes": 2,
-        "cluster": {"namespace": namespace},
-    }  # fmt: skip
+    return call_in(namespace)
 
 
 @pytest.fixture
