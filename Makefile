@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+LANES ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -15,6 +16,7 @@ help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...         more arguments for pytest: make test ARGS='-k sharding -x'"
+	@echo "  LANES=...        how many tests run at once (2): make test LANES=0 ARGS='--pdb'"
 	@echo "  PYTHON=...       another interpreter than python3"
 	@echo "  TORCH_INDEX=...  where PyTorch comes from, such as https://download.pytorch.org/whl/cu128"
 
@@ -24,7 +26,7 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 	@echo "It holds the loss curve as a picture."
 
 test: $(VENV)/test.stamp ## Run the tests that this machine can run
-	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --reruns=1 -rR $(ARGS)
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --reruns=1 -rR $(ARGS)
 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything
 	@$(BIN)/python benchmarks/trivial_jobs.py

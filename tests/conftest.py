@@ -49,7 +49,7 @@ def _of_this_run():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_process_is_left():
+def no_process_is_left(request):
     """After the last test this process's own agent is let go; whatever is there a little later has no right to be."""
     yield
     local = sys.modules.get("kale_dist.backends.local")
@@ -63,7 +63,49 @@ def no_process_is_left():
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes outlive the tests: {left}"
+    # A test that was interrupted could not put its processes away.
+    if request.session.exitstatus != pytest.ExitCode.INTERRUPTED:
+        assert not left, f"processes outlive the tests: {left}"
+
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.when != "teardown":
+        item.stash[_FAILED] = report.failed
+    return report
+
+
+def _job_folders():
+    jobs = pathlib.Path(os.environ["XDG_STATE_HOME"], "kale-dist", "jobs")
+    return {folder.name for folder in jobs.glob("[!.]*")}
+
+
+@pytest.fixture(autouse=True)
+def a_failed_test_gives_its_names_back(request):
+    """A test that fails is run once more, and must not stumble over the jobs of its first run."""
+    before = _job_folders()
+    yield
+    if request.node.stash.get(_FAILED, False):
+        import kale_dist
+        from kale_dist import records
+
+        for name in _job_folders() - before:
+            with contextlib.suppress(kale_dist.KaleDistError):
+                job = kale_dist.attach(records.read(name).ref)
+                job.cancel()
+                job.delete()
+            records.delete(name)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why a test was run once more: else nobody would learn of it."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"RERUN {report.nodeid}", sep="_")
+        terminalreporter.line(report.longreprtext)
 
 
 @pytest.fixture(scope="session")
