@@ -210,7 +210,10 @@ def test_base_exceptions_and_groups(failed, error):
     (type("Local", (Exception,), {"__reduce_ex__": 5, "__init__": lambda self: None}), None),
     (lambda: type("Local", (Exception,), {"__reduce__": lambda self: (int, ("x",))})("l"), RemoteError),
     (lambda: type("Local", (Exception,), {"__reduce__": lambda self: (int, ("5",))})("l"), RemoteError),
-], ids=str)  # fmt: skip
+], ids=[
+    "with a code", "bad __reduce__", "bad text", "bad attributes", "bad __reduce_ex__", "made from text",
+    "made as a number",
+])  # fmt: skip
 def test_odd_exceptions_come_back_or_have_a_stand_in(failed, make, kind):
     error = make()
     read = failed(error)
