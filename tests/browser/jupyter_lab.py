@@ -226,6 +226,7 @@ class Notebook:
         self.page.set_viewport_size({"width": width, "height": 900})
         self.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         self.page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
         # Colours fade in after a change of theme.
         self.page.evaluate(
             """() => Promise.allSettled(document.getAnimations().filter((one) => one instanceof CSSTransition)
