@@ -108,7 +108,10 @@ def spoken(kernel, loaded):
 
 
 def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
-    assert "local://spoken" in kernel.good("%jobs")
+    listed = kernel.good("%jobs")
+    assert "local://spoken" in listed
+    assert "Elsewhere: %jobs --on docker or %jobs --on kubernetes" in listed
+    assert "Elsewhere" not in kernel.good("%jobs --on local")
     assert kernel.good("%logs spoken --rank 1") == "[1] rank 1"
     assert kernel.good("%logs local://spoken --tail 1 --rank 0") == "[0] rank 0"
     kernel.good("again = None")
