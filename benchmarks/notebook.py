@@ -13,10 +13,9 @@ import pathlib
 import platform
 import statistics
 import sys
-import tempfile
 from typing import NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "browser"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 import jupyter_lab
 
 SECONDS = 10
@@ -138,26 +137,21 @@ def main() -> None:
     """Measure all cases, and print a table."""
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(f"{'':34}{'lines':>8}{'p50':>10}{'p99':>10}{'kernel':>16}{'page':>16}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        for part in ("state", "run"):
-            (folder / part).mkdir(mode=0o700)
-        os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder / "run")}
-        with jupyter_lab.serve(folder) as server, jupyter_lab.browse(server, folder) as browser:
-            content = jupyter_lab.new_notebook([WORK])
-            notebook = jupyter_lab.Notebook(server, browser.new_context(), "cost.ipynb", content)
-            notebook.run_cell(0)
-            notebook.wait_idle()
-            pid = int(notebook.value("import os; print(os.getpid())"))
-            found: dict[str, list[Figures]] = {case: [] for case in CASES}
-            for _ in range(ROUNDS):
-                for case, (call, shown) in CASES.items():
-                    found[case].append(measure(notebook, pid, shown.format(call=call)))
-            for case, figures in found.items():
-                lines, p50, p99, kernel, page = (statistics.median(column) for column in zip(*figures, strict=True))
-                shares = "".join(f"{100 * share:9.1f} % core" for share in (kernel, page))
-                print(f"{case:34}{lines:8,.0f}{1000 * p50:7.0f} ms{1000 * p99:7.0f} ms{shares}")
-            notebook.close()
+    with jupyter_lab.lab_and_browser() as (server, browser):
+        content = jupyter_lab.new_notebook([WORK])
+        notebook = jupyter_lab.Notebook(server, browser.new_context(), "cost.ipynb", content)
+        notebook.run_cell(0)
+        notebook.wait_idle()
+        pid = int(notebook.value("import os; print(os.getpid())"))
+        found: dict[str, list[Figures]] = {case: [] for case in CASES}
+        for _ in range(ROUNDS):
+            for case, (call, shown) in CASES.items():
+                found[case].append(measure(notebook, pid, shown.format(call=call)))
+        for case, figures in found.items():
+            lines, p50, p99, kernel, page = (statistics.median(column) for column in zip(*figures, strict=True))
+            shares = "".join(f"{100 * share:9.1f} % core" for share in (kernel, page))
+            print(f"{case:34}{lines:8,.0f}{1000 * p50:7.0f} ms{1000 * p99:7.0f} ms{shares}")
+        notebook.close()
 
 
 if __name__ == "__main__":

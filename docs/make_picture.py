@@ -5,15 +5,13 @@ Run it with `.venv/bin/python docs/make_picture.py` after `make test`. It needs 
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
-import tempfile
 from typing import Any
 
 from PIL import Image
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "browser"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 import jupyter_lab
 
 PICTURES = pathlib.Path(__file__).parent / "pictures"
@@ -70,26 +68,21 @@ def keep(page: Any, cell: Any, name: str) -> None:
 def main() -> None:
     """Make all pictures."""
     PICTURES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        for part in ("state", "run"):
-            (folder / part).mkdir(mode=0o700)
-        os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder / "run")}
-        with jupyter_lab.serve(folder) as server, jupyter_lab.browse(server, folder) as browser:
-            context = browser.new_context(viewport={"width": 960, "height": 1100}, device_scale_factor=2)
-            content = jupyter_lab.new_notebook([CALL, "kd.form()"])
-            notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", content)
-            notebook.value(SETUP)
-            job = notebook.run_cell(0)
-            notebook.page.wait_for_function(HALF_WAY, timeout=120_000)
-            keep(notebook.page, job, "job.png")
-            notebook.value("job.cancel()")
-            form = notebook.run_cell(1)
-            form.get_by_label("Epochs").fill("8")
-            form.get_by_label("Processes").fill("2")
-            form.get_by_text("number_of_processes=2").wait_for()
-            keep(notebook.page, form, "form.png")
-            notebook.close()
+    with jupyter_lab.lab_and_browser() as (server, browser):
+        context = browser.new_context(viewport={"width": 960, "height": 1100}, device_scale_factor=2)
+        content = jupyter_lab.new_notebook([CALL, "kd.form()"])
+        notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", content)
+        notebook.value(SETUP)
+        job = notebook.run_cell(0)
+        notebook.page.wait_for_function(HALF_WAY, timeout=120_000)
+        keep(notebook.page, job, "job.png")
+        notebook.value("job.cancel()")
+        form = notebook.run_cell(1)
+        form.get_by_label("Epochs").fill("8")
+        form.get_by_label("Processes").fill("2")
+        form.get_by_text("number_of_processes=2").wait_for()
+        keep(notebook.page, form, "form.png")
+        notebook.close()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kale_dist import __version__, backends, checks, doctor, image_cli, records, view
-from kale_dist.backends.base import Adopts, Backend, JobRef, Selects
+from kale_dist import __version__, backends, checks, doctor, image_cli, listing, records, view
+from kale_dist.backends.base import Adopts, Backend, JobRef
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.view import facts, plain
@@ -26,7 +26,6 @@ from kale_dist.view import facts, plain
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
 _LOOK_S = 5.0
 _CANCEL_WAIT_S = 10.0
-_MIB = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     listed = command("jobs", "list all jobs, with what they take on the disk of this machine")
-    listed.add_argument("--on", choices=backends.NAMES, default="local", help="where jobs run (local)")
+    listed.add_argument("--on", choices=backends.NAMES, help="ask there (this machine, for all that it knows of)")
     listed.add_argument("--namespace", metavar="NAME", help="of the cluster (the configured one); * for all")
     status = command("status", "show how a job is")
     logs = command("logs", "print a job's log, each line behind its rank")
@@ -166,38 +165,7 @@ def _find(text: str) -> tuple[Backend, JobRef]:
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    backend, now, rows = backends.get(options.on), time.time(), []
-    chosen = (
-        backend.select(namespace=options.namespace, labels=None) if isinstance(backend, Selects) else backend.list()
-    )
-    for ref in chosen:
-        # Another process may delete a job between the list and the look.
-        with contextlib.suppress(JobNotFoundError):
-            if isinstance(backend, Adopts):
-                backend.adopt(ref, trust=False)
-            status, record = backend.status(ref), records.read(ref.record_name)
-            percent, elapsed = facts.percent(status), facts.elapsed_s(status, now)
-            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
-            size = _folder_size(records.files(ref.record_name).folder) + record.spec.snapshot_bytes
-            done = f" {percent} %" if percent is not None and not status.is_final else ""
-            rows.append(
-                (
-                    ref.name if options.on == "local" else str(ref),
-                    f"{status.state.value}{done}",
-                    str(record.spec.topology.number_of_processes),
-                    created,
-                    facts.duration(elapsed) if elapsed is not None else "",
-                    f"{size / _MIB:,.1f} MiB",
-                )
-            )
-    if not rows:
-        print("There are no jobs.")
-        return 0
-    print(
-        "\n".join(plain.table(("name", "state", "ranks", "created", "ran", "size"), rows, right=frozenset((2, 4, 5))))
-    )
-    blobs = records.blobs_size()
-    print(f"\nSnapshots, shared by jobs: {blobs / _MIB:,.1f} MiB in {records.blobs_dir()}")
+    print(listing.text(options.on, options.namespace, "kale-dist jobs --on"))
     return 0
 
 
@@ -375,14 +343,6 @@ def _has_ended(backend: Backend, ref: JobRef) -> bool:
         return backend.status(ref).is_final
     except JobNotFoundError:
         return False
-
-
-def _folder_size(folder: pathlib.Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
-    return total
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
       RemoteError                     in the place of an exception that could not be pickled or loaded
 
 Messages say what failed, which object, on which side (notebook or worker), and what to do next. They hold no secrets.
-All of them survive pickling: their fields are in `args`.
+All of them survive pickling: their fields are in `args`. A notebook shows them below the user's own lines, without the
+library's; `%xmode --show` brings those back, and plain Python shows them always.
 
 What is worth a word but stops nothing is a `KaleDistWarning`, given through Python's `warnings`.
 """
@@ -36,9 +37,15 @@ from __future__ import annotations
 import inspect
 import warnings
 
+from kale_dist import tracebacks
+
 
 class KaleDistError(Exception):
     """Root of all errors that kale_dist raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it: the user's own lines and the message, for where in the library helps nobody."""
+        return tracebacks.for_notebook(self)
 
 
 class KaleDistWarning(UserWarning):

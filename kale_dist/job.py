@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kale_dist import checks, interrupts, watch, weights
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import JobFiles, LogLine, StateName
-from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError, warn
+from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
+from kale_dist.trained import Trained
 
 if TYPE_CHECKING:
     import torch
@@ -62,12 +62,10 @@ class Job(Generic[R]):
         self._ref = ref
         self._spec = spec
         self._outcomes = outcomes
-        self._targets = targets
+        self._trained = Trained(str(ref), spec, outcomes, targets, lambda: backend.status(ref).attempt)
         self._display = display
         self._again = again
         self._watcher = watch.watcher(backend)
-        self._lock = threading.RLock()
-        self._objects: weights.TrainedObjects | None = None
         self._after_wait: list[Callable[[], None]] = []
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -138,7 +136,7 @@ class Job(Generic[R]):
         """
         status = self._wait(timeout)
         if status.state is StateName.SUCCEEDED:
-            self._fill_notebook_model()
+            self._trained.fill_notebook()
         else:
             print(f"{self.ref} {status.state.value}: {status.reason.rstrip('.')}. job.result() raises the error.")  # noqa: T201 - the line is for the notebook's user
         return status
@@ -187,7 +185,7 @@ class Job(Generic[R]):
         Raises:
             JobError: As `result`, and `ResultUnavailableError` for a job of `launch`.
         """
-        model: torch.nn.Module = self._trained().model
+        model: torch.nn.Module = self._trained_objects().model
         return model
 
     @property
@@ -197,7 +195,7 @@ class Job(Generic[R]):
         Raises:
             ResultUnavailableError: `model` is a new object, whose parameters no optimizer has yet.
         """
-        optimizer: torch.optim.Optimizer | None = self._trained().optimizer
+        optimizer: torch.optim.Optimizer | None = self._trained_objects().optimizer
         if optimizer is None:
             raise ResultUnavailableError(
                 f"The model of {self.ref} is a new object, whose parameters no optimizer has yet. Make one from "
@@ -219,7 +217,7 @@ class Job(Generic[R]):
             ResultUnavailableError: There is no checkpoint yet, or nothing was trained.
             JobError: As `result`, unless `partial`.
         """
-        self._check_training()
+        self._trained.check()
         if partial and self.status.state is not StateName.SUCCEEDED:
             return self._outcomes.checkpoint_state()
         self._succeed(None)
@@ -277,7 +275,7 @@ class Job(Generic[R]):
     @property
     def targets(self) -> weights.Targets | None:
         """The notebook's objects that the job trains; None if they are not known here."""
-        return self._targets
+        return self._trained.targets
 
     def delete(self) -> None:
         """Cancel if need be and remove every trace: log, results, and what of its snapshot no other job needs."""
@@ -365,47 +363,12 @@ class Job(Generic[R]):
         error = self.exception(timeout)
         if error is not None:
             raise error
-        self._fill_notebook_model()
+        self._trained.fill_notebook()
 
-    def _check_training(self) -> None:
-        if self._spec.kind != "training":
-            raise ResultUnavailableError(
-                f"{self.ref} was started by launch(), which trains no model of its own. What the function returned is "
-                "in job.result()",
-                self.ref,
-            )
-
-    def _trained(self) -> weights.TrainedObjects:
-        self._check_training()
+    def _trained_objects(self) -> weights.TrainedObjects:
+        self._trained.check()
         self._succeed(None)
-        objects = self._load_weights()
-        if objects is None:
-            raise ResultUnavailableError(f"{self.ref} has no trained model", self.ref)
-        if objects.problem:
-            raise ResultUnavailableError(
-                f"The weights of {self.ref} do not fit the notebook's model any more: {objects.problem}. "
-                "job.state_dict() has them",
-                self.ref,
-            )
-        return objects
-
-    def _fill_notebook_model(self) -> None:
-        # A handle from `attach` has no model in the notebook; one is only built for whoever asks for it.
-        if self._targets is not None:
-            self._load_weights()
-
-    def _load_weights(self) -> weights.TrainedObjects | None:
-        """Write the weights into the notebook's objects if that was not done yet. In the caller's thread."""
-        if self._spec.kind != "training":
-            return None
-        with self._lock:
-            if self._objects is None:
-                targets = self._targets or self._outcomes.rebuilt_targets()
-                trained = self._outcomes.value(0, self.status.attempt)
-                self._objects = weights.load(targets, trained, self.ref, check=self._targets is not None)
-                for warning in self._objects.warnings:
-                    warn(warning)
-            return self._objects
+        return self._trained.objects()
 
     def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
         with self._interruptible():

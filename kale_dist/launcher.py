@@ -47,6 +47,8 @@ class LauncherForm(anywidget.AnyWidget):
     problem = traitlets.Dict().tag(sync=True)
     code = traitlets.Unicode().tag(sync=True)
     claims: traitlets.List[str] = traitlets.List().tag(sync=True)
+    claims_said = traitlets.Unicode().tag(sync=True)
+    """In the place of claims: that they are asked for, that there are none, or why they are not known."""
     job_view = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, namespace: dict[str, Any]) -> None:
@@ -67,8 +69,7 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _changed(self, _change: Any) -> None:
         if self.choice.get("on") == "kubernetes" and not self._asked_for_claims:
-            self._asked_for_claims = True
-            threading.Thread(target=self._list_claims, name="kale_dist claims", daemon=True).start()
+            self._ask_for_claims()
         self._judge()
 
     def _judge(self) -> None:
@@ -92,14 +93,22 @@ class LauncherForm(anywidget.AnyWidget):
             else:
                 self.problem = {}
 
+    def _ask_for_claims(self) -> None:
+        self._asked_for_claims = True
+        self.claims_said = "The cluster is asked"
+        threading.Thread(target=self._list_claims, name="kale_dist claims", daemon=True).start()
+
     def _list_claims(self) -> None:
         """Claims of the cluster, to choose from."""
+        found: list[str] = []
         try:
             backend = backends.get("kubernetes")
-            self.claims = list(backend.volumes()) if isinstance(backend, OffersVolumes) else []
-        except KaleDistError:
-            # The call itself will say what is wrong with the cluster.
-            self.claims = []
+            found = list(backend.volumes()) if isinstance(backend, OffersVolumes) else []
+            said = "" if found else "The namespace has none"
+        except KaleDistError as error:
+            said = str(error)
+        with self.hold_sync():
+            self.claims, self.claims_said = found, said
 
     def _receive(self, _widget: Any, message: Mapping[str, Any], _buffers: Any) -> None:
         actions: dict[Any, Callable[[], str]] = {"look": self._look, "run": self._run}
@@ -117,6 +126,8 @@ class LauncherForm(anywidget.AnyWidget):
         }
         self.fields = _fields(found)
         self.choice = {**candidates.guess(found), **kept}
+        if self._asked_for_claims:
+            self._ask_for_claims()
         self._judge()
         return "Looked again"
 
@@ -164,7 +175,8 @@ def _fields(found: candidates.Candidates) -> list[dict[str, Any]]:
     return [
         *selects,
         {"name": "epochs", "label": "Epochs", "kind": "number"},
-        {"name": "number_of_processes", "label": "Processes", "kind": "number", "hint": "one for each core"},
+        {"name": "number_of_processes", "label": "Processes", "kind": "number", "hint": "one for each core"}
+        | {"hint_elsewhere": "two"},
         {"name": "on", "label": "Where", "kind": "select", "options": [[name, name] for name in backends.NAMES]},
         {"name": "cuda", "label": "GPUs", "kind": "select", "options": [["", "no"], ["yes", "one for each process"]]},
         {"name": "image", "label": "Image", "kind": "text", "hint": "registry/name:tag", "elsewhere": True},

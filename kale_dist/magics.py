@@ -18,7 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from kale_dist import backends, calls, checks, overrides
+from kale_dist import backends, calls, checks, listing, overrides
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.notebook import parameters
@@ -104,15 +104,20 @@ class DistributeMagics(Magics):
         return results if any(result is not None for result in results) else None
 
     @magic_arguments()
-    @argument("--on", default="local", help="Where the jobs run: local, docker or kubernetes")
+    @argument("--on", help="Ask there: local, docker or kubernetes; left out, this machine, for all that it knows of")
     @argument("--namespace", help="Of the cluster; * for all")
     @line_magic
     def jobs(self, line: str) -> None:
         """List jobs, oldest first."""
         options = parse_argstring(self.jobs, line)
-        found = _explained(lambda: calls.jobs(options.on, namespace=options.namespace))
-        rows = [(str(job.ref), job.status.state.value, facts.sentence(job.status, None)) for job in found]
+        found = _explained(lambda: calls.jobs(options.on or "local", namespace=options.namespace))
+        known = [(str(job.ref), job.status) for job in found]
+        elsewhere = [] if options.on else list(listing.last_seen())
+        known += [(str(ref), status) for ref, status in elsewhere]
+        rows = [(ref, status.state.value, facts.sentence(status, None)) for ref, status in known]
         print("\n".join(plain.table(("job", "state", ""), rows)) if rows else "There are no jobs.")
+        if options.on is None:
+            print(listing.hint(elsewhere, "%jobs --on"))
 
     @magic_arguments()
     @argument("ref", help="A job's reference or name")

@@ -16,6 +16,7 @@ _MODULES = (
     "errors",
     "pod_order",
     "strategies",
+    "tracebacks",
     "transport",
     "url_store",
 )

@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 
+import own_state
 import pytest
 from on_cluster import IMAGE, run_kubectl
 
@@ -26,10 +27,7 @@ _ENDS_WITHIN_S = 15.0
 def pytest_configure(config):
     # Not below pytest's own folder: a path of a unix socket has at most 107 bytes.
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kd-", dir="/tmp"))
-    for name in ("state", "run"):
-        (folder / name).mkdir(mode=0o700)
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    os.environ["XDG_RUNTIME_DIR"] = str(folder / "run")
+    own_state.move_into(folder)
     os.environ[_RUN_NAME] = uuid.uuid4().hex
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from kale_dist import contract
 from kale_dist.runtime import processes, worker
@@ -148,9 +148,8 @@ class ForkServer:
         pid = self._ranks.pop(watch)
         self._poll.unregister(watch)
         os.close(watch)
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        if ended is None:  # pragma: no cover - only with WNOHANG
-            return
+        # It gives nothing only with WNOHANG.
+        ended = cast("os.waitid_result", os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
         by_signal = ended.si_code != os.CLD_EXITED
         self._say({"ended": pid, "status": ended.si_status, "by_signal": by_signal})
 

@@ -46,6 +46,8 @@ class Feed:
     """Whether the workers of all ranks must start from the same seeds."""
     samples: int = 0
     """Samples given to this rank since `begin`."""
+    rate: float | None = None
+    """Samples a second of this rank, as last known."""
     passes: int = 0
     current: Batches | None = None
     """The pass that gave the latest batch, unless it is exhausted."""
@@ -155,7 +157,7 @@ class Batches:
         context.mark_progress()
         now = time.monotonic()
         if now - self._told >= context.MIN_INTERVAL_S or self._index in (1, self._steps):
-            self._tell(now)
+            self._tell(now, in_hand=portion.local)
         return batch
 
     def _finish(self) -> None:
@@ -166,7 +168,7 @@ class Batches:
     def _tell_rest(self) -> None:
         """No batch comes from here for now."""
         if self._index and self._told_index != self._index:
-            self._tell(time.monotonic())
+            self._tell(time.monotonic(), in_hand=0)
         if self._feed.pace is not None:
             self._feed.pace.leave()
 
@@ -270,12 +272,15 @@ class Batches:
 
     # -- progress --------------------------------------------------------------------------------------------------
 
-    def _tell(self, now: float) -> None:
+    def _tell(self, now: float, *, in_hand: int) -> None:
+        """Send the progress; nothing has been done yet with the samples in hand."""
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
         self._told, self._told_index = now, self._index
         feed = self._feed
         steps = self._steps if self._steps is not None and self._index <= self._steps else None
-        seconds = now - self._started
+        seconds, done = now - self._started, self._samples - in_hand
+        if done and seconds > 0:
+            feed.rate = round(done / seconds, 1)
         context.emit(
             EventKind.PROGRESS,
             phase=feed.name,
@@ -284,7 +289,7 @@ class Batches:
             step=self._index,
             steps=steps,
             samples=self._samples,
-            samples_per_s=round(self._samples / seconds, 1) if seconds > 0 else None,
+            samples_per_s=feed.rate,
             loss=feed.loss(),
         )
 

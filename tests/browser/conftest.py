@@ -3,24 +3,14 @@
 import importlib.util
 import json
 import os
-import pathlib
-import subprocess
 import sys
 
 import jupyter_lab
+import notebook_parts
 import pytest
 
 REQUIRED = bool(os.environ.get("KALE_DIST_REQUIRE_BROWSER"))
 collect_ignore_glob = [] if REQUIRED or importlib.util.find_spec("playwright") else ["test_*.py"]
-
-KERNEL_6 = pathlib.Path(sys.prefix) / "share" / "kale-dist-tests" / "ipykernel6"
-
-
-def missing(what):
-    """Skip, for this machine lacks something; fail where the tests must not be skipped."""
-    if REQUIRED:
-        pytest.fail(f"{what}, and KALE_DIST_REQUIRE_BROWSER is set")
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +18,9 @@ def server(tmp_path_factory):
     """A JupyterLab; skips where what it needs is not installed."""
     for package in ("jupyterlab", "playwright", "axe_playwright_python"):
         if importlib.util.find_spec(package) is None:
-            missing(f"{package} is not installed")
+            notebook_parts.missing(f"{package} is not installed")
     if jupyter_lab.CHROMIUM is None:
-        missing("there is no chromium")
+        notebook_parts.missing("there is no chromium")
     with jupyter_lab.serve(tmp_path_factory.mktemp("lab")) as found:
         yield found
 
@@ -48,18 +38,13 @@ def browser(server, tmp_path_factory):
 @pytest.fixture(scope="session")
 def kernel_6(server):
     """The name of a kernel with ipykernel 6, whose front ends have no subshells."""
-    if not (KERNEL_6 / "ipykernel").is_dir():
-        wanted = ["--quiet", "--no-deps", "--target", str(KERNEL_6), "ipykernel>=6.29,<7"]
-        ended = subprocess.run([sys.executable, "-m", "pip", "install", *wanted], capture_output=True, check=False)
-        if ended.returncode:
-            missing(f"ipykernel 6 cannot be installed: {ended.stderr.decode(errors='replace')[-300:]}")
     folder = server.folder.parent / "data" / "kernels" / "kernel6"
     folder.mkdir(parents=True)
     spec = {
         "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": "Python 3 (ipykernel 6)",
         "language": "python",
-        "env": {"PYTHONPATH": f"{KERNEL_6}{os.pathsep}{jupyter_lab.ROOT}"},
+        "env": {"PYTHONPATH": f"{notebook_parts.older_ipykernel()}{os.pathsep}{jupyter_lab.ROOT}"},
     }
     (folder / "kernel.json").write_text(json.dumps(spec))
     return "kernel6"

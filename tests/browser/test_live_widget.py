@@ -259,8 +259,12 @@ def test_a_page_that_nobody_sees_is_sent_nothing(notebook):
             document.dispatchEvent(new Event('visibilitychange'));
         }"""
     )
-    page.wait_for_timeout(700)
-    sent.clear()
+    # The kernel hears of it, on a busy machine, a little later.
+    for _ in range(10):
+        sent.clear()
+        page.wait_for_timeout(700)
+        if not sent:
+            break
     page.wait_for_timeout(1500)
     assert sent == []
     before = lines(view).count()

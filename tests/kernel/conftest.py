@@ -23,14 +23,21 @@ class Reply:
     err: str = ""
     error: str = ""
     traceback: str = ""
+    coloured: str = ""
+    """The traceback as a front end gets it."""
     shown: list = dataclasses.field(default_factory=list)
 
 
 class Kernel:
-    """One kernel with one client."""
+    """One kernel with one client.
 
-    def __init__(self, folder):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    Args:
+        folder: It is started there.
+        packages: A folder of packages that it prefers to the installed ones.
+    """
+
+    def __init__(self, folder, packages=ROOT):
+        environment = os.environ | {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}"}
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
         self.manager.start_kernel(env=environment, cwd=str(folder))
         self.client = self.manager.blocking_client()
@@ -62,7 +69,8 @@ class Kernel:
                     reply.__dict__["out" if content["name"] == "stdout" else "err"] += content["text"]
                 case "error":
                     reply.error = f"{content['ename']}: {content['evalue']}"
-                    reply.traceback = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+                    reply.coloured = "\n".join(content["traceback"])
+                    reply.traceback = re.sub(r"\x1b\[[\d;]*m", "", reply.coloured)
                 case "execute_result" | "display_data":
                     reply.shown.append(content["data"])
                 case "status" if content["execution_state"] == "idle":

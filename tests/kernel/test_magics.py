@@ -27,7 +27,7 @@ def test_a_cell_runs_on_every_rank_and_its_last_expression_comes_back(kernel):
         "(rank, world_size, device, scaled(2), total.item(), again(2))"
     )
     assert value(reply) == "[(0, 2, 'cpu', 20, 1.0, 20), (1, 2, 'cpu', 22, 1.0, 22)]"
-    assert "succeeded" in reply.shown[0]["text/html"] or "text/html" in reply.shown[0]
+    assert "Job cell-" in reply.shown[0]["text/html"]
     assert kernel.good("print(x, job.status.state.value)") == "10 succeeded"
 
 
@@ -108,7 +108,10 @@ def spoken(kernel, loaded):
 
 
 def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
-    assert "local://spoken" in kernel.good("%jobs")
+    listed = kernel.good("%jobs")
+    assert "local://spoken" in listed
+    assert "Elsewhere: %jobs --on docker or %jobs --on kubernetes" in listed
+    assert "Elsewhere" not in kernel.good("%jobs --on local")
     assert kernel.good("%logs spoken --rank 1") == "[1] rank 1"
     assert kernel.good("%logs local://spoken --tail 1 --rank 0") == "[0] rank 0"
     kernel.good("again = None")

@@ -33,6 +33,16 @@ def test_functions_see_globals_helpers_closures_and_classes_of_other_cells(tmp_p
     )
 
 
+def test_loggers_and_text_files_that_are_read_travel(tmp_path):
+    (tmp_path / "words.txt").write_text("read\nunread\n")
+    play(
+        tmp_path,
+        "import logging\nlogger, words = logging.getLogger('a.b'), open('words.txt')\nfirst = words.readline()",
+        "def call():\n    return logger.name, logger is logging.getLogger('a.b'), words.read()",
+        after="assert outcome.value == ('a.b', True, 'unread\\n'), outcome",
+    )
+
+
 def test_main_in_the_rank_is_like_the_notebooks(tmp_path):
     printed = play(
         tmp_path,

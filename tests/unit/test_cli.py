@@ -1,6 +1,7 @@
 """The command line on real jobs, mostly as a program of its own."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -11,8 +12,10 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import records
+from kale_dist import contract, records
+from kale_dist.backends.base import JobRef
 from kale_dist.cli import main
+from kale_dist.contract import EventKind, StateName
 from kale_dist.errors import JobNotFoundError
 
 
@@ -65,7 +68,63 @@ def test_jobs_lists_state_ranks_and_sizes(job, capsys):
 
 def test_jobs_of_an_empty_machine(tmp_path):
     found = program("jobs", env={**os.environ, "XDG_STATE_HOME": str(tmp_path)})
+    assert found.returncode == 0
+    assert found.stdout.splitlines()[0] == "There are no jobs."
+    assert "Elsewhere: kale-dist jobs --on docker or kale-dist jobs --on kubernetes" in found.stdout
+    found = program("jobs", "--on", "local", env={**os.environ, "XDG_STATE_HOME": str(tmp_path)})
     assert (found.returncode, found.stdout) == (0, "There are no jobs.\n")
+
+
+@pytest.fixture
+def elsewhere(job):
+    """Records of a job on a cluster, which has ended, and of one on an engine, which ran when it was last seen."""
+    made = {}
+    for ref, states in (
+        ("kubernetes://team/far", [StateName.RUNNING, StateName.SUCCEEDED]),
+        ("docker://near", [StateName.RUNNING]),
+    ):
+        name = JobRef.parse(ref).record_name
+        files = records.create(name, b"key")
+        records.write(dataclasses.replace(records.read("speaks"), ref=ref, name=name))
+        files.events.write_bytes(
+            b"".join(
+                contract.encode_record(
+                    {
+                        "event": EventKind.STATE,
+                        "time": 1.0 + second,
+                        "attempt": 0,
+                        "state": state,
+                        "reason": "",
+                        "cause": "",
+                    }
+                )
+                for second, state in enumerate(states)
+            )
+        )
+        made[ref] = name
+    yield made
+    for name in made.values():
+        records.delete(name)
+
+
+def test_jobs_lists_what_records_know_of_jobs_elsewhere_and_asks_nobody(elsewhere):
+    nowhere = {"KUBECONFIG": "/absent/config", "DOCKER_HOST": "unix:///absent/socket"}
+    found = program("jobs", env=os.environ | nowhere)
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"^speaks +succeeded ", found.stdout, re.MULTILINE)
+    assert re.search(
+        r"^docker://near +running +2 +20\d\d-\d\d-\d\d \d\d:\d\d +\d+\.\d MiB$", found.stdout, re.MULTILINE
+    )
+    assert re.search(r"^kubernetes://team/far +succeeded +2 .* 1\.0 s +\d", found.stdout, re.MULTILINE)
+    assert "as this machine last saw them" in found.stdout
+    assert "As they are now: kale-dist jobs --on docker or kale-dist jobs --on kubernetes" in found.stdout
+
+
+def test_jobs_of_a_place_that_is_named_are_those_of_that_place(elsewhere):
+    found = program("jobs", "--on", "local")
+    assert "speaks" in found.stdout
+    assert "://" not in found.stdout
+    assert "last saw" not in found.stdout
 
 
 def test_status_from_another_process(job):
@@ -100,6 +159,7 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["cancel", "kubernets://a/b"], 2, "there is no backend 'kubernets'"),
         (["status", ""], 2, "does not name a job"),
         (["delete"], 2, "--finished"),
+        (["jobs", "--namespace", "team"], 2, "--namespace: 'local' has none. Add --on kubernetes"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
         (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
         (["run", "nosuch.ipynb", "--image", "a"], 2, "set the jobs' own with --set image=..."),

@@ -1,9 +1,10 @@
 import inspect
 import pickle
+import traceback
 
 import pytest
 
-from kale_dist import errors
+from kale_dist import checks, errors
 
 SAMPLES = {
     "ConfigError": ("epochs", "0 is less than 1", "Give an int of 1 or more"),
@@ -48,3 +49,11 @@ def test_messages_name_argument_value_and_remedy():
         ("train_step", "closure log", "_io.TextIOWrapper"), "it is open", "Open it there"
     )
     assert str(path).startswith("train_step -> closure log -> _io.TextIOWrapper cannot be sent")
+
+
+def test_where_there_is_no_shell_a_notebooks_traceback_is_the_whole_one():
+    with pytest.raises(errors.ConfigError) as caught:
+        checks.check_count("epochs", 0)
+    text = "".join(caught.value._render_traceback_())
+    assert text == "".join(traceback.format_exception(caught.value))
+    assert "kale_dist/checks.py" in text

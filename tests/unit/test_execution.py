@@ -71,6 +71,19 @@ def test_a_failing_cell_ends_it_with_1_and_its_traceback_comes_last(story):
     assert "out.ipynb" in errors.splitlines()[-1]
 
 
+def test_a_mistake_in_a_call_ends_with_the_users_line_and_one_sentence(tmp_path):
+    path = write(tmp_path / "a.ipynb", "import kale_dist as kd\nkd.launch(print, number_of_processes=-1)")
+    running = start(path, "-o", tmp_path / "out.ipynb")
+    _, errors = running.communicate(timeout=60)
+    *before, sentence, _ = errors.splitlines()
+    assert running.returncode == 1
+    assert sentence == "ConfigError: number_of_processes: -1 is less than 1. Give an int of 1 or more"
+    assert "----> 2 kd.launch(print, number_of_processes=-1)" in before
+    assert "kale_dist/" not in errors
+    (kept,) = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[1].outputs
+    assert "kale_dist/" not in "".join(kept["traceback"])
+
+
 def test_what_cells_print_and_what_ranks_log_comes_in_whole_lines_and_in_order(story):
     lines = story[1]
     for rank in (0, 1):

@@ -195,10 +195,6 @@ def test_positional_arguments_have_their_parameters_names(log):
     assert refuse(print, log).path[0] == "argument 1"
 
 
-def test_loggers_and_read_text_travel():
-    capture(len, (logging.getLogger("a.b"),), {}, store=blobs.MemoryStore(), label="fine")
-
-
 class Stubborn:
     def __reduce__(self):
         raise RuntimeError("I will not")

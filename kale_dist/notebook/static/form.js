@@ -43,7 +43,10 @@ function render({ model, el }) {
   const problem = element("div", { class: "kd-problem", id: `${id}-problem`, role: "status" });
   const code = element("pre", { class: "kd-code", tabindex: "0", "aria-label": "The call" });
   const said = element("div", { class: "kd-said", role: "status" });
-  const claims = element("datalist", { id: `${id}-claims` });
+  const claims = element("span", { class: "kd-chips" });
+  const claimsSaid = element("span", { class: "kd-quiet", role: "status" });
+  const claimsRow = element("div", { class: "kd-claims", role: "group", "aria-labelledby": `${id}-claims` },
+    element("span", { id: `${id}-claims` }, "Claims of the cluster, to mount"), claims, claimsSaid);
   const place = element("div", { class: "kd-place" });
   let forget;
   const announce = (text) => {
@@ -64,7 +67,7 @@ function render({ model, el }) {
   const run = element("button", { type: "button", onclick: () => model.send({ ask: "run" }) }, "Run");
   const look = element("button", { type: "button", onclick: () => model.send({ ask: "look" }) }, "Look again");
   const root = element("form", { class: "kd-form", "aria-label": "Distributed training", onsubmit: (event) => event.preventDefault() },
-    element("strong", {}, "Distributed training"), grid, claims, problem, code,
+    element("strong", {}, "Distributed training"), grid, claimsRow, problem, code,
     element("div", { class: "kd-actions" }, write, copy, run, look, said), place);
 
   let timer;
@@ -77,7 +80,35 @@ function render({ model, el }) {
   }
 
   function drawVisible(choice) {
-    for (const [name, { field, row }] of inputs) row.hidden = Boolean(field.elsewhere) && (choice.on || "local") === "local" && !choice[name];
+    const here = (choice.on || "local") === "local";
+    for (const [name, { field, input, row }] of inputs) {
+      row.hidden = Boolean(field.elsewhere) && here && !choice[name];
+      if (field.hint_elsewhere) input.placeholder = here ? field.hint : field.hint_elsewhere;
+    }
+    claimsRow.hidden = choice.on !== "kubernetes";
+    const taken = new Set(volumes(choice).map(([, source]) => source));
+    for (const chip of claims.children) chip.setAttribute("aria-pressed", String(taken.has(chip.textContent)));
+  }
+
+  // Pairs of a path and what is mounted there.
+  const volumes = (choice) => (choice.volumes ?? "").split(",").filter((part) => part.trim())
+    .map((part) => [part.split("=")[0].trim(), part.split("=").slice(1).join("=").trim()]);
+
+  // A claim that is chosen gets a path, which one may change; once more, and it is left out.
+  function toggleClaim(name) {
+    const before = volumes(model.get("choice"));
+    const pairs = before.filter(([, source]) => source !== name);
+    if (pairs.length === before.length) pairs.push([pairs.some(([path]) => path === "/data") ? `/${name}` : "/data", name]);
+    const text = pairs.map(([path, source]) => `${path}=${source}`).join(", ");
+    inputs.get("volumes").input.value = text;
+    changed("volumes", text);
+  }
+
+  function drawClaims() {
+    claims.replaceChildren(...model.get("claims").map((name) =>
+      element("button", { type: "button", onclick: () => toggleClaim(name) }, name)));
+    claimsSaid.textContent = model.get("claims_said");
+    drawVisible(model.get("choice"));
   }
 
   function drawFields() {
@@ -95,7 +126,7 @@ function render({ model, el }) {
       } else {
         input = element("input", { ...listen, type: "text", inputmode: field.kind === "number" ? "numeric" : "text",
           placeholder: field.hint, autocomplete: "off", spellcheck: "false",
-          list: field.name === "volumes" ? `${id}-claims` : null, oninput: () => changed(field.name, input.value) });
+          oninput: () => changed(field.name, input.value) });
       }
       input.value = choice[field.name] ?? "";
       const row = element("label", { class: "kd-field", for: name }, element("span", {}, field.label), input);
@@ -135,13 +166,15 @@ function render({ model, el }) {
     ["change:choice", drawChoice],
     ["change:problem", drawProblem],
     ["change:code", () => (code.textContent = model.get("code"))],
-    ["change:claims", () => claims.replaceChildren(...model.get("claims").map((name) => element("option", { value: `/data=${name}` })))],
+    ["change:claims", drawClaims],
+    ["change:claims_said", drawClaims],
     ["change:job_view", drawJob],
     ["msg:custom", (message) => message.said && announce(message.said)],
   ];
   watched.forEach(([event, callback]) => model.on(event, callback));
   el.append(root);
   drawFields();
+  drawClaims();
   code.textContent = model.get("code");
   drawJob();
   return () => {

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -250,6 +251,31 @@ def in_job(folder):
     with os.fdopen(read) as pipe:
         events = [json.loads(line) for line in pipe]
     return events, model.state_dict(), optimizer.state_dict()
+
+
+def rates_of_a_slow_step(folder):
+    """What progress says of a step that takes 50 ms for each batch of four samples."""
+    read, write = os.pipe()
+    context.activate(context.Context(job="j", in_job=True, folder=folder), write)
+
+    def step(model, data_loader, criterion, optimizer, device, args):
+        for _ in data_loader:
+            time.sleep(0.05)
+
+    fit(net(), DataLoader(data(12), 4), train_step=step, epochs=2)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        events = [json.loads(line) for line in pipe]
+    return [(e["epoch"], e["step"], e["samples_per_s"]) for e in events if e["event"] == "progress"]
+
+
+def test_samples_in_hand_do_not_count_as_done_in_the_rate(ranks, tmp_path):
+    rates = ranks(1, rates_of_a_slow_step, tmp_path, keep=False)[0]
+    assert rates[0] == (1, 1, None)
+    told = [rate for _, _, rate in rates[1:]]
+    assert all(0 < rate <= 80 for rate in told), rates
+    # The first step of an epoch goes on with the last that is known.
+    assert (2, 1) in [(epoch, step) for epoch, step, _ in rates]
 
 
 def test_events_and_checkpoints_of_a_job(ranks, tmp_path):

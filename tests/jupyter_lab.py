@@ -9,11 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import nbformat
+import own_state
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
@@ -105,6 +107,16 @@ def browse(server, folder):
         found = playwright.chromium.launch(executable_path=str(started), args=QUIET)
         yield found
         found.close()
+
+
+@contextlib.contextmanager
+def lab_and_browser():
+    """For scripts: a JupyterLab with a Chromium in its network, and a state that goes with them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        own_state.move_into(folder)
+        with serve(folder) as server, browse(server, folder) as browser:
+            yield server, browser
 
 
 def new_notebook(cells, kernel="python3"):
@@ -226,6 +238,7 @@ class Notebook:
         self.page.set_viewport_size({"width": width, "height": 900})
         self.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         self.page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
         # Colours fade in after a change of theme.
         self.page.evaluate(
             """() => Promise.allSettled(document.getAnimations().filter((one) => one instanceof CSSTransition)

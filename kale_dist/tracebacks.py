@@ -1,0 +1,104 @@
+"""What a notebook shows of an error of this library: the user's own lines, and no others. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pathlib
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Iterator
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+
+
+def for_notebook(error: BaseException) -> list[str]:
+    """An error's traceback as IPython's own formatter writes it, in its colours and mode, of the user's lines alone.
+
+    Left out are frames of this library and of what it calls, and causes that have no others. `%xmode --show`, which
+    has IPython show what is hidden, brings them back.
+
+    Args:
+        error: It is being shown; afterwards it is as it was.
+
+    Returns:
+        Parts of the text, as IPython wants them; without IPython the whole traceback.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return traceback.format_exception(error)
+    formatter = shell.InteractiveTB
+    parts: list[str]
+    if not formatter.skip_hidden:
+        parts = formatter.structured_traceback(type(error), error, error.__traceback__)
+        return parts
+    with _reduced(error):
+        # IPython's own frames, which an offset would leave out, are not there.
+        parts = formatter.structured_traceback(type(error), error, error.__traceback__, tb_offset=0)
+    return parts
+
+
+@contextlib.contextmanager
+def _reduced(error: BaseException) -> Iterator[None]:
+    """While this lasts, the error and its causes have the user's frames alone, and there are no other causes."""
+    links = _chain(error)
+    before = [(one, one.__traceback__, one.__cause__, one.__context__, one.__suppress_context__) for one in links]
+    try:
+        shown = [error]
+        error.__traceback__ = _of_user(error.__traceback__, called=False)
+        for link in links[1:]:
+            whole = link.__traceback__
+            link.__traceback__ = _of_user(whole, called=True)
+            # What a rank raised comes without frames; its text has them.
+            if whole is None or link.__traceback__ is not None:
+                shown.append(link)
+        for link, following in itertools.zip_longest(shown, shown[1:]):
+            if _next(link) is not following:
+                link.__cause__ = following
+        yield
+    finally:
+        for link, frames, cause, context, suppressed in before:
+            link.__traceback__, link.__cause__, link.__context__ = frames, cause, context
+            link.__suppress_context__ = suppressed
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it came from, as a traceback has them."""
+    links: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in links:
+        links.append(following)
+        following = _next(following)
+    return links
+
+
+def _next(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _of_user(frames: types.TracebackType | None, *, called: bool) -> types.TracebackType | None:
+    """The frames without this library's, IPython's, and those of other libraries if this one called them."""
+    kept = []
+    while frames is not None:
+        package = str(frames.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        called = called or package == "kale_dist"
+        if package not in ("kale_dist", "IPython") and not (called and _is_library(frames.tb_frame.f_code.co_filename)):
+            kept.append(frames)
+        frames = frames.tb_next
+    following = None
+    for one in reversed(kept):
+        following = types.TracebackType(following, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return following
+
+
+def _is_library(filename: str) -> bool:
+    path = pathlib.PurePath(filename)
+    return (
+        filename.startswith("<frozen ")
+        or path.is_relative_to(_STANDARD_LIBRARY)
+        or not _INSTALLED.isdisjoint(path.parts)
+    )
