@@ -53,7 +53,8 @@ class Gzip:
         self._out = out
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kale-dist-gzip")
         self._packing: collections.deque[Future[bytes]] = collections.deque()
-        self._rest = bytearray()
+        self._begun: list[bytes | memoryview] = []
+        self._missing = BLOCK_BYTES
         self._checksum = 0
         self._size = 0
         out.write(_HEADER)
@@ -69,29 +70,32 @@ class Gzip:
             self._threads.shutdown(cancel_futures=True)
 
     def write(self, data: bytes) -> int:
-        """Add bytes."""
+        """Add bytes, which do not change afterwards."""
         self._checksum = zlib.crc32(data, self._checksum)
         self._size += len(data)
-        self._rest += data
-        while len(self._rest) >= BLOCK_BYTES:
-            block = bytes(self._rest[:BLOCK_BYTES])
-            del self._rest[:BLOCK_BYTES]
-            self._packing.append(self._threads.submit(_packed, block))
+        rest = memoryview(data)
+        while len(rest) >= self._missing:
+            self._packing.append(self._threads.submit(_packed, [*self._begun, rest[: self._missing]]))
+            rest, self._begun, self._missing = rest[self._missing :], [], BLOCK_BYTES
             if len(self._packing) > 2 * _THREADS:
                 self._out.write(self._packing.popleft().result())
+        if rest:
+            self._begun.append(rest)
+            self._missing -= len(rest)
         return len(data)
 
     def _finish(self) -> None:
         while self._packing:
             self._out.write(self._packing.popleft().result())
-        if self._rest:
-            self._out.write(_packed(bytes(self._rest)))
+        if self._begun:
+            self._out.write(_packed(self._begun))
         self._out.write(_LAST_BLOCK)
         self._out.write(self._checksum.to_bytes(4, "little") + (self._size % (1 << 32)).to_bytes(4, "little"))
 
 
-def _packed(block: bytes) -> bytes:
+def _packed(parts: list[bytes | memoryview]) -> bytes:
     """A part of a deflate stream that ends at a whole byte."""
+    block = b"".join(parts)
     if not _shrinks(block):
         return _stored(block)
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
