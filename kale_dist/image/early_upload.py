@@ -8,6 +8,7 @@ wrong on the way is no error here: what is missing is sent again by the ordinary
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from typing import BinaryIO, Self
 
 from kale_dist.errors import ImageError
 from kale_dist.image.connection import CutError
-from kale_dist.image.network import BLOCK_BYTES
 from kale_dist.image.upload import SINGLE_BYTES
 from kale_dist.image.upload_session import Begun, Session
+
+_BLOCK_BYTES = 256 << 10
 
 _LOOK_S = 0.05
 """How often the user is told how much has been sent."""
@@ -40,7 +42,7 @@ class EarlyUpload:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._change = threading.Condition()
-        self._path: pathlib.Path | None = None
+        self._file: BinaryIO | None = None
         self._written = 0
         self._sent = 0
         self._is_written = False
@@ -55,14 +57,20 @@ class EarlyUpload:
             path: The same each time. It may be renamed afterwards.
             size: Bytes that can be read from it.
         """
+        if size <= SINGLE_BYTES:
+            return
+        if self._file is None:
+            # Opened here, where it surely has that name.
+            self._file = path.open("rb")
+        self.begin()
         with self._change:
             self._written = size
             self._change.notify()
-        if self._thread is None and size > SINGLE_BYTES:
-            # Opened here, where it surely has that name.
-            self._thread = threading.Thread(
-                target=self._run, args=(path.open("rb"),), name="kale-dist-upload", daemon=True
-            )
+
+    def begin(self) -> None:
+        """Let the registry know that there will be something, before there is. Calling it again does nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kale-dist-upload", daemon=True)
             self._thread.start()
 
     def take(self, progress: Callable[[int, int], None]) -> Begun | None:
@@ -99,27 +107,30 @@ class EarlyUpload:
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
+        if self._file is not None:
+            self._file.close()
 
-    def _run(self, file: BinaryIO) -> None:
-        with file:
-            try:
-                self._begun = Begun(self._session.start(), 0)
-                sent = -1
-                # A registry that keeps nothing of a chunk is asked no further.
-                while sent < self._begun.have and self._is_worth(self._begun.have):
-                    sent = self._begun.have
-                    self._send(file, self._begun)
-            except _StoppedError:
-                pass
-            except CutError:
-                if self._begun is not None:
-                    with contextlib.suppress(ImageError):
-                        self._begun = self._session.status(self._begun.where)
-            except (ImageError, OSError):
-                # Refused: the ordinary upload begins anew, and meets it again where it is for good.
-                if self._begun is not None:
-                    begun, self._begun = self._begun, None
-                    self._session.discard(begun.where)
+    def _run(self) -> None:
+        try:
+            self._begun = Begun(self._session.start(), 0)
+            sent = -1
+            # A registry that keeps nothing of a chunk is asked no further.
+            while sent < self._begun.have and self._is_worth(self._begun.have):
+                sent = self._begun.have
+                self._send(self._begun)
+        except _StoppedError:
+            pass
+        except CutError:
+            begun, self._begun = self._begun, None
+            if begun is not None:
+                # A registry that has forgotten it refuses.
+                with contextlib.suppress(ImageError):
+                    self._begun = self._session.status(begun.where)
+        except (ImageError, OSError):
+            # Refused: the ordinary upload begins anew, and meets it again where it is for good.
+            if self._begun is not None:
+                begun, self._begun = self._begun, None
+                self._session.discard(begun.where)
 
     def _is_worth(self, have: int) -> bool:
         """Wait for a chunk to send: the first as soon as there is anything, the others when they are whole."""
@@ -128,24 +139,24 @@ class EarlyUpload:
             self._change.wait_for(lambda: self._is_stopped or self._is_written or self._written >= wanted)
             return not self._is_stopped and self._written >= wanted
 
-    def _send(self, file: BinaryIO, begun: Begun) -> None:
+    def _send(self, begun: Begun) -> None:
         end = begun.have + self._session.chunk
-        self._begun = self._session.patch(
+        where, have = self._session.patch(
             begun.where,
-            lambda: self._blocks(file, begun.have, end),
+            lambda: self._blocks(begun.have, end),
             begun.have,
             # The first has no length: it ends where the file does, if that is sooner.
             end if begun.have else None,
             is_whole=False,
         )
+        self._begun = Begun(where, self._sent if have is None else have)
 
-    def _blocks(self, file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-        file.seek(begin)
+    def _blocks(self, begin: int, end: int) -> Iterator[bytes]:
         while begin < end:
             there = self._wait_beyond(begin)
-            if there <= begin:
+            if there <= begin or self._file is None:
                 return
-            block = file.read(min(BLOCK_BYTES, there - begin, end - begin))
+            block = os.pread(self._file.fileno(), min(_BLOCK_BYTES, there - begin, end - begin), begin)
             if not block:
                 raise OSError("The file is shorter than was said.")
             yield block

@@ -114,6 +114,7 @@ def _stored(block: bytes) -> bytes:
 def _shrinks(block: bytes) -> bool:
     """Whether compressing is worth its time, as samples from all over the block tell."""
     step = max(len(block) // _SAMPLES, 1)
-    samples = [block[start : start + _SAMPLE_BYTES] for start in range(0, len(block), step)]
+    # Not its very beginning: headers of a tar shrink, whatever follows them.
+    samples = [block[start : start + _SAMPLE_BYTES] for start in range(step // 2, len(block), step)]
     # Each by itself: one that shrinks to nothing would hide those that do not, and the other way round.
     return any(len(zlib.compress(sample, _LEVEL)) < _WORTH * len(sample) for sample in samples)

@@ -38,6 +38,9 @@ from kale_dist.recipe import ZSTD, Recipe
 if TYPE_CHECKING:
     from kale_dist.image.packages import Wheel
 
+_EARLY_BYTES = 4 << 20
+"""Packages of which a registry is told before they are unpacked."""
+
 _HISTORY = "kale-dist: packages and files of a recipe"
 
 
@@ -132,6 +135,8 @@ def build(
             if packed is None or recipe.rebuild or not is_there:
                 if not is_there:
                     early = ended.enter_context(registry.early_upload(repository))
+                    if sum(wheel.path.stat().st_size for wheel in wheels) > _EARLY_BYTES:
+                        early.begin()
                 packed = _pack(recipe, wheels, inventory, gone, folder, early)
                 _remember(place, packed)
             layers.append(packed.layer)

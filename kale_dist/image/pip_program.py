@@ -41,6 +41,8 @@ with open(os.devnull) as nothing:
 gc.disable()
 try:
     import pip._internal.cli.main, pip._internal.commands.download, pip._internal.commands.install
+    import pip._internal.network.session as session
+    session.user_agent = lambda: "pip/" + pip.__version__
 except ImportError:
     pass
 gc.freeze()
@@ -60,8 +62,9 @@ for command in commands:
 """Reads commands as lines of JSON and marks the end of each; the first that fails is the last.
 
 Starting pip takes longer than what it does for a few packages: its modules are imported while the first command is made
-ready, and what they consist of is not looked through for garbage, of which there is none. A command that failed may be tried again with other
-packages in a folder that pip has looked into, and would not look into again.
+ready, and what they consist of is not looked through for garbage, of which there is none. Nor does it run programs (rustc,
+lsb_release) to tell the index about this machine, which the packages are not for. A command that failed may be tried
+again with other packages in a folder that pip has looked into, and would not look into again.
 """
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "arm": "armv7l"}

@@ -143,7 +143,8 @@ class Upload:
         """Send one chunk; gives where the next goes and how many bytes the registry has."""
         is_whole = (begin, end) == (0, self._size)
         try:
-            return self._session.patch(where, lambda: self._blocks(begin, end), begin, end, is_whole=is_whole)
+            where, have = self._session.patch(where, lambda: self._blocks(begin, end), begin, end, is_whole=is_whole)
+            return Begun(where, end if have is None else have)
         except RefusedError as error:
             if error.status == _TOO_LARGE and self._session.chunk > _SMALL_CHUNK_BYTES:
                 self._session.chunk = _SMALL_CHUNK_BYTES

@@ -53,7 +53,7 @@ class Session:
 
     def patch(
         self, where: str, blocks: Callable[[], Iterable[bytes]], begin: int, end: int | None, *, is_whole: bool
-    ) -> Begun:
+    ) -> tuple[str, int | None]:
         """Send one chunk.
 
         Args:
@@ -64,7 +64,7 @@ class Session:
             is_whole: Docker sends blobs as one chunk without a range, so that every registry takes that.
 
         Returns:
-            Where the next one goes, and what the registry has.
+            Where the next one goes, and what the registry has; None: it does not say, and there was no `end`.
         """
         headers = {"Content-Type": "application/octet-stream"}
         if end is not None:
@@ -82,14 +82,13 @@ class Session:
             repeat=False,
         )
         self._connection.done(answer)
-        arrived = _received(answer.headers.get("Range"), begin if end is None else end)
-        return Begun(self._next(answer.headers.get("Location"), where), arrived)
+        return self._next(answer.headers.get("Location"), where), _received(answer.headers.get("Range"), end)
 
     def status(self, where: str) -> Begun:
         """Where to go on, and what the registry has."""
         answer = self._connection.send("GET", where, doing=self.doing, access=self._access, expect=(204, 200, 202))
         self._connection.done(answer)
-        return Begun(self._next(answer.headers.get("Location"), where), _received(answer.headers.get("Range"), 0))
+        return Begun(self._next(answer.headers.get("Location"), where), _received(answer.headers.get("Range"), 0) or 0)
 
     def discard(self, where: str) -> None:
         """Tell the registry that nobody goes on; where it cannot be told, it forgets by itself one day."""
@@ -104,7 +103,7 @@ class Session:
         return self._connection.absolute(location or where, self._connection.absolute(where))
 
 
-def _received(header: str | None, otherwise: int) -> int:
+def _received(header: str | None, otherwise: int | None) -> int | None:
     """Bytes that a `Range` header (`0-99`, `bytes=0-99`) says have arrived.
 
     Distribution says `0-0` where nothing has. A single byte looks the same: that upload begins again.
