@@ -153,7 +153,7 @@ class EarlyUpload:
 
     def _blocks(self, begin: int, end: int) -> Iterator[bytes]:
         while begin < end:
-            there = self._wait_beyond(begin)
+            there = self._wait_beyond(begin, is_open_ended=begin < self._session.chunk)
             if there <= begin or self._file is None:
                 return
             block = os.pread(self._file.fileno(), min(_BLOCK_BYTES, there - begin, end - begin), begin)
@@ -163,10 +163,13 @@ class EarlyUpload:
             begin += len(block)
             self._sent = begin
 
-    def _wait_beyond(self, begin: int) -> int:
+    def _wait_beyond(self, begin: int, *, is_open_ended: bool) -> int:
         """How much there is to read: more than `begin`, unless that is all."""
         with self._change:
             self._change.wait_for(lambda: self._is_stopped or self._is_written or self._written > begin)
             if self._is_stopped:
+                if is_open_ended:
+                    # Ended as it should, the request leaves an upload that the registry can be told to forget.
+                    return begin
                 raise _StoppedError
             return self._written

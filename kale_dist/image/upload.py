@@ -80,7 +80,6 @@ class Upload:
         self._access = access
         self._progress = progress
         self._begun = begun
-        self._where = ""
         self._doing = f"upload {digest[:19]} into {repository}"
         self._session = Session(connection, repository, access, self._doing)
 
@@ -104,19 +103,9 @@ class Upload:
                 return
 
     def _send(self) -> None:
-        begun, self._begun = self._begun or Begun(self._session.start(), 0), None
-        self._where = begun.where
-        try:
-            self._send_from(begun)
-        except Exception:
-            raise
-        except BaseException:
-            # An interrupt: nobody will go on.
-            self._session.discard(self._where)
-            raise
-
-    def _send_from(self, begun: Begun) -> None:
-        (where, have), cuts = begun, 0
+        (where, have), cuts = self._begun or Begun(self._session.start(), 0), 0
+        # A second try begins anew.
+        self._begun = None
         if self._size <= SINGLE_BYTES:
             return self._finish(where, 0)
         while have < self._size:
@@ -125,7 +114,7 @@ class Upload:
                 where, arrived = self._patch(where, have, min(have + chunk, self._size))
                 if arrived <= have and self._session.chunk == chunk:
                     raise _LostError(f"Could not {self._doing}: the registry keeps no bytes.", retryable=True)
-                self._where, have, cuts = where, arrived, 0
+                have, cuts = arrived, 0
             except CutError as error:
                 cuts += 1
                 if cuts > _CUTS:
