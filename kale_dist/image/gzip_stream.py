@@ -75,31 +75,43 @@ class Gzip:
         self._size += len(data)
         rest = memoryview(data)
         while len(rest) >= self._missing:
-            self._packing.append(self._threads.submit(_packed, [*self._begun, rest[: self._missing]]))
+            self._pack(b"".join((*self._begun, rest[: self._missing])))
             rest, self._begun, self._missing = rest[self._missing :], [], BLOCK_BYTES
-            if len(self._packing) > 2 * _THREADS:
-                self._out.write(self._packing.popleft().result())
         if rest:
             self._begun.append(rest)
             self._missing -= len(rest)
         return len(data)
 
+    def _pack(self, block: bytes) -> None:
+        """Have a block compressed by a thread, or stored by this one: that is done sooner than a thread is woken."""
+        if _shrinks(block):
+            self._packing.append(self._threads.submit(_compressed, block))
+        elif self._packing:
+            self._packing.append(_done(_stored(block)))
+        else:
+            self._out.write(_stored(block))
+        while self._packing and (len(self._packing) > 2 * _THREADS or self._packing[0].done()):
+            self._out.write(self._packing.popleft().result())
+
     def _finish(self) -> None:
+        if self._begun:
+            self._pack(b"".join(self._begun))
         while self._packing:
             self._out.write(self._packing.popleft().result())
-        if self._begun:
-            self._out.write(_packed(self._begun))
         self._out.write(_LAST_BLOCK)
         self._out.write(self._checksum.to_bytes(4, "little") + (self._size % (1 << 32)).to_bytes(4, "little"))
 
 
-def _packed(parts: list[bytes | memoryview]) -> bytes:
+def _compressed(block: bytes) -> bytes:
     """A part of a deflate stream that ends at a whole byte."""
-    block = b"".join(parts)
-    if not _shrinks(block):
-        return _stored(block)
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     return compressor.compress(block) + compressor.flush(zlib.Z_SYNC_FLUSH)
+
+
+def _done(data: bytes) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    future.set_result(data)
+    return future
 
 
 def _stored(block: bytes) -> bytes:
