@@ -53,7 +53,8 @@ class Gzip:
         self._out = out
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kale-dist-gzip")
         self._packing: collections.deque[Future[bytes]] = collections.deque()
-        self._rest = bytearray()
+        self._begun: list[bytes | memoryview] = []
+        self._missing = BLOCK_BYTES
         self._checksum = 0
         self._size = 0
         out.write(_HEADER)
@@ -69,33 +70,48 @@ class Gzip:
             self._threads.shutdown(cancel_futures=True)
 
     def write(self, data: bytes) -> int:
-        """Add bytes."""
+        """Add bytes, which do not change afterwards."""
         self._checksum = zlib.crc32(data, self._checksum)
         self._size += len(data)
-        self._rest += data
-        while len(self._rest) >= BLOCK_BYTES:
-            block = bytes(self._rest[:BLOCK_BYTES])
-            del self._rest[:BLOCK_BYTES]
-            self._packing.append(self._threads.submit(_packed, block))
-            if len(self._packing) > 2 * _THREADS:
-                self._out.write(self._packing.popleft().result())
+        rest = memoryview(data)
+        while len(rest) >= self._missing:
+            self._pack(b"".join((*self._begun, rest[: self._missing])))
+            rest, self._begun, self._missing = rest[self._missing :], [], BLOCK_BYTES
+        if rest:
+            self._begun.append(rest)
+            self._missing -= len(rest)
         return len(data)
 
+    def _pack(self, block: bytes) -> None:
+        """Have a block compressed by a thread, or stored by this one: that is done sooner than a thread is woken."""
+        if _shrinks(block):
+            self._packing.append(self._threads.submit(_compressed, block))
+        elif self._packing:
+            self._packing.append(_done(_stored(block)))
+        else:
+            self._out.write(_stored(block))
+        while self._packing and (len(self._packing) > 2 * _THREADS or self._packing[0].done()):
+            self._out.write(self._packing.popleft().result())
+
     def _finish(self) -> None:
+        if self._begun:
+            self._pack(b"".join(self._begun))
         while self._packing:
             self._out.write(self._packing.popleft().result())
-        if self._rest:
-            self._out.write(_packed(bytes(self._rest)))
         self._out.write(_LAST_BLOCK)
         self._out.write(self._checksum.to_bytes(4, "little") + (self._size % (1 << 32)).to_bytes(4, "little"))
 
 
-def _packed(block: bytes) -> bytes:
+def _compressed(block: bytes) -> bytes:
     """A part of a deflate stream that ends at a whole byte."""
-    if not _shrinks(block):
-        return _stored(block)
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     return compressor.compress(block) + compressor.flush(zlib.Z_SYNC_FLUSH)
+
+
+def _done(data: bytes) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    future.set_result(data)
+    return future
 
 
 def _stored(block: bytes) -> bytes:
@@ -110,6 +126,7 @@ def _stored(block: bytes) -> bytes:
 def _shrinks(block: bytes) -> bool:
     """Whether compressing is worth its time, as samples from all over the block tell."""
     step = max(len(block) // _SAMPLES, 1)
-    samples = [block[start : start + _SAMPLE_BYTES] for start in range(0, len(block), step)]
+    # Not its very beginning: headers of a tar shrink, whatever follows them.
+    samples = [block[start : start + _SAMPLE_BYTES] for start in range(step // 2, len(block), step)]
     # Each by itself: one that shrinks to nothing would hide those that do not, and the other way round.
     return any(len(zlib.compress(sample, _LEVEL)) < _WORTH * len(sample) for sample in samples)

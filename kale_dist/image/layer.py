@@ -15,7 +15,7 @@ import pathlib
 import posixpath
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import IO, cast
 
 from kale_dist.errors import ImageError
@@ -66,13 +66,20 @@ def whiteout(path: str) -> Entry:
     return Entry(path=posixpath.join(folder, WHITEOUT + name), content=b"")
 
 
-def make_layer(entries: Iterable[Entry], out: pathlib.Path, compression: str = GZIP) -> Layer:
+def make_layer(
+    entries: Iterable[Entry],
+    out: pathlib.Path,
+    compression: str = GZIP,
+    *,
+    grown: Callable[[pathlib.Path, int], None] = lambda _path, _size: None,
+) -> Layer:
     """Write a layer.
 
     Args:
         entries: In any order; each path once.
         out: The file to write; replaced whole, or not at all.
         compression: `gzip` or `zstd`.
+        grown: Told now and then how many bytes can be read already, and of which file; it gets the name `out` in the end.
 
     Returns:
         The layer, at `out`.
@@ -88,7 +95,7 @@ def make_layer(entries: Iterable[Entry], out: pathlib.Path, compression: str = G
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".layer-", delete=False) as file:
             temporary = pathlib.Path(file.name)
             try:
-                layer = _write(ordered, file.file, out, compression)
+                layer = _write(ordered, _Growing(file.file, temporary, grown), out, compression)
                 temporary.replace(out)
             except BaseException:
                 temporary.unlink(missing_ok=True)
@@ -113,7 +120,7 @@ def _check(ordered: list[Entry]) -> None:
             raise ImageError(f"{entry.path!r} cannot be put into an image: give an absolute path without `..`.")
 
 
-def _write(ordered: list[Entry], file: IO[bytes], out: pathlib.Path, compression: str) -> Layer:
+def _write(ordered: list[Entry], file: _Growing, out: pathlib.Path, compression: str) -> Layer:
     """Write the compressed tar, counting and hashing both it and what is in it."""
     packed = _Hashing(file)
     with (Zstd if compression == ZSTD else Gzip)(packed) as compressed:
@@ -137,6 +144,31 @@ def _add(archive: tarfile.TarFile, entry: Entry) -> None:
     with entry.content.open("rb") as source:
         header.size = os.fstat(source.fileno()).st_size
         archive.addfile(header, source)
+
+
+class _Growing:
+    """A file that others read while it is written."""
+
+    def __init__(self, file: IO[bytes], path: pathlib.Path, grown: Callable[[pathlib.Path, int], None]) -> None:
+        self._file = file
+        self._path = path
+        self._grown = grown
+        self._written = 0
+        self._told = 0
+
+    def write(self, data: bytes) -> int:
+        """Add bytes."""
+        self._file.write(data)
+        self._written += len(data)
+        if self._written - self._told >= BLOCK_BYTES:
+            self.flush()
+        return len(data)
+
+    def flush(self) -> None:
+        """Let others read all that there is."""
+        self._file.flush()
+        self._told = self._written
+        self._grown(self._path, self._told)
 
 
 class _Hashing:

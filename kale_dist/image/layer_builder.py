@@ -7,32 +7,39 @@ Packages are one layer; a recipe's own files, which change more often, are anoth
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import pathlib
 import posixpath
+import shutil
 import tempfile
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import base_image, media, replacement, zstd
 from kale_dist.image import inventory as inventories
+from kale_dist.image.early_upload import EarlyUpload
 from kale_dist.image.installed import Distribution
 from kale_dist.image.inventory import Inventory
 from kale_dist.image.kept import write_atomically
 from kale_dist.image.layer import Entry, Layer, make_layer
-from kale_dist.image.pushing import push
+from kale_dist.image.pushing import AT_ONCE, bring, push
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
 from kale_dist.recipe import ZSTD, Recipe
 
 if TYPE_CHECKING:
     from kale_dist.image.packages import Wheel
+
+_EARLY_BYTES = 4 << 20
+"""Packages of which a registry is told before they are unpacked."""
 
 _HISTORY = "kale-dist: packages and files of a recipe"
 
@@ -102,23 +109,35 @@ def build(
 
     inventory = read(files=False)
     _check(recipe, base, inventory, python)
-    wheels = _packages().resolve(recipe, inventory, cache_dir=cache_dir, say=say) if recipe.packages else ()
-    gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
-    if gone:
-        say("Replaced in the base image: " + ", ".join(f"{one.name} {one.version}" for one in gone))
-        if not all(one.files for one in gone):
-            inventory = read(files=True)
-            gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as name:
-        folder = pathlib.Path(name)
+    with contextlib.ExitStack() as ended:
+        folder = ended.enter_context(_working_folder(cache_dir))
+        threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kale-dist-push")
+        ended.callback(threads.shutdown, cancel_futures=True)
+        wheels: Sequence[Wheel] = ()
+        if recipe.packages:
+            wheels = _packages().resolve(recipe, inventory, cache_dir=cache_dir, folder=folder / "pip", say=say)
+        gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
+        if gone:
+            say("Replaced in the base image: " + ", ".join(f"{one.name} {one.version}" for one in gone))
+            if not all(one.files for one in gone):
+                inventory = read(files=True)
+                gone = replacement.replaced(inventory, [wheel.name for wheel in wheels])
+        brought = bring(
+            threads, registry=registry, repository=repository, base_registry=base_registry, base=base, image=image
+        )
         layers: list[Layer] = []
+        early: EarlyUpload | None = None
         installed: tuple[Distribution, ...] = ()
         if wheels:
             place = cache_dir / "packed" / f"{_key(recipe, wheels, inventory, image)}.json"
-            packed = None if recipe.rebuild else _recall(place)
-            if packed is None or not registry.has_blob(repository, packed.layer.digest):
-                packed = _pack(recipe, wheels, inventory, gone, folder)
+            packed = _recall(place)
+            is_there = packed is not None and registry.has_blob(repository, packed.layer.digest)
+            if packed is None or recipe.rebuild or not is_there:
+                if not is_there:
+                    early = ended.enter_context(registry.early_upload(repository))
+                    if sum(wheel.path.stat().st_size for wheel in wheels) > _EARLY_BYTES:
+                        early.begin()
+                packed = _pack(recipe, wheels, inventory, gone, folder, early)
                 _remember(place, packed)
             layers.append(packed.layer)
             installed = packed.distributions
@@ -130,9 +149,25 @@ def build(
         manifest, config = _compose(recipe, image, layers, after, labels)
         digest, sent = push(
             registry=registry, repository=repository, tag=tag, manifest=manifest, config=config, layers=layers,
-            base_registry=base_registry, base=base, image=image, folder=folder, say=say, progress=progress,
+            threads=threads, brought=brought, base_registry=base_registry, base=base, image=image, folder=folder, say=say,
+            progress=progress, early=early,
         )  # fmt: skip
     return Built(digest=digest, size=sum(layer.size for layer in layers), sent=sent)
+
+
+@contextlib.contextmanager
+def _working_folder(cache_dir: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder for what is needed on the way."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-")
+    except OSError as error:
+        raise ImageError(
+            f"An image cannot be made in {cache_dir}: {error.strerror or error}. Make room there, or set XDG_CACHE_HOME "
+            f"to a folder that has some and that you can write to, and call again."
+        ) from error
+    with folder as name:
+        yield pathlib.Path(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,11 +186,16 @@ def _pack(
     inventory: Inventory,
     gone: Sequence[Distribution],
     folder: pathlib.Path,
+    early: EarlyUpload | None,
 ) -> _Packed:
-    """Unpack wheels as they lie in the image, hide what they replace, and make a layer of it."""
+    """Unpack wheels as they lie in the image, hide what they replace, and make a layer of it, which travels meanwhile."""
     unpacked = _packages().unpack(wheels, inventory, folder / "root")
     hidden = replacement.removals(inventory, gone, [entry.path for entry in unpacked.entries]) if gone else ()
-    layer = make_layer((*unpacked.entries, *hidden), folder / "packages", recipe.compression)
+    grown = early.grown if early is not None else lambda _path, _size: None
+    layer = make_layer((*unpacked.entries, *hidden), folder / "packages", recipe.compression, grown=grown)
+    # Now, while the layer travels, and not when all waits for it.
+    for name in ("root", "pip"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     return _Packed(layer=layer, distributions=unpacked.distributions)
 
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ class Wheel:
 
 
 def resolve(
-    recipe: Recipe, inventory: Inventory, *, cache_dir: pathlib.Path, say: Callable[[str], None]
+    recipe: Recipe, inventory: Inventory, *, cache_dir: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]
 ) -> tuple[Wheel, ...]:
     """Find and fetch what the recipe's packages need beyond what the base has.
 
@@ -63,6 +62,7 @@ def resolve(
         recipe: Its packages, index URLs, and whether torch may change.
         inventory: What the base has.
         cache_dir: Where wheels and resolutions are kept.
+        folder: A folder on the same disk that does not exist yet, for what is needed on the way; whoever called removes it.
         say: Takes a line for the user.
 
     Returns:
@@ -77,9 +77,8 @@ def resolve(
     wheels = None if recipe.rebuild else _recall(remembered, cache_dir)
     if wheels is None:
         try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as folder:
-                wheels = _resolve_anew(recipe, inventory, pathlib.Path(folder), cache_dir, say)
+            folder.mkdir()
+            wheels = _resolve_anew(recipe, inventory, folder, cache_dir, say)
         except OSError as error:
             raise ImageError(
                 f"Packages for the image could not be kept on this machine: {error}. Make room in the folder for caches "

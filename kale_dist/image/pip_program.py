@@ -28,7 +28,7 @@ _MINIMUM = (23, 3)
 """The first pip whose dry run takes the platform of another machine."""
 
 _START = """
-import json, os, platform, runpy, sys
+import gc, json, os, platform, runpy, sys
 installed, library, machine, version, mark = sys.argv[1:]
 sys.path[:0] = [installed]
 sys.path.append(library)
@@ -38,6 +38,15 @@ platform.python_version_tuple = lambda: tuple(version.split("."))
 commands = os.fdopen(os.dup(0), encoding="utf-8")
 with open(os.devnull) as nothing:
     os.dup2(nothing.fileno(), 0)
+gc.disable()
+try:
+    import pip._internal.cli.main, pip._internal.commands.download, pip._internal.commands.install
+    import pip._internal.network.session as session
+    session.user_agent = lambda: "pip/" + pip.__version__
+except ImportError:
+    pass
+gc.freeze()
+gc.enable()
 for command in commands:
     sys.argv[1:] = json.loads(command)
     try:
@@ -52,8 +61,10 @@ for command in commands:
 """
 """Reads commands as lines of JSON and marks the end of each; the first that fails is the last.
 
-Starting pip takes longer than what it does for a few packages. A command that failed may be tried again with other
-packages in a folder that pip has looked into, and would not look into again.
+Starting pip takes longer than what it does for a few packages: its modules are imported while the first command is made
+ready, and what they consist of is not looked through for garbage, of which there is none. Nor does it run programs (rustc,
+lsb_release) to tell the index about this machine, which the packages are not for. A command that failed may be tried
+again with other packages in a folder that pip has looked into, and would not look into again.
 """
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "arm": "armv7l"}
@@ -209,27 +220,26 @@ class Pip:
 
     def _run_for_image(self, *arguments: str) -> str:
         """Run pip as if it were in the image: one process for what goes well."""
-        if self._process is None:
-            self._mark = secrets.token_hex()
-            known = (
-                str(self._installed),
-                str(self._library),
-                _machine(self._inventory),
-                self._inventory.python_version,
-            )
-            self._process = self._start([sys.executable, "-I", "-S", "-c", _START, *known, self._mark], subprocess.PIPE)
-        if self._process.stdin is not None:
+        process = self._process or self._start_for_image()
+        if process.stdin is not None:
             # It may have ended: then its output tells why.
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps([*arguments[:1], *_QUIET, *arguments[1:]]) + "\n")
-                self._process.stdin.flush()
+                process.stdin.write(json.dumps([*arguments[:1], *_QUIET, *arguments[1:]]) + "\n")
+                process.stdin.flush()
         lines: list[str] = []
-        for line in self._lines(self._process):
+        for line in self._lines(process):
             lines.append(line.removesuffix(self._mark))
             if line.endswith(self._mark):
                 return "\n".join(lines)
         self.close()
         raise PipError("\n".join(lines))
+
+    def _start_for_image(self) -> subprocess.Popen[str]:
+        self._mark = secrets.token_hex()
+        known = (str(self._installed), str(self._library), _machine(self._inventory), self._inventory.python_version)
+        command = [sys.executable, "-I", "-S", "-c", _START, *known, self._mark]
+        self._process = self._start(command, subprocess.PIPE)
+        return self._process
 
     def close(self) -> None:
         """End what runs. Calling it again does nothing."""
@@ -241,6 +251,7 @@ class Pip:
                 process.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
+        self._start_for_image()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,9 +20,20 @@ from kale_dist.image import media
 from kale_dist.image.auth import Credentials
 from kale_dist.image.connection import Connection, RefusedError
 from kale_dist.image.download import check, damaged, download
+from kale_dist.image.early_upload import EarlyUpload
 from kale_dist.image.kept import ByDigest
-from kale_dist.image.reference import is_digest, is_registry, is_repository, is_tag
+from kale_dist.image.reference import is_digest, is_registry
+from kale_dist.image.registry_paths import (
+    blob_path,
+    check_repository,
+    manifest_path,
+    pull_access,
+    push_access,
+    shown,
+    upload_path,
+)
 from kale_dist.image.upload import Progress, Upload
+from kale_dist.image.upload_session import Begun, Session
 
 _OK, _ACCEPTED, _ABSENT, _NOT_ALLOWED = 200, 202, 404, 405
 _PAGE = 500
@@ -94,12 +105,12 @@ class Registry:
 
     def head(self, repository: str, reference: str) -> Descriptor | None:
         """What a tag or digest names, without reading it; None where there is nothing."""
-        doing = f"look up {_shown(repository, reference)}"
+        doing = f"look up {shown(repository, reference)}"
         answer = self._connection.send(
             "HEAD",
-            _manifest_path(repository, reference),
+            manifest_path(repository, reference),
             doing=doing,
-            access=_pull(repository),
+            access=pull_access(repository),
             expect=(_OK, _ABSENT),
             headers={"Accept": ", ".join(media.ACCEPTED)},
         )
@@ -121,8 +132,8 @@ class Registry:
             reference: Tag or digest.
             cache_dir: Where what is named by a digest is kept; it is not asked for again.
         """
-        doing = f"read the manifest of {_shown(repository, reference)}"
-        path, kept = _manifest_path(repository, reference), ByDigest(cache_dir)
+        doing = f"read the manifest of {shown(repository, reference)}"
+        path, kept = manifest_path(repository, reference), ByDigest(cache_dir)
         if is_digest(reference) and (known := kept.get(reference)) is not None:
             body = self._json(known, doing)
             return body, Descriptor(digest=reference, size=len(known), media_type=media.media_type(body))
@@ -130,7 +141,7 @@ class Registry:
             "GET",
             path,
             doing=doing,
-            access=_pull(repository),
+            access=pull_access(repository),
             headers={"Accept": ", ".join(media.ACCEPTED)},
         )
         data = self._connection.read(answer, doing)
@@ -163,7 +174,7 @@ class Registry:
         Raises:
             ImageError: Also where there is none for this platform; the text names those there are.
         """
-        what = f"{self.host}/{_shown(repository, reference)}"
+        what = f"{self.host}/{shown(repository, reference)}"
         body, descriptor = self.manifest(repository, reference, cache_dir=cache_dir)
         if media.is_index(descriptor.media_type):
             chosen = media.choose(body, platform, what).get("digest")
@@ -194,16 +205,16 @@ class Registry:
                 for an error then. Not checked with a `start`.
             start: How many bytes are left out at the beginning.
         """
-        path, doing = _blob_path(repository, digest), f"read {digest[:19]} of {repository}"
-        return download(self._connection, path, digest=digest, start=start, access=_pull(repository), doing=doing)
+        path, doing = blob_path(repository, digest), f"read {digest[:19]} of {repository}"
+        return download(self._connection, path, digest=digest, start=start, access=pull_access(repository), doing=doing)
 
     def has_blob(self, repository: str, digest: str) -> bool:
         """Whether a repository has a blob."""
         answer = self._connection.send(
             "HEAD",
-            _blob_path(repository, digest),
+            blob_path(repository, digest),
             doing=f"look for {digest[:19]} in {repository}",
-            access=_pull(repository),
+            access=pull_access(repository),
             expect=(_OK, _ABSENT),
         )
         self._connection.done(answer)
@@ -215,10 +226,10 @@ class Registry:
         Returns:
             Whether it is in the repository now; False where the source lacks it or the registry does not do this.
         """
-        _blob_path(source_repository, digest)
-        path = f"{_upload_path(repository)}?mount={digest}&from={quote(source_repository, safe='')}"
+        blob_path(source_repository, digest)
+        path = f"{upload_path(repository)}?mount={digest}&from={quote(source_repository, safe='')}"
         doing = f"take {digest[:19]} over from {source_repository} into {repository}"
-        access = (*_push(repository), *_pull(source_repository))
+        access = (*push_access(repository), *pull_access(source_repository))
         try:
             answer = self._connection.send(
                 "POST", path, doing=doing, access=access, expect=(201, _ACCEPTED), headers={"Content-Length": "0"}
@@ -247,6 +258,7 @@ class Registry:
         *,
         progress: Progress = lambda _done, _total: None,
         look: bool = True,
+        begun: Begun | None = None,
     ) -> None:
         """Put a blob into a repository, unless it is there. A cut upload is gone on with where the registry allows it.
 
@@ -256,6 +268,7 @@ class Registry:
             digest: `sha256:...` of them; the registry checks it.
             progress: Called with the bytes sent and the bytes in all.
             look: Whether to ask first if it is there; False where that is known, or as quickly sent as asked.
+            begun: What an early upload has sent of it.
         """
         source = io.BytesIO(file) if isinstance(file, bytes) else file
         size = source.seek(0, io.SEEK_END)
@@ -266,19 +279,26 @@ class Registry:
                 source,
                 size=size,
                 digest=digest,
-                access=_push(repository),
+                access=push_access(repository),
                 progress=progress,
+                begun=begun,
             ).run()
         progress(size, size)
 
+    def early_upload(self, repository: str) -> EarlyUpload:
+        """The upload of a blob that is still being written, and has no digest yet."""
+        check_repository(repository)
+        doing = f"upload a layer into {repository}"
+        return EarlyUpload(Session(self._connection, repository, push_access(repository), doing))
+
     def put_manifest(self, repository: str, reference: str, body: bytes, media_type: str) -> str:
         """Put a manifest under a tag or its own digest; gives its digest."""
-        doing = f"push {_shown(repository, reference)}"
+        doing = f"push {shown(repository, reference)}"
         answer = self._connection.send(
             "PUT",
-            _manifest_path(repository, reference),
+            manifest_path(repository, reference),
             doing=doing,
-            access=_push(repository),
+            access=push_access(repository),
             expect=(201, 202),
             headers={"Content-Type": media_type, "Content-Length": str(len(body))},
             body=lambda: (body,),
@@ -292,9 +312,9 @@ class Registry:
 
     def tags(self, repository: str) -> tuple[str, ...]:
         """The repository's tags, sorted; none where it does not exist."""
-        _check_repository(repository)
+        check_repository(repository)
         path, doing = f"/v2/{repository}/tags/list?n={_PAGE}", f"list the tags of {repository}"
-        return self._list(path, "tags", doing, _pull(repository))
+        return self._list(path, "tags", doing, pull_access(repository))
 
     def repositories(self, prefix: str = "") -> tuple[str, ...]:
         """The registry's repositories whose path begins so, sorted. Large public registries refuse to list them."""
@@ -306,11 +326,11 @@ class Registry:
 
         Blobs stay until the registry's own collection of garbage.
         """
-        _blob_path(repository, digest)
+        blob_path(repository, digest)
         answer = self._connection.send(
             "DELETE",
-            _manifest_path(repository, digest),
-            doing=f"delete {_shown(repository, digest)}",
+            manifest_path(repository, digest),
+            doing=f"delete {shown(repository, digest)}",
             access=(f"repository:{repository}:delete,pull,push",),
             expect=(_OK, 202, 204, _ABSENT),
         )
@@ -320,9 +340,9 @@ class Registry:
         doing = f"read the configuration of {what}"
         if not is_digest(digest):
             raise ImageError(f"The manifest of {what} names no configuration. It is damaged: push it again.")
-        path, data = _blob_path(repository, digest), kept.get(digest)
+        path, data = blob_path(repository, digest), kept.get(digest)
         if data is None:
-            answer = self._connection.send("GET", path, doing=doing, access=_pull(repository))
+            answer = self._connection.send("GET", path, doing=doing, access=pull_access(repository))
             data = self._connection.read(answer, doing)
             check(self.host, data, digest, doing)
             kept.put(digest, data)
@@ -350,43 +370,6 @@ class Registry:
         if not isinstance(value, dict):
             raise ImageError(f"The registry {self.host} answered no JSON object to: {doing}. Is it a registry?")
         return value
-
-
-def _check_repository(repository: str) -> None:
-    if not is_repository(repository):
-        problem = f"{repository[:80]!r} is not the path of a repository"
-        raise ConfigError("repository", problem, "Give lower-case parts with / between them: team/train")
-
-
-def _manifest_path(repository: str, reference: str) -> str:
-    _check_repository(repository)
-    if not (is_tag(reference) or is_digest(reference)):
-        raise ConfigError("reference", f"{reference[:80]!r} is neither tag nor digest", "Give '1.0' or 'sha256:...'")
-    return f"/v2/{repository}/manifests/{reference}"
-
-
-def _blob_path(repository: str, digest: str) -> str:
-    _check_repository(repository)
-    if not is_digest(digest):
-        raise ConfigError("digest", f"{digest[:80]!r} is no digest", "Give sha256: and 64 lower-case hex digits")
-    return f"/v2/{repository}/blobs/{digest}"
-
-
-def _upload_path(repository: str) -> str:
-    _check_repository(repository)
-    return f"/v2/{repository}/blobs/uploads/"
-
-
-def _pull(repository: str) -> tuple[str, ...]:
-    return (f"repository:{repository}:pull",)
-
-
-def _push(repository: str) -> tuple[str, ...]:
-    return (f"repository:{repository}:pull,push",)
-
-
-def _shown(repository: str, reference: str) -> str:
-    return f"{repository}{'@' if is_digest(reference) else ':'}{reference}"
 
 
 def _kind(content_type: str | None) -> str:

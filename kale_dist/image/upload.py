@@ -21,15 +21,15 @@ from typing import BinaryIO
 from kale_dist.errors import ImageError
 from kale_dist.image.connection import Connection, CutError, RefusedError
 from kale_dist.image.network import BLOCK_BYTES
+from kale_dist.image.upload_session import Begun, Session
 
 Progress = Callable[[int, int], None]
 """Bytes sent, bytes in all; the first falls back after a cut."""
 
-CHUNK_BYTES = 64 << 20
 _SMALL_CHUNK_BYTES = 8 << 20
 """Where a proxy refuses large requests."""
 
-_SINGLE_BYTES = 1 << 20
+SINGLE_BYTES = 1 << 20
 """Up to here a blob goes with the request that names it."""
 
 _CUTS = 5
@@ -57,6 +57,7 @@ class Upload:
         digest: Their name; the registry checks it.
         access: What a token has to allow.
         progress: Called for each block, in this thread.
+        begun: What has been sent of it already.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Upload:
         digest: str,
         access: tuple[str, ...],
         progress: Progress,
+        begun: Begun | None = None,
     ) -> None:
         self._connection = connection
         self._repository = repository
@@ -77,8 +79,9 @@ class Upload:
         self._digest = digest
         self._access = access
         self._progress = progress
-        self._chunk = CHUNK_BYTES
+        self._begun = begun
         self._doing = f"upload {digest[:19]} into {repository}"
+        self._session = Session(connection, repository, access, self._doing)
 
     def run(self) -> None:
         """Send it.
@@ -99,27 +102,17 @@ class Upload:
             else:
                 return
 
-    def start(self) -> str:
-        """Begin an upload; gives where its bytes go."""
-        path = f"/v2/{self._repository}/blobs/uploads/"
-        answer = self._connection.send(
-            "POST", path, doing=self._doing, access=self._access, expect=(202,), headers={"Content-Length": "0"}
-        )
-        self._connection.done(answer)
-        smallest = answer.headers.get("OCI-Chunk-Min-Length", "")
-        if smallest.isdecimal():
-            self._chunk = max(self._chunk, int(smallest))
-        return self._next(answer.headers.get("Location"), path)
-
     def _send(self) -> None:
-        where, have, cuts = self.start(), 0, 0
-        if self._size <= _SINGLE_BYTES:
+        (where, have), cuts = self._begun or Begun(self._session.start(), 0), 0
+        # A second try begins anew.
+        self._begun = None
+        if self._size <= SINGLE_BYTES:
             return self._finish(where, 0)
         while have < self._size:
-            end, chunk = min(have + self._chunk, self._size), self._chunk
+            chunk = self._session.chunk
             try:
-                where, arrived = self._patch(where, have, end)
-                if arrived <= have and self._chunk == chunk:
+                where, arrived = self._patch(where, have, min(have + chunk, self._size))
+                if arrived <= have and self._session.chunk == chunk:
                     raise _LostError(f"Could not {self._doing}: the registry keeps no bytes.", retryable=True)
                 have, cuts = arrived, 0
             except CutError as error:
@@ -135,47 +128,32 @@ class Upload:
             raise _LostError(f"Could not {self._doing}: the registry has more bytes than were sent.", retryable=True)
         return self._finish(where, self._size)
 
-    def _patch(self, where: str, begin: int, end: int) -> tuple[str, int]:
+    def _patch(self, where: str, begin: int, end: int) -> Begun:
         """Send one chunk; gives where the next goes and how many bytes the registry has."""
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(end - begin)}
-        # Docker sends blobs as one chunk without a range, so that every registry takes that.
-        if (begin, end) != (0, self._size):
-            headers["Content-Range"] = f"{begin}-{end - 1}"
+        is_whole = (begin, end) == (0, self._size)
         try:
-            answer = self._connection.send(
-                "PATCH",
-                where,
-                doing=self._doing,
-                access=self._access,
-                expect=(202, 204, 201),
-                headers=headers,
-                body=lambda: self._blocks(begin, end),
-                repeat=False,
-            )
+            where, have = self._session.patch(where, lambda: self._blocks(begin, end), begin, end, is_whole=is_whole)
+            return Begun(where, end if have is None else have)
         except RefusedError as error:
-            if error.status == _TOO_LARGE and self._chunk > _SMALL_CHUNK_BYTES:
-                self._chunk = _SMALL_CHUNK_BYTES
-                return where, begin
+            if error.status == _TOO_LARGE and self._session.chunk > _SMALL_CHUNK_BYTES:
+                self._session.chunk = _SMALL_CHUNK_BYTES
+                return Begun(where, begin)
             if error.status == _BAD_RANGE:
                 return self._status(where, error)
-            if error.status in _UNKNOWN and (begin, end) != (0, self._size):
-                if begin and self._chunk < self._size:
-                    self._chunk = self._size
+            if error.status in _UNKNOWN and not is_whole:
+                if begin and self._session.chunk < self._size:
+                    self._session.chunk = self._size
                 raise _LostError(str(error), retryable=True) from error
             raise
-        self._connection.done(answer)
-        return self._next(answer.headers.get("Location"), where), _received(answer.headers.get("Range"), end)
 
-    def _status(self, where: str, error: ImageError) -> tuple[str, int]:
+    def _status(self, where: str, error: ImageError) -> Begun:
         """Where to go on after `error`, and how many bytes the registry has."""
         try:
-            answer = self._connection.send("GET", where, doing=self._doing, access=self._access, expect=(204, 200, 202))
+            return self._session.status(where)
         except RefusedError as refused:
             if refused.status in _UNKNOWN:
                 raise _LostError(str(error), retryable=True) from refused
             raise
-        self._connection.done(answer)
-        return self._next(answer.headers.get("Location"), where), _received(answer.headers.get("Range"), 0)
 
     def _finish(self, where: str, begin: int) -> None:
         """Name the upload by its digest, with the bytes from `begin` on."""
@@ -231,17 +209,3 @@ class Upload:
             yield block
             begin += len(block)
             self._progress(begin, self._size)
-
-    def _next(self, location: str | None, where: str) -> str:
-        return self._connection.absolute(location or where, self._connection.absolute(where))
-
-
-def _received(header: str | None, otherwise: int) -> int:
-    """Bytes that a `Range` header (`0-99`, `bytes=0-99`) says have arrived.
-
-    Distribution says `0-0` where nothing has. A single byte looks the same: that upload begins again.
-    """
-    last = (header or "").rpartition("-")[2].strip()
-    if not last.isdecimal():
-        return otherwise
-    return int(last) + 1 if int(last) else 0

@@ -13,14 +13,16 @@ from kale_dist.spec import JobSpec, Resources, Topology
 from kale_dist.testing import BackendConformance
 
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
+PREFIX = f"test-{uuid.uuid4().hex[:6]}"
 
 
 @pytest.fixture(scope="module")
 def docker_backend(engine):
     backend = DockerBackend()
     yield backend
+    # Of this run alone: others may test on the same engine.
     for ref in backend.list():
-        if ref.name.startswith("test-conformance-"):
+        if ref.name.startswith(PREFIX):
             backend.delete(ref)
     backend.close()
 
@@ -38,7 +40,7 @@ class TestDockerBackend(BackendConformance):
             store = FolderStore(records.blobs_dir())
             snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour).snapshot
             return JobSpec(
-                name=f"test-conformance-{behaviour}-{uuid.uuid4().hex[:6]}", label=behaviour, kind="call",
+                name=f"{PREFIX}-{behaviour}-{uuid.uuid4().hex[:6]}", label=behaviour, kind="call",
                 snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,
                 topology=Topology(number_of_processes=2), image=image, resources=Resources(memory_gib=1.0),
             )  # fmt: skip

@@ -1,8 +1,10 @@
 """Jobs on a real Docker engine, as their users see them: called from here, run in containers, and nothing left in the end."""
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 import uuid
@@ -22,6 +24,7 @@ from container_work import (
 
 import kale_dist as kd
 from kale_dist import records
+from kale_dist.backends.docker import containers
 from kale_dist.cli import main
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import (
@@ -225,9 +228,6 @@ def test_a_name_that_somebody_elses_container_has_is_refused_and_nothing_is_left
 
 
 def test_an_image_without_python_is_refused_and_nothing_is_left(on, engine):
-    import io
-    import tarfile
-
     tag = f"kale-dist-test-{uuid.uuid4().hex[:8]}"
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -270,6 +270,9 @@ def test_what_the_engine_cannot_give_is_refused_with_a_remedy(on, engine, change
 
 def test_jobs_that_run_at_once_get_gpus_of_their_own(on, engine, monkeypatch):
     """The engine here has no GPU and refuses to start what wants one, but it knows what it was asked for."""
+    # Under another label than usual: what others on the engine hold does not count.
+    label = f"kale-dist.gpus-{on['name']}"
+    monkeypatch.setattr(containers, "GPUS_LABEL", label)
     asked, create = [], type(engine.api).create_container_from_config
 
     def noting(api, body, *arguments, **options):
@@ -287,7 +290,7 @@ def test_jobs_that_run_at_once_get_gpus_of_their_own(on, engine, monkeypatch):
     assert wants(2) == ["0", "1"]
     names = [f"kale-dist-{on['name']}-x{number}" for number in range(2)]
     for name, held in zip(names, ("0", "2,3"), strict=True):
-        engine.api.create_container(on["image"], ["sleep", "1"], name=name, labels={"kale-dist.gpus": held})
+        engine.api.create_container(on["image"], ["sleep", "1"], name=name, labels={label: held})
     try:
         assert wants(2) == ["1", "4"]
         engine.api.start(names[0])
@@ -312,15 +315,32 @@ def test_a_new_volume_belongs_to_the_containers_user(on, engine):
         engine.api.remove_volume(volume)
 
 
-def test_no_network_and_no_anonymous_volume_outlives_the_last_job(on, engine):
-    before = {item["Name"] for item in engine.api.volumes()["Volumes"] or ()}
-    job = kd.launch(hang, number_of_processes=1, **on)
+@pytest.fixture
+def image_with_volume(engine, image):
+    """An image whose containers get a volume without a name."""
+    tag = f"kale-dist-test-{uuid.uuid4().hex[:8]}:1"
+    engine.client.images.build(fileobj=io.BytesIO(f"FROM {image}\nVOLUME /{tag[:-2]}\n".encode()), tag=tag, rm=True)
+    yield tag
+    engine.api.remove_image(tag, force=True)
+
+
+def test_no_network_and_no_anonymous_volume_outlives_the_last_job(on, engine, image_with_volume):
+    job = kd.launch(hang, number_of_processes=1, **{**on, "image": image_with_volume})
     assert engine.api.inspect_network("kale-dist")["Name"] == "kale-dist"
+    (made,) = containers_of(engine, job.name)
+    volumes = [mount["Name"] for mount in engine.api.inspect_container(made["Id"])["Mounts"]]
     job.delete()
-    assert {item["Name"] for item in engine.api.volumes()["Volumes"] or ()} <= before
-    if not engine.api.containers(all=True, filters={"label": "kale-dist.job"}):
+    assert volumes
+    for volume in volumes:
         with pytest.raises(docker.errors.NotFound):
-            engine.api.inspect_network("kale-dist")
+            engine.api.inspect_volume(volume)
+    # Others who use the engine have the same network: it stays while they have jobs, and goes with their last one.
+    deadline = time.monotonic() + 10
+    while engine.api.networks(names=["^kale-dist$"]):
+        if engine.api.containers(all=True, filters={"label": "kale-dist.job"}):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_finished_jobs_are_deleted_from_the_command_line_and_others_stay(on, engine, capsys):

@@ -7,7 +7,7 @@ import pytest
 from container_work import einops_version
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError, ImageError
+from kale_dist.errors import ConfigError, ImageError, JobNotFoundError
 
 PACKAGE = "einops==0.8.0"
 
@@ -53,10 +53,12 @@ def test_a_plan_makes_nothing_and_says_what_would_be_made(settings):
 
 def test_a_package_that_does_not_exist_leaves_no_job(settings, image):
     settings.setenv("KALE_DIST_REGISTRY", f"{image.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}")
-    before = len(kd.jobs("docker"))
+    name = f"test-{uuid.uuid4().hex[:8]}"
     with pytest.raises(ImageError, match="kale-dist-no-such-package"):
-        run(packages=["kale-dist-no-such-package==1"])
-    assert len(kd.jobs("docker")) == before
+        run(packages=["kale-dist-no-such-package==1"], name=name)
+    with pytest.raises(JobNotFoundError):
+        kd.attach(f"docker://{name}")
+    assert f"docker://{name}" not in [job.ref for job in kd.jobs("docker")]
 
 
 def test_without_any_image_the_error_says_both_ways(settings):

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import itertools
 import threading
 import zipfile
 
@@ -9,7 +10,7 @@ PLAYED = r"""#!/bin/sh
 [ "$3" = install ] || exit 0
 for argument; do case $argument in --requirement=*) name=$(cat "${argument#*=}");; esac; done
 case $name in
-  sleeps) echo "asleep as $0"; exec sleep 98765;;
+  sleeps-*) echo "asleep as $0"; exec sleep "${name#sleeps-}";;
   fills-the-disk) echo x > /dev/full || { echo "write error: No space left on device" >&2; exit 1; };;
   has-no-pip) echo "/usr/bin/python3: No module named pip" >&2; exit 1;;
   is-killed) kill -9 $$;;
@@ -61,3 +62,33 @@ def serving(folder, address, seen):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _generations(engine, name):
+    """Images that bear a name or are labelled with it, then those that were built on them, and so on."""
+    images = engine.api.images(all=True)
+    found = [[image for image in images if name in f"{image['RepoTags']} {image['Labels']}"]]
+    while found[-1]:
+        parents = {image["Id"] for image in found[-1]}
+        found.append([image for image in images if image["ParentId"] in parents])
+    return found
+
+
+def remove_with_children(engine, name):
+    """Remove a test's own images, and what the classic builder has kept of steps on top of them: nothing is left."""
+    import docker
+
+    generations = _generations(engine, name)
+    for image in itertools.chain.from_iterable(reversed(generations)):
+        own = [tag for tag in image["RepoTags"] or () if name in tag]
+        for reference in own or [image["Id"]]:
+            # A parent without a name goes with its last child.
+            with contextlib.suppress(docker.errors.NotFound):
+                engine.api.remove_image(reference, force=True)
+    ours = {image["Id"] for image in itertools.chain.from_iterable(generations[1:])}
+    left = [
+        image
+        for image in engine.api.images(all=True)
+        if image["Id"] in ours or name in f"{image['RepoTags']} {image['Labels']}"
+    ]
+    assert not left, left

@@ -6,16 +6,18 @@ import dataclasses
 import io
 import os
 import pathlib
+import random
 import re
 import signal
 import subprocess
 import tarfile
 import threading
+import time
 import urllib.request
 import uuid
 
 import pytest
-from docker_parts import PLAYED, make_wheel, serving
+from docker_parts import PLAYED, make_wheel, remove_with_children, serving
 from registries import PASSWORD, USER
 
 from kale_dist.blobs import FolderStore
@@ -73,18 +75,30 @@ def tags(engine, registry_host):
         return made[-1]
 
     yield name
-    for tag in made:
-        with contextlib.suppress(docker.errors.ImageNotFound):
-            engine.client.images.remove(tag, force=True)
+    # Those that others are built on were made first.
+    for tag in reversed(made):
+        remove_with_children(engine, tag)
 
 
 @pytest.fixture(scope="module")
 def played(engine, tags):
-    """A base whose `python3 -m pip install` does what the name of the package says. It runs as user 1234."""
-    script = base64.b64encode(PLAYED.encode()).decode()
+    """A base whose `python3 -m pip install` does what the name of the package says. It runs as user 1234.
+
+    Another run of the tests on the same engine has another one, and its cache.
+    """
+    script = base64.b64encode(f"{PLAYED}# {uuid.uuid4().hex}\n".encode()).decode()
     text = f"FROM {PYTHON}\nRUN mkdir /played && echo {script} | base64 -d > /played/python3 && chmod a+x /played/python3\n"
     text += "ENV PATH=/played:$PATH\nUSER 1234\n"
     tag = tags()
+    engine.client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    return tag
+
+
+@pytest.fixture(scope="module")
+def own_python(engine, tags):
+    """A Python that only this run of the tests builds on."""
+    tag = tags()
+    text = f"FROM {PYTHON}\nLABEL of={tag}\n"
     engine.client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
     return tag
 
@@ -179,7 +193,7 @@ def test_a_recipe_becomes_an_image_in_the_registry(builder, engine, index, tags,
     assert (amounts[0], amounts[-1][0]) == ((1, amounts[0][1]), amounts[-1][1])
 
 
-def test_the_second_build_comes_from_the_cache_unless_told_otherwise(builder, tags, tiny, tmp_path):
+def test_the_second_build_comes_from_the_cache_unless_told_otherwise(builder, engine, tags, tiny, tmp_path):
     blob, tag = FolderStore(tmp_path).put([os.urandom(1000)]), tags()
     recipe, lines = Recipe(files=(ImageFile(path="/opt/blob", digest=blob),)), []
 
@@ -195,6 +209,8 @@ def test_the_second_build_comes_from_the_cache_unless_told_otherwise(builder, ta
     lines.clear()
     make(dataclasses.replace(recipe, rebuild=True), tiny, tag, tmp_path, lines, push=False)
     assert copies() == []
+    # Its name has gone to the last one.
+    engine.api.remove_image(first.image_id)
 
 
 def test_the_user_of_the_base_stays(builder, played, tags, tmp_path):
@@ -240,9 +256,9 @@ def test_a_password_of_the_index_reaches_buildkit_and_no_image(engine, index, mo
         ((), ("there-is-no-such-thing",), "apt knows no package there-is-no-such-thing"),
     ],
 )  # fmt: skip
-def test_packages_that_cannot_be_installed(builder, index, tags, tmp_path, packages, apt, words):
+def test_packages_that_cannot_be_installed(builder, index, own_python, tags, tmp_path, packages, apt, words):
     with pytest.raises(ImageError, match=words):
-        make(Recipe(packages=packages, apt=apt), PYTHON, tags(), tmp_path)
+        make(Recipe(packages=packages, apt=apt), own_python, tags(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -272,35 +288,39 @@ def test_an_error_shows_the_last_forty_lines(builder, played, tags, tmp_path):
     assert [line for line in lines if line.startswith("line ")] == [f"line {number}" for number in range(100, 200)]
 
 
-def _sleepers():
-    found = []
+def _running(*command):
+    """Processes of this machine that were started so."""
+    wanted, found = "".join(f"{word}\0" for word in command).encode(), []
     for folder in pathlib.Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if (folder / "cmdline").read_bytes() == b"sleep\x0098765\x00":
+            if (folder / "cmdline").read_bytes() == wanted:
                 found.append(folder.name)
     return found
 
 
 def test_an_interrupt_ends_the_build(builder, engine, played, tags, tmp_path):
-    containers = {container.id for container in engine.client.containers.list(all=True)}
-    asleep = threading.Event()
+    asleep, seconds = threading.Event(), str(random.SystemRandom().randrange(10**6, 10**9))
 
     def say(line):
         if "asleep" in line:
-            asleep.set()
+            deadline = time.monotonic() + 10
+            while not _running("sleep", seconds) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if _running("sleep", seconds):
+                asleep.set()
             signal.raise_signal(signal.SIGINT)
 
+    def left():
+        """Processes of the step, and containers of the classic builder on the test's own base."""
+        return _running("sleep", seconds), engine.api.containers(all=True, filters={"ancestor": played})
+
     with pytest.raises(KeyboardInterrupt):
-        make(Recipe(packages=("sleeps",)), played, tags(), tmp_path, say=say)
+        make(Recipe(packages=(f"sleeps-{seconds}",)), played, tags(), tmp_path, say=say)
     assert asleep.is_set()
-    pause = threading.Event()
-    for _ in range(200):
-        left = {container.id for container in engine.client.containers.list(all=True)} - containers
-        if not _sleepers():
-            break
-        pause.wait(0.05)
-    assert not _sleepers()
-    assert not [c for c in left if "sleeps" in str(engine.api.inspect_container(c))]
+    deadline = time.monotonic() + 10
+    while left() != ([], []) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left() == ([], [])
 
 
 @pytest.mark.parametrize("argument", ["files", "environment"])

@@ -1,5 +1,6 @@
 import dataclasses
 import pathlib
+import tempfile
 
 import pytest
 from wheelhouse import Wheelhouse
@@ -54,7 +55,15 @@ def resolve(house, tmp_path, monkeypatch):
         def resolve(*requirements, inventory=BASE, index=url, **recipe):
             resolve.said = []
             recipe = Recipe(packages=requirements, index_urls=(index,), **recipe)
-            return packages.resolve(recipe, inventory, cache_dir=tmp_path / "cache", say=resolve.said.append)
+            (tmp_path / "cache").mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=tmp_path / "cache") as folder:
+                return packages.resolve(
+                    recipe,
+                    inventory,
+                    cache_dir=tmp_path / "cache",
+                    folder=pathlib.Path(folder, "pip"),
+                    say=resolve.said.append,
+                )
 
         yield resolve
 

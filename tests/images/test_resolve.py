@@ -15,6 +15,7 @@ import uuid
 
 import bases
 import pytest
+from docker_parts import remove_with_children
 from registries import PASSWORD, USER
 from resolving import DIGEST, MODE, Place, raw_manifest, use_own_folders, with_base
 
@@ -239,7 +240,7 @@ def test_who_has_no_image_gets_one_with_this_torch(given, torch, cuda, packages,
 @pytest.fixture
 def engine_base():
     """A base of one file that only the engine has; skips where there is no engine."""
-    docker = pytest.importorskip("docker")
+    pytest.importorskip("docker")
     from kale_dist import engine as engines
 
     try:
@@ -253,14 +254,10 @@ def engine_base():
         archive.addfile(tarfile.TarInfo("empty"))
     name = f"kd-test-{uuid.uuid4().hex[:8]}"
     with contextlib.closing(engine):
-        before = {image.id for image in engine.client.images.list(all=True)}
         engine.api.import_image_from_data(stream.getvalue(), repository=name, tag="1")
         yield f"{name}:1"
-        for image in engine.client.images.list(all=True):
-            ours = name in str(image.attrs.get("RepoTags")) or name in str(image.labels)
-            if image.id not in before and ours:
-                with contextlib.suppress(docker.errors.APIError):
-                    engine.client.images.remove(image.id, force=True)
+        assert engine.api.containers(all=True, filters={"ancestor": f"{name}:1"}) == []
+        remove_with_children(engine, name)
 
 
 def test_docker_builds_on_what_only_its_engine_has_and_pushes(engine_base, registry_host):
