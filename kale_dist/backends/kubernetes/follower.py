@@ -104,7 +104,7 @@ class Follower:
             cluster, spec, self._mirror, ref.record_name, has_key=key is not None,
             progress=self._progress("Fetching the results"),
         )  # fmt: skip
-        self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show)
+        self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show, has_key=key is not None)
         self._run_now = restarts.run_of(reader.record())
         self._logs.turn_to(self._run_now.number)
         self._subscriptions = [watch.subscribe(self._name, lambda _name: self._wake())]
@@ -343,7 +343,9 @@ class Follower:
         return None
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
-        """Nobody waits any more for pods that could not start, or cannot end."""
+        """Nobody waits any more for pods that could not start, or cannot end. Who has no key leaves them to who has."""
+        if self._key is None:
+            return
         if suspends:
             leftovers.suspend(self._cluster, view)
         left = leftovers.remove_replacements(
@@ -359,7 +361,7 @@ class Follower:
 
     def _release(self) -> None:
         """Let everybody see that the job has ended."""
-        if self._run_now.number or self._lost_pods.has_asked:
+        if self._key is not None and (self._run_now.number or self._lost_pods.has_asked):
             with contextlib.suppress(BackendError):
                 restarts.release(self._cluster, self._spec)
         self._mirror.release_final()
