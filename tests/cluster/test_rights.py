@@ -47,6 +47,14 @@ def check_whole(job, size):
     assert {line.text for line in job.logs()} >= {"rank 0 is here", "rank 1 is here"}
 
 
+def lose_a_pod(job, namespace):
+    deadline = time.monotonic() + 120
+    while job.status.state is not StateName.RUNNING:
+        assert time.monotonic() < deadline, job.status
+        time.sleep(0.2)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+
+
 @pytest.mark.parametrize("missing", roles.NEEDED, ids=str)
 def test_without_these_the_call_is_refused_and_says_who_has_to_grant_what(become, call, namespace, missing):
     become(str(missing))
@@ -137,11 +145,7 @@ def test_without_reading_secrets_results_are_the_submitter_s_alone(become, call)
 def test_with_the_least_role_a_job_that_loses_a_pod_goes_on_in_new_ones(become, call, namespace):
     become()
     job = kd.launch(waits_for_its_second_attempt, **call, max_restarts=1)
-    deadline = time.monotonic() + 120
-    while job.status.state is not StateName.RUNNING:
-        assert time.monotonic() < deadline, job.status
-        time.sleep(0.2)
-    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    lose_a_pod(job, namespace)
     assert job.results(150) == [1, 1], (job.status, [str(line) for line in job.logs()])
     assert any(f"{job.name}-worker-0 was deleted" in line.text for line in job.logs() if line.rank is None)
     job.delete()
@@ -153,11 +157,7 @@ def test_without_reading_secrets_a_job_that_loses_a_pod_fails_and_says_who_has_t
     become("get, patch, delete secrets")
     with pytest.warns(KaleDistWarning, match="a job that loses a pod does not go on in new ones"):
         job = kd.launch(waits_for_its_second_attempt, **call, max_restarts=1)
-    deadline = time.monotonic() + 120
-    while job.status.state is not StateName.RUNNING:
-        assert time.monotonic() < deadline, job.status
-        time.sleep(0.2)
-    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+    lose_a_pod(job, namespace)
     status = job.wait(150)
     assert status.state is StateName.FAILED
     assert f"{job.name}-worker-0 was deleted" in status.reason
