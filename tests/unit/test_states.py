@@ -126,6 +126,20 @@ def test_a_pod_that_somebody_deleted_is_named_whatever_the_others_said_as_they_e
     assert overlay(told, view(deleted, is_deleted=True)) == told
 
 
+def test_a_node_that_is_slow_to_say_that_the_evicted_pod_has_ended_is_not_waited_for():
+    ending = pod(disruption="EvictionByEvictionAPI: evicting", is_ending=True)
+    told = base(StateName.CANCELLED, reason="The agent was told to end (SIGTERM)", cause=FailureCause.USER)
+    assert states.is_unsure(told, view(ending))
+    status = overlay(told, view(ending))
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.AGENT_DIED)
+    assert "Pod x-master-0 was ended because its node n1 was drained" in status.reason
+    verdict = {"state": "cancelled", "cause": "user"}
+    assert "its node n1 was drained" in states.lost_pod(status, view(ending), verdict)
+    # As long as the agents go on, nothing has ended yet.
+    assert overlay(base(StateName.RUNNING, reason="epoch 2"), view(ending)).state is StateName.RUNNING
+    assert overlay(told, view(pod(disruption=ending.disruption))) == told
+
+
 def test_an_error_of_a_rank_counts_before_the_deletion_of_pods_that_followed():
     words = '{"state": "failed", "cause": "error", "rank": 1, "message": "Rank 1 failed: no"}'
     deleted = pod(container=ended(143, at=NOW - 5), is_ending=True)

@@ -91,7 +91,7 @@ def lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None)
     """
     if ended.state is not StateName.FAILED or CANCELLED_ANNOTATION in _annotations(view.job or {}):
         return ""
-    found = _first_failure(view)
+    found = _first_failure(view, is_over=verdict is not None)
     if found is not None and found.trouble.loses_pod:
         is_why = ended.cause in (*_UNSURE, found.trouble.cause)
         return f"{found.sentence[:1].upper()}{found.sentence[1:].removesuffix('.')}." if is_why else ""
@@ -106,7 +106,7 @@ def misses_pod(verdict: Mapping[str, Any] | None) -> bool:
 
 def _explained(base: JobStatus, view: JobView) -> JobStatus:
     """A failure in the cluster's words, if a pod was killed by the cluster and the agents cannot know it."""
-    found = _first_failure(view) if is_unsure(base, view) else None
+    found = _first_failure(view, is_over=True) if is_unsure(base, view) else None
     if found is None or found.text in base.reason:
         return base
     ends_pods = found.trouble.place in (Place.POD, Place.DISRUPTION) or found.trouble.name == "pod-deleted"
@@ -164,9 +164,10 @@ def _has_succeeded(pod: PodView) -> bool:
     return pod.main.state == "terminated" and pod.main.exit_code == 0
 
 
-def _first_failure(view: JobView) -> Finding | None:
+def _first_failure(view: JobView, *, is_over: bool = False) -> Finding | None:
     """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
-    found = [(pod, finding) for pod in current_pods(view) if (finding := diagnosis.end(pod, view)) is not None]
+    ends = ((pod, diagnosis.end(pod, view, is_over=is_over)) for pod in current_pods(view))
+    found = [(pod, finding) for pod, finding in ends if finding is not None]
     if not found:
         return None
 
