@@ -30,6 +30,13 @@ def waits_for_its_second_attempt():
     return kd.context().attempt
 
 
+def waits_for_its_third_attempt():
+    import kale_dist as kd
+
+    time.sleep(1 if kd.context().attempt == 2 else 600)
+    return kd.context().attempt
+
+
 def fills_memory():
     kept = [b"x" * 10_000_000 for _ in range(1000)]
     return len(kept)

@@ -10,6 +10,7 @@ from fake_api import FakeApi
 
 from kale_dist.backends.kubernetes import client, restarts
 from kale_dist.backends.kubernetes.restarts import Run
+from kale_dist.manifests.settings import ATTEMPT_ANNOTATION
 from kale_dist.spec import ClusterOptions, JobSpec, Policy, Topology
 
 BEGIN = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC).timestamp()
@@ -42,7 +43,7 @@ def job(name, after_s, owner=None, **status):
         number = int(name.rpartition("-r")[2])
         meta |= {
             "labels": {restarts.RESTART_LABEL: str(number)}, "ownerReferences": [{"uid": f"uid-{owner}"}],
-            "annotations": {restarts.ATTEMPT_ANNOTATION: str(number)},
+            "annotations": {ATTEMPT_ANNOTATION: str(number)},
         }  # fmt: skip
     spec = {"runPolicy": {"ttlSecondsAfterFinished": 60}, "pytorchReplicaSpecs": {}}
     return {

@@ -22,6 +22,7 @@ from kale_dist.backends.kubernetes.fetching import Fetcher
 from kale_dist.backends.kubernetes.lost_pods import LostPods
 from kale_dist.backends.kubernetes.pod_logs import PodLogs
 from kale_dist.backends.kubernetes.sending import Sender
+from kale_dist.backends.kubernetes.suspensions import Suspensions
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
@@ -105,6 +106,7 @@ class Follower:
             progress=self._progress("Fetching the results"),
         )  # fmt: skip
         self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show, has_key=key is not None)
+        self._suspensions = Suspensions(cluster, spec, self._mirror, reader, has_key=key is not None)
         self._run_now = restarts.run_of(reader.record())
         self._logs.turn_to(self._run_now.number)
         self._subscriptions = [watch.subscribe(self._name, lambda _name: self._wake())]
@@ -172,9 +174,10 @@ class Follower:
     def _turn_to(self, run: restarts.Run) -> None:
         """Follow another PyTorchJob of the job."""
         if run != self._run_now:
-            self._run_now = run
-            # What is known of pods that are gone is forgotten with the last subscription; they are still read.
-            self._subscriptions.append(self._watch.subscribe(self._name, lambda _name: self._wake()))
+            is_other, self._run_now = run.number != self._run_now.number, run
+            if is_other:
+                # What is known of pods that are gone is forgotten with the last subscription; they are still read.
+                self._subscriptions.append(self._watch.subscribe(self._name, lambda _name: self._wake()))
             self._logs.turn_to(run.number)
             self._created = time.time()
             self._failing_since = self._verdict_at = self._suspend_at = None
@@ -224,6 +227,9 @@ class Follower:
             self._turn_to(run)
             return False
         self._logs.read()
+        if (run := self._suspensions.look(view, self._run_now)) is not None:
+            self._turn_to(run)
+            return False
         self._logs.leave(self._free)
         head = self._head(view)
         if self._source is Source.STREAM and head is not None:
@@ -231,6 +237,9 @@ class Follower:
         if self._suspend_at is not None and time.monotonic() > self._suspend_at:
             self._suspend_at = None
             self._free(view)
+        if states.is_put_off(view, self._mirror.verdict):
+            self._show(self._suspensions.problem)
+            return self._end_badly(view) if self._mirror.verdict is None else False
         if self._mirror.verdict is not None:
             return self._end_well(view)
         return self._end_badly(view)

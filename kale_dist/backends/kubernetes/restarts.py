@@ -21,10 +21,10 @@ from kale_dist.backends.kubernetes import refusals, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.backends.kubernetes.submission import GROUP, PLURAL, VERSION
-from kale_dist.backends.kubernetes.views import seconds
+from kale_dist.backends.kubernetes.views import attempt_of, seconds
 from kale_dist.contract import RankStateName, encode_record
 from kale_dist.errors import BackendError
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, own_labels
+from kale_dist.manifests.settings import ATTEMPT_ANNOTATION, CANCELLED_ANNOTATION, own_labels
 from kale_dist.pod_order import InputFiles
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
@@ -32,9 +32,6 @@ from kale_dist.status import JobStatus
 
 RESTART_LABEL = "kale-dist.dev/restart"
 """On all PyTorchJobs of a job but the first: which one it is."""
-
-ATTEMPT_ANNOTATION = "kale-dist.dev/attempt"
-"""On the same: the first attempt that its pods make."""
 
 _PLACE_NUMBER, _PLACE_ATTEMPT = "restarts", "attempt"
 _LONGEST_NAME = 46
@@ -82,7 +79,7 @@ def spec_of(spec: JobSpec, run: Run) -> JobSpec:
 
 def waits_for_pods(run: Run, base: JobStatus) -> bool:
     """Whether the pods of a PyTorchJob have not started a rank yet, as far as their agents have told."""
-    if not run.number:
+    if not run.attempt:
         return base.started is None
     return base.attempt == run.attempt and all(rank.state is RankStateName.PENDING for rank in base.replicas)
 
@@ -191,6 +188,26 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, started: f
     return _run(made)
 
 
+def put_off(cluster: Cluster, job: Mapping[str, Any], attempt: int) -> None:
+    """Tell a suspended PyTorchJob which attempt its next pods will make.
+
+    Args:
+        cluster: Where.
+        job: The PyTorchJob as it was seen to be suspended; if it is another by now, this is refused.
+        attempt: The attempt.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    meta, said = job["metadata"], {"annotations": {ATTEMPT_ANNOTATION: str(attempt)}}
+    replicas = {kind: {"template": {"metadata": said}} for kind in job["spec"]["pytorchReplicaSpecs"]}
+    change = {
+        "metadata": {"resourceVersion": meta["resourceVersion"], **said},
+        "spec": {"pytorchReplicaSpecs": replicas},
+    }
+    submission.patch(cluster, meta["namespace"], meta["name"], change)
+
+
 def complete(cluster: Cluster, spec: JobSpec, run: Run, started: float | None) -> None:
     """Give a PyTorchJob its input, if whoever made it has ended in between.
 
@@ -239,9 +256,7 @@ def release(cluster: Cluster, spec: JobSpec) -> None:
 
 def _run(job: Mapping[str, Any]) -> Run:
     meta = job["metadata"]
-    number = meta.get("labels", {}).get(RESTART_LABEL, "0")
-    attempt = (meta.get("annotations") or {}).get(ATTEMPT_ANNOTATION, "0")
-    return Run(int(number), int(attempt))
+    return Run(int(meta.get("labels", {}).get(RESTART_LABEL, "0")), attempt_of(job))
 
 
 def _canceller(job: Mapping[str, Any]) -> str:
@@ -264,7 +279,10 @@ def _next_object(old: Mapping[str, Any], first: Mapping[str, Any], name: str, ru
     # Kueue suspends the new one by itself.
     spec.get("runPolicy", {}).pop("suspend", None)
     inputs = {manifests.input_secret_name(meta["name"]): manifests.input_secret_name(name)}
+    attempt = {ATTEMPT_ANNOTATION: str(run.attempt)}
     for replica in spec["pytorchReplicaSpecs"].values():
+        pod = replica["template"].setdefault("metadata", {})
+        pod["annotations"] = {**(pod.get("annotations") or {}), **attempt}
         for volume in replica["template"]["spec"].get("volumes", ()):
             secret = volume.get("secret", {})
             if secret.get("secretName") in inputs:
@@ -276,7 +294,7 @@ def _next_object(old: Mapping[str, Any], first: Mapping[str, Any], name: str, ru
             "name": name,
             "namespace": meta["namespace"],
             "labels": {**meta["labels"], RESTART_LABEL: str(run.number)},
-            "annotations": {**annotations, ATTEMPT_ANNOTATION: str(run.attempt)},
+            "annotations": {**annotations, **attempt},
             "ownerReferences": [owner],
         },
         "spec": spec,
