@@ -16,7 +16,7 @@ from kale_dist.spec import ClusterOptions, JobSpec, Resources
 from kale_dist.wording import closest, shorten, show
 
 _MADE_UP = "xxxxx"
-_OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/")
+_OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 _PAIRS = ("labels", "annotations", "node_selector")
 _JSON = ("tolerations", "affinity", "patch")
 _FLAGS = ("gang", "mount_service_account_token")

@@ -7,6 +7,7 @@ are enough for it, it is checked, queued, explained and found again as they are,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.resources
 import io
@@ -14,6 +15,7 @@ import json
 import lzma
 import pathlib
 import re
+import signal
 import sys
 import threading
 import warnings
@@ -63,7 +65,8 @@ def run_notebook(
 ) -> Execution:
     """Execute a notebook in a pod, as `kale_dist.run_notebook` does here.
 
-    The notebook alone travels, and nothing that lies beside it. The pod is removed in the end.
+    The notebook alone travels, and nothing that lies beside it. The pod is removed in the end, also after SIGTERM, which
+    does here what Ctrl-C does.
 
     Args:
         path: The notebook.
@@ -96,24 +99,40 @@ def run_notebook(
         others = [] if isinstance(packages, str) else [package for package in packages if package != "auto"]
         given["packages"] = [*others, *_packages(notebook, arguments or {}, terminal)]
     source = documents.encode(notebook)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", KaleDistWarning)
-        job = calls.launch(
-            notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
-            on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
-        )  # fmt: skip
+    with _interrupted_by_sigterm():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", KaleDistWarning)
+            job = calls.launch(
+                notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
+                on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
+            )  # fmt: skip
+        try:
+            # A line of this library's own code beside them would say nothing.
+            for warning in told:
+                terminal.line(f"[kale-dist] {warning.message}")
+            terminal.line(f"The notebook runs as {job.ref}")
+            interrupted = _follow(job, terminal)
+            executed, summary = _brought(job, terminal)
+            documents.write(output, executed or source)
+            return _execution(job, output, summary, interrupted=interrupted)
+        finally:
+            terminal.clear()
+            _leave(job, terminal, keep=keep)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM do what Ctrl-C does: CI servers and `timeout` send it, and nothing would be cleaned up."""
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        # A line of this library's own code beside them would say nothing.
-        for warning in told:
-            terminal.line(f"[kale-dist] {warning.message}")
-        terminal.line(f"The notebook runs as {job.ref}")
-        interrupted = _follow(job, terminal)
-        executed, summary = _brought(job)
-        documents.write(output, executed or source)
-        return _execution(job, output, summary, interrupted=interrupted)
+        yield
     finally:
-        terminal.clear()
-        _leave(job, terminal, keep=keep)
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _follow(job: Job[bytes], terminal: Terminal) -> bool:
@@ -174,15 +193,55 @@ def _show_line(text: str, terminal: Terminal) -> None:
     terminal.line(text)
 
 
-def _brought(job: Job[bytes]) -> tuple[bytes, dict[str, Any]]:
-    """The notebook as far as it was executed, and its summary; both empty where nothing came back."""
+def _brought(job: Job[bytes], terminal: Terminal) -> tuple[bytes, dict[str, Any]]:
+    """The notebook as far as it was executed, and its summary; both empty where nothing came back.
+
+    A checkpoint is not signed: whoever can write to the job's store could have made it.
+    """
     if job.status.state is StateName.SUCCEEDED:
         executed, summary = notebook_rank.split(job.result())
-    elif _has_checkpoint(job):
-        executed, summary = notebook_rank.split(job.files.checkpoint.read_bytes())
-    else:
+        return executed, json.loads(summary) if summary else {}
+    if not _has_checkpoint(job):
         return b"", {}
-    return executed, json.loads(summary) if summary else {}
+    executed, summary = notebook_rank.split(job.files.checkpoint.read_bytes())
+    try:
+        _check_notebook(json.loads(executed))
+        return executed, _checked(json.loads(summary)) if summary else {}
+    except (ValueError, TypeError, RecursionError) as error:
+        terminal.line(
+            "[kale-dist] What the pod had saved of the notebook is left out: it is damaged, or somebody else wrote it "
+            f"({facts.clean(f'{type(error).__name__}: {error}')[:200]})"
+        )
+    return b"", {}
+
+
+def _check_notebook(notebook: Any) -> None:
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise TypeError("its notebook is none")
+
+
+def _checked(summary: Any) -> dict[str, Any]:
+    """A summary that has what it should have.
+
+    Raises:
+        TypeError: It has something else.
+    """
+    kinds = {"failure": str, "interrupted": bool, "cells": list, "jobs": list}
+    if not isinstance(summary, dict) or any(not isinstance(summary.get(key), kind) for key, kind in kinds.items()):
+        raise TypeError("its summary is none")
+    for cell in summary["cells"]:
+        _check_fields(CellRun(**cell), cell)
+    for end in summary["jobs"]:
+        _check_fields(JobEnd(**end), end)
+    return summary
+
+
+def _check_fields(made: CellRun | JobEnd, values: Mapping[str, Any]) -> None:
+    kinds: dict[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    for field in dataclasses.fields(made):
+        value = values.get(field.name, field.default)
+        if isinstance(value, bool) or not isinstance(value, kinds[field.type]):
+            raise TypeError(f"{field.name} of a {type(made).__name__} is {value!r}")
 
 
 def _has_checkpoint(job: Job[bytes]) -> bool:

@@ -27,6 +27,8 @@ class PodVariable(enum.StrEnum):
     """The pod's index in its replica type; with `FIRST_POD` it is the pod's number."""
     CPU_REQUEST = "KALE_DIST_CPU_REQUEST"
     """Millicores that the container has asked for; unset or 0 where nobody knows."""
+    ATTEMPT = "KALE_DIST_ATTEMPT"
+    """The first attempt that the pod makes, where pods before it were taken away by a suspension; empty: the order's."""
     NODE = "KALE_DIST_NODE"
     """Name of the pod's node; unset where nobody knows."""
 

@@ -2,7 +2,10 @@
 
 import json
 import pathlib
+import select
+import socket
 import subprocess
+import threading
 import time
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
@@ -62,3 +65,70 @@ def write_kubeconfig(path, original, *, token=None, user=None, namespace="", **c
     data["contexts"][0]["context"]["namespace"] = namespace
     path.write_text(json.dumps(data))
     return path
+
+
+class Network:
+    """Stands between a process and the API server, and can be cut.
+
+    Args:
+        original: A kubeconfig.
+        path: Where to write one that leads through this network.
+    """
+
+    def __init__(self, original, path):
+        import yaml
+
+        config = yaml.safe_load(pathlib.Path(original).read_text())
+        host, _, port = config["clusters"][0]["cluster"]["server"].removeprefix("https://").partition(":")
+        self._address = (host, int(port or 443))
+        self._is_up = True
+        self._sockets = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        server = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
+        config["clusters"][0]["cluster"] |= {"server": server, "tls-server-name": host}
+        path.write_text(json.dumps(config))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self):
+        self._is_up = False
+        for one in self._sockets:
+            # Both directions end at once, in the middle of whatever was on its way.
+            try:
+                one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def mend(self):
+        self._is_up = True
+
+    def close(self):
+        self._listener.close()
+        self.cut()
+
+    def _serve(self):
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self._is_up:
+                near.close()
+                continue
+            far = socket.create_connection(self._address)
+            self._sockets += [near, far]
+            threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
+
+    @staticmethod
+    def _pump(near, far):
+        try:
+            while True:
+                for one in select.select([near, far], [], [])[0]:
+                    data = one.recv(1 << 16)
+                    if not data:
+                        return
+                    (far if one is near else near).sendall(data)
+        except OSError:
+            return
+        finally:
+            near.close()
+            far.close()

@@ -41,10 +41,12 @@ class PodCursor:
     """Checksums of the last lines without a number."""
     refused: list[str] = dataclasses.field(default_factory=list)
     """Kinds of things that were refused of it and said already."""
+    is_finished: bool = False
+    """Whether nothing of it will come any more: it was read to its end, or it was said that it was not."""
 
     def to_json(self) -> list[Any]:
         """The arguments that make it again."""
-        return [self.number, self.next_line, self.next_event, self.plain, self.refused]
+        return [self.number, self.next_line, self.next_event, self.plain, self.refused, self.is_finished]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class Mirror:
         self._outcomes: set[str] = set()
         self._came_by_log: set[str] = set()
         self._has_checkpoint = False
+        self.is_continued = False
+        """Whether an earlier mirror has read some of the job's pods."""
 
     def try_lock(self) -> bool:
         """Become the only mirror of this job, on this machine and in this process.
@@ -84,7 +86,7 @@ class Mirror:
                 try:
                     journal = Journal(self._folder)
                     self._recall(journal.files)
-                    self._journal = journal
+                    self._journal, self.is_continued = journal, bool(journal.pods)
                 except BaseException:
                     self._folder_lock.free()
                     raise
@@ -138,6 +140,13 @@ class Mirror:
         """Number of the first event of a pod that is not here."""
         return self._cursor(pod_uid).next_event
 
+    @property
+    def unfinished(self) -> dict[str, int]:
+        """UID and number of the pods that were read, here or by an earlier mirror, and not to their ends."""
+        with self._lock:
+            pods = {} if self._journal is None else self._journal.pods
+            return {uid: pod.number for uid, pod in pods.items() if not pod.is_finished}
+
     # -- what the backend says -----------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -185,6 +194,18 @@ class Mirror:
         with self._taking(pod_uid, pod) as copy:
             if copy is not None:
                 copy.begin()
+
+    def finish(self, pod_uid: str, pod: int, *, is_whole: bool) -> None:
+        """A pod is read no more. A second time changes nothing.
+
+        Args:
+            pod_uid: UID of the pod.
+            pod: Its number.
+            is_whole: Whether it was read to its end; if not, that is said.
+        """
+        with self._taking(pod_uid, pod) as copy:
+            if copy is not None:
+                copy.finish(is_whole=is_whole)
 
     def refuse(self, pod_uid: str, pod: int) -> None:
         """An event came that is not signed by this job (`FrameReader.rejected`): say so, once for each pod."""

@@ -119,6 +119,23 @@ class PodCopy:
                 f"Refused {what} in the log of pod {self.number} that {why}: it is damaged, or somebody else wrote it"
             )
 
+    def finish(self, *, is_whole: bool) -> None:
+        """The pod is read no more. If that may have been too early, it is said."""
+        self.settle()
+        if self._cursor.is_finished:
+            return
+        self._cursor.is_finished = True
+        read = self._cursor.next_line
+        if is_whole:
+            self._journal.save()
+        elif read:
+            self._say(
+                f"The log of pod {self.number} breaks off behind its first {_count(read, 'line')}: the pod was gone before "
+                "it was read to its end, and what it said behind them is lost"
+            )
+        else:
+            self._say(f"The log of pod {self.number} is lost: the pod was gone before a line of it could be read")
+
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def take_text(self, text: Iterable[Line | Plain]) -> None:
@@ -261,4 +278,8 @@ class PodCopy:
 
 
 def _lost(count: int, noun: str) -> str:
-    return f"{count:,} {noun} was lost" if count == 1 else f"{count:,} {noun}s were lost"
+    return f"{_count(count, noun)} {'was' if count == 1 else 'were'} lost"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -9,6 +9,7 @@ from typing import Any
 from kale_dist.manifests import bootstrap
 from kale_dist.manifests.quantities import cpu_text, memory_text
 from kale_dist.manifests.settings import (
+    ATTEMPT_ANNOTATION,
     CONTAINER,
     HOME_FOLDER,
     INPUT_FOLDER,
@@ -124,12 +125,14 @@ def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
     }
     told = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX_LABEL}']"}}
+    attempt = {"fieldRef": {"fieldPath": f"metadata.annotations['{ATTEMPT_ANNOTATION}']"}}
     request = {"resourceFieldRef": {"containerName": CONTAINER, "resource": "requests.cpu", "divisor": "1m"}}
     return [
         *({"name": name, "value": value} for name, value in fixed.items() if name not in given | dict.fromkeys(secret)),
         *({"name": name.value, "value": value} for name, value in told.items()),
         {"name": PodVariable.REPLICA_INDEX.value, "valueFrom": index},
         {"name": PodVariable.CPU_REQUEST.value, "valueFrom": request},
+        {"name": PodVariable.ATTEMPT.value, "valueFrom": attempt},
         {"name": PodVariable.NODE.value, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         # The kubelet would replace $(NAME) by that variable's value.
         *({"name": name, "value": value.replace("$(", "$$(")} for name, value in given.items()),

@@ -17,6 +17,8 @@ MANAGED_BY = "kale-dist"
 SPEC_ANNOTATION = "kale-dist.dev/spec"
 SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
 CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
+ATTEMPT_ANNOTATION = "kale-dist.dev/attempt"
+"""The first attempt that pods make: on them, and on their PyTorchJob. Without it they make the job's first one."""
 
 PORT = 23456
 """The first of a pod's three ports; an order's `port`. It is also the operator's default."""

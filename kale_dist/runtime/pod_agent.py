@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -160,6 +161,7 @@ class PodAgent:
                 f"the notebook speaks contract version {described.get('version')}, this pod {contract.VERSION}"
             )
         order = PodOrder.from_json(described)
+        order = dataclasses.replace(order, attempt=max(order.attempt, self._place.attempt))
         if not self._place.pod < pod_site.number_of_pods(order):
             raise ValueError(f"the job has {pod_site.number_of_pods(order)} pods, so that none has this number")
         job_files = JobFiles(self._place.work / "job")

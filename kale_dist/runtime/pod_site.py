@@ -38,6 +38,8 @@ class Place:
     """Address to listen on; empty for all."""
     termination_log: pathlib.Path | None
     """Where the pod's last words go; None: nobody reads any."""
+    attempt: int
+    """The first one that the pod makes, if the order does not say a later one."""
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
@@ -55,6 +57,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
         work=pathlib.Path(environment[PodVariable.WORK]),
         listen=environment.get(LISTEN_VARIABLE, ""),
         termination_log=log if given or log.exists() else None,
+        attempt=int(environment.get(PodVariable.ATTEMPT) or 0),
     )
 
 

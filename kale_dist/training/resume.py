@@ -87,9 +87,10 @@ class Resumption:
         self._trained = trained
         self._resume: dict[str, Any] | None = None
         place = context.context()
-        if not place.attempt or not place.max_restarts:
+        if not place.attempt:
             return
-        found = _send(group, self._read() if group.rank == 0 else None)
+        # Without it, checkpoints hold less than is needed to go on; a suspended job is begun again all the same.
+        found = _send(group, self._read() if group.rank == 0 else None) if is_wanted() else None
         if found is not None:
             self._take(found)
         if group.rank == 0:

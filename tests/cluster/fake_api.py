@@ -27,11 +27,15 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class FakeApi:
-    """Answers by method and path, each a list of (code, body, headers) of which the last one stays."""
+    """Answers by method and path, each a list of (code, body, headers) of which the last one stays.
+
+    Its clock shows `now`, in seconds since 1970; None: that of this machine.
+    """
 
     def __init__(self):
         self.answers = {}
         self.asked = []
+        self.now = None
         review = {"kind": "SelfSubjectReview", "status": {"userInfo": {"username": "somebody"}}}
         self.answer("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", 201, review)
         fake = self
@@ -54,6 +58,9 @@ class FakeApi:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
+
+            def date_time_string(self, timestamp=None):
+                return super().date_time_string(fake.now if timestamp is None else timestamp)
 
             do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_one
 

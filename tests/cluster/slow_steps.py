@@ -30,6 +30,13 @@ def waits_for_its_second_attempt():
     return kd.context().attempt
 
 
+def waits_for_its_third_attempt():
+    import kale_dist as kd
+
+    time.sleep(1 if kd.context().attempt == 2 else 600)
+    return kd.context().attempt
+
+
 def fills_memory():
     kept = [b"x" * 10_000_000 for _ in range(1000)]
     return len(kept)
@@ -40,4 +47,21 @@ def ends_in_first_attempt():
 
     if not kd.context().attempt and kd.context().rank == 1:
         os._exit(1)
+    return kd.context().attempt
+
+
+def says_much_in_its_first_attempt(count):
+    """Behind a gate, for the first attempt; the second one is short."""
+    import pathlib
+
+    import kale_dist as kd
+
+    print("ready", flush=True)
+    if not kd.context().attempt:
+        while not pathlib.Path("/tmp/go").exists():
+            time.sleep(0.05)
+        for number in range(count):
+            print(f"line {number:05}")
+        print("all said", flush=True)
+        time.sleep(600)
     return kd.context().attempt

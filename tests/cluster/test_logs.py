@@ -1,12 +1,9 @@
 """Logs of jobs on the real cluster: nothing lost, nothing twice, and what was not written by the job is refused."""
 
-import json
 import os
 import pathlib
 import re
-import select
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +11,7 @@ import threading
 import time
 
 import pytest
-from on_cluster import IMAGE, call_in, make_claim, run_kubectl
+from on_cluster import IMAGE, Network, call_in, make_claim, run_kubectl
 from rank_work import (
     ODD_LINES,
     bytes_of,
@@ -79,72 +76,10 @@ def jobs(on, namespace, jobs_end):
         job.delete()
 
 
-class Network:
-    """Stands between this process and the API server, and can be cut."""
-
-    def __init__(self, address):
-        self._address = address
-        self._is_up = True
-        self._sockets = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def cut(self):
-        self._is_up = False
-        for one in self._sockets:
-            # Both directions end at once, in the middle of whatever was on its way.
-            try:
-                one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-
-    def mend(self):
-        self._is_up = True
-
-    def close(self):
-        self._listener.close()
-        self.cut()
-
-    def _serve(self):
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._is_up:
-                near.close()
-                continue
-            far = socket.create_connection(self._address)
-            self._sockets += [near, far]
-            threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
-
-    @staticmethod
-    def _pump(near, far):
-        try:
-            while True:
-                for one in select.select([near, far], [], [])[0]:
-                    data = one.recv(1 << 16)
-                    if not data:
-                        return
-                    (far if one is near else near).sendall(data)
-        except OSError:
-            return
-        finally:
-            near.close()
-            far.close()
-
-
 @pytest.fixture
 def network(kubeconfig, tmp_path, monkeypatch):
     """A network to the cluster that this process's connections go through."""
-    import yaml
-
-    config = yaml.safe_load(pathlib.Path(kubeconfig).read_text())
-    host, _, port = config["clusters"][0]["cluster"]["server"].removeprefix("https://").partition(":")
-    made = Network((host, int(port or 443)))
-    config["clusters"][0]["cluster"] |= {"server": f"https://127.0.0.1:{made.port}", "tls-server-name": host}
-    (tmp_path / "config").write_text(json.dumps(config))
+    made = Network(kubeconfig, tmp_path / "config")
     monkeypatch.setenv("KALE_DIST_KUBECONFIG", str(tmp_path / "config"))
     yield made
     backends.get("kubernetes").close()

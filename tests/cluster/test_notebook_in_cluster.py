@@ -117,14 +117,17 @@ def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(plac
     assert left_behind(place[0]) == []
 
 
-def test_ctrl_c_ends_the_pod_s_cell_and_its_job_and_brings_the_notebook(place):
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["ctrl-c", "sigterm"]
+)
+def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_notebook(place, send, number):
     job = "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(300)\n"
     call = "job = kd.launch(wait, number_of_processes=1)\njob.wait()"
     running = start(place, ["x = 1", "print('first')", job + call, "print('never')"], "--package", "auto")
     for line in running.stdout:
         if line == "[0] waiting\n":
             break
-    os.killpg(running.pid, signal.SIGINT)
+    send(running.pid, number)
     out, err = running.communicate(timeout=90)
     assert running.returncode == 130, out + err
     assert re.search(r"^local://\S+: Cancelled", out, re.MULTILINE)

@@ -5,15 +5,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
-from on_cluster import IMAGE, make_claim, run_kubectl
-from slow_steps import fills_memory, train_slowly, waits_and_says_its_attempt, waits_for_its_second_attempt
+from on_cluster import IMAGE, Network, make_claim, run_kubectl
+from slow_steps import (
+    fills_memory,
+    says_much_in_its_first_attempt,
+    train_slowly,
+    waits_and_says_its_attempt,
+    waits_for_its_second_attempt,
+)
 
 import kale_dist as kd
 from kale_dist import manifests
-from kale_dist.backends.kubernetes import lost_pods, restarts
+from kale_dist.backends.kubernetes import lost_pods, restarts, roles
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import BackendError
 
@@ -45,6 +52,10 @@ def wait_for(job, seen):
     while not seen(job.status):
         assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
         time.sleep(0.1)
+
+
+def own_words(job):
+    return [line.text for line in job.logs() if line.rank is None]
 
 
 def left_of(job, namespace, kinds="pytorchjobs,pods,secrets,services"):
@@ -93,11 +104,11 @@ print(job.wait(150).state, job.status.attempt, *(line.text for line in job.logs(
 
 
 @contextlib.contextmanager
-def watching_elsewhere(ref, state_home):
+def watching_elsewhere(ref, state_home, program=WATCHES, **environment):
     """Another machine, as far as records go, that follows a job to its end."""
     watching = subprocess.Popen(
-        [sys.executable, "-c", WATCHES, ref], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "XDG_STATE_HOME": str(state_home)},
+        [sys.executable, "-c", program, ref], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "XDG_STATE_HOME": str(state_home), **environment},
     )  # fmt: skip
     try:
         assert watching.stdout.readline() == "attached\n"
@@ -258,6 +269,87 @@ def test_two_machines_that_follow_a_job_agree_how_it_goes_on(namespace, tmp_path
     assert seen.splitlines()[:2] == ["succeeded", "1"], seen
     listed = json.loads(run_kubectl("-n", namespace, "get", "pytorchjobs", "-o", "json"))["items"]
     assert sorted(item["metadata"]["name"] for item in listed) == [job.name, f"{job.name}-r1"]
+    job.delete()
+
+
+def test_lines_of_pods_before_the_new_ones_are_read_or_their_loss_is_said(namespace, kubeconfig, tmp_path):
+    job = kd.launch(
+        says_much_in_its_first_attempt, 5_000, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=3,
+        max_restarts=1, cluster={"namespace": namespace},
+    )  # fmt: skip
+    wait_for(job, lambda _: sum(line.text == "ready" for line in job.logs()) == 3)
+    network = Network(kubeconfig, tmp_path / "config")
+    config = {"KALE_DIST_KUBECONFIG": str(tmp_path / "config")}
+    with watching_elsewhere(job.ref, tmp_path, **config) as elsewhere, contextlib.closing(network):
+        folder = tmp_path / "kale-dist" / "jobs"
+        deadline = time.monotonic() + 60
+        while b"".join(path.read_bytes() for path in folder.glob("*/log")).count(b"ready") < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        network.cut()
+        for pod in ("master-0", "worker-0", "worker-1"):
+            run_kubectl("-n", namespace, "exec", f"{job.name}-{pod}", "-c", "pytorch", "--", "touch", "/tmp/go")
+        wait_for(job, lambda _: sum(line.text == "all said" for line in job.logs()) == 3)
+        lost = f"{job.name}-worker-0"
+        run_kubectl("-n", namespace, "delete", "pod", lost, "--force", "--grace-period=0")
+        status = job.wait(150)
+        assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, own_words(job))
+        network.mend()
+        seen, _ = elsewhere.communicate(timeout=160)
+    all_lines = [f"line {number:05}" for number in range(5_000)]
+    for rank in range(3):
+        assert [line.text for line in job.logs(ranks=[rank]) if line.text.startswith("line")] == all_lines
+    told = seen.splitlines()
+    assert told[:2] == ["succeeded", "1"]
+    # There, the two pods that had ended were read afterwards; the third one was gone.
+    assert sorted(text for text in told if text.startswith("line")) == sorted(all_lines * 2)
+    assert sum("The log of pod 1 breaks off behind its first" in text for text in told) == 1, told[-40:]
+    assert not any("of pod 0 breaks off" in text or "of pod 2 breaks off" in text for text in told)
+    job.delete()
+
+
+ONLY_WATCHES = """
+import sys, time, kale_dist as kd
+job = kd.attach(sys.argv[1])
+print("attached", flush=True)
+while "only watches" not in job.status.reason:
+    time.sleep(0.1)
+print(job.status.state, job.status.reason, flush=True)
+print(job.wait(150).state, job.status.attempt)
+"""
+
+
+def test_who_has_not_the_job_s_key_watches_and_has_nothing_go_on(namespace, make_user, tmp_path, monkeypatch):
+    begin, may_begin = restarts.begin, threading.Event()
+
+    def begins_late(*arguments):
+        if not may_begin.is_set():
+            raise BackendError("The API server does not answer", retryable=True)
+        return begin(*arguments)
+
+    monkeypatch.setattr(restarts, "begin", begins_late)
+    job = kd.launch(
+        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=1, cluster={"namespace": namespace},
+    )  # fmt: skip
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    other = str(make_user(namespace, lambda identity: roles.role_yaml(namespace, identity)))
+    with watching_elsewhere(job.ref, tmp_path, ONLY_WATCHES, KALE_DIST_KUBECONFIG=other) as elsewhere:
+        run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
+        said = elsewhere.stdout.readline()
+        assert said.startswith("running "), said
+        assert f"{job.name}-worker-0 was deleted" in said
+        assert "who submitted it" in said
+        time.sleep(3)
+        listed = json.loads(run_kubectl("-n", namespace, "get", "pytorchjobs", "-o", "json"))["items"]
+        mine = [item for item in listed if item["metadata"]["name"].startswith(job.name)]
+        assert [item["metadata"]["name"] for item in mine] == [job.name]
+        assert not mine[0]["spec"]["runPolicy"].get("suspend")
+        may_begin.set()
+        status = job.wait(150)
+        assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, own_words(job))
+        seen, _ = elsewhere.communicate(timeout=160)
+    assert seen == "succeeded 1\n"
     job.delete()
 
 

@@ -1,8 +1,11 @@
 """A right that a user lacks: what degrades, seen by running a job without it. Everything else goes on."""
 
+import time
+
 import pytest
 from on_cluster import call_in, run_kubectl
 from rank_work import bytes_of, hang
+from slow_steps import waits_for_its_second_attempt
 
 import kale_dist as kd
 from kale_dist.backends.kubernetes import roles
@@ -42,6 +45,14 @@ def become(namespace, make_user, monkeypatch):
 def check_whole(job, size):
     assert job.results(150) == [bytes(size)] * 2, job.status
     assert {line.text for line in job.logs()} >= {"rank 0 is here", "rank 1 is here"}
+
+
+def lose_a_pod(job, namespace):
+    deadline = time.monotonic() + 120
+    while job.status.state is not StateName.RUNNING:
+        assert time.monotonic() < deadline, job.status
+        time.sleep(0.2)
+    run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
 
 
 @pytest.mark.parametrize("missing", roles.NEEDED, ids=str)
@@ -129,3 +140,26 @@ def test_without_reading_secrets_results_are_the_submitter_s_alone(become, call)
     with pytest.warns(KaleDistWarning, match="Results cannot be read from another machine"):
         job = kd.launch(bytes_of, 1, **call)
     check_whole(job, 1)
+
+
+def test_with_the_least_role_a_job_that_loses_a_pod_goes_on_in_new_ones(become, call, namespace):
+    become()
+    job = kd.launch(waits_for_its_second_attempt, **call, max_restarts=1)
+    lose_a_pod(job, namespace)
+    assert job.results(150) == [1, 1], (job.status, [str(line) for line in job.logs()])
+    assert any(f"{job.name}-worker-0 was deleted" in line.text for line in job.logs() if line.rank is None)
+    job.delete()
+    left = run_kubectl("-n", namespace, "get", "pytorchjobs,pods,secrets", "-o", "name")
+    assert job.name not in left
+
+
+def test_without_reading_secrets_a_job_that_loses_a_pod_fails_and_says_who_has_to_grant_what(become, call, namespace):
+    become("get, patch, delete secrets")
+    with pytest.warns(KaleDistWarning, match="a job that loses a pod does not go on in new ones"):
+        job = kd.launch(waits_for_its_second_attempt, **call, max_restarts=1)
+    lose_a_pod(job, namespace)
+    status = job.wait(150)
+    assert status.state is StateName.FAILED
+    assert f"{job.name}-worker-0 was deleted" in status.reason
+    assert "New pods could not be had" in status.reason
+    assert "may not get secrets" in status.reason

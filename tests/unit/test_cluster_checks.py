@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from kale_dist import calls, checks
+from kale_dist import calls, checks, cluster_checks
 from kale_dist.checks import Machine
 from kale_dist.errors import ConfigError
 from kale_dist.spec import ClusterOptions, Resources, Volume, VolumeKind
@@ -316,3 +316,8 @@ def test_options_that_no_cluster_takes(given, argument, said):
     error = refused(cluster=given)
     assert error.argument == argument
     assert said in str(error)
+
+
+def test_the_other_labels_of_kueue_are_the_user_s():
+    priority = {"kueue.x-k8s.io/priority-class": "high"}
+    assert cluster_checks.cluster_options({"labels": priority}).labels == tuple(priority.items())

@@ -171,6 +171,29 @@ def test_a_heartbeat_shows_that_the_end_is_missing(make):
     assert job.log == ["[0] 0", "[0] 1", "[0] 2", "[0] 3"]
 
 
+def test_a_pod_that_could_not_be_read_to_its_end_is_said_once(make, tmp_path):
+    job = make()
+    job.take(lines([b"one", b"two"]))
+    job.take(lines([b"all"]), uid="b", pod=1)
+    job.mirror.begin("c", 2)
+    assert job.mirror.unfinished == {"a": 0, "b": 1, "c": 2}
+    job.mirror.finish("b", 1, is_whole=True)
+    for _ in range(2):
+        job.mirror.finish("a", 0, is_whole=False)
+        job.mirror.finish("b", 1, is_whole=False)
+        job.mirror.finish("c", 2, is_whole=False)
+    broken, lost = job.log[-2:]
+    assert "The log of pod 0 breaks off behind its first 2 lines: the pod was gone" in broken
+    assert "The log of pod 2 is lost: the pod was gone before a line of it could be read" in lost
+    job.mirror.close()
+    following = Job(tmp_path / "job")
+    assert following.mirror.try_lock()
+    assert (following.mirror.unfinished, following.mirror.is_continued) == ({}, True)
+    following.mirror.finish("a", 0, is_whole=False)
+    following.mirror.close()
+    assert len(following.log) == 5
+
+
 def test_lines_and_events_that_the_pods_agent_denies_are_no_gap(make):
     job = make(fill=lambda *_: (), fill_events=lambda *_: ())
     job.take(lines([b"0"]) + transport.heartbeat_frame(9, 9) + 2 * lines([b"forged"], first=7))

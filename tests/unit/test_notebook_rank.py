@@ -1,8 +1,10 @@
 """A notebook as the work of one rank, on this machine: what its rank gives back, however it ends."""
 
+import contextlib
 import io
 import json
 import time
+import uuid
 
 import nbformat
 import pytest
@@ -107,3 +109,67 @@ def test_a_pod_s_log_is_shown_as_the_notebook_s_own_with_one_bar(monkeypatch):
         "<▕██    ▏ 30 % · Epoch 1 of 2 · train-x<[1] a line of a rank\n▕██    ▏ 30 % · Epoch 1 of 2 · train-x"
         "<▕████  ▏ 70 % · Epoch 2 of 2 · train-x<local://train-x: Succeeded after 3 s\n[kale-dist] of the agent \n"
     )
+
+
+CELL = {"number": 1, "source": "1 / 0", "state": "failed", "seconds": 0.5, "error": "ZeroDivisionError"}
+SAID = {"failure": "cell 1 of 1 failed", "interrupted": False, "cells": [CELL], "jobs": [], "output": ""}
+NOTEBOOK = nbformat.writes(new_notebook()).encode()
+
+
+@pytest.fixture
+def failed_with(monkeypatch, tmp_path):
+    """A function that gives how a notebook's pod has failed which had saved these bytes, the notebook, and what is said."""
+
+    launch = kd.launch
+
+    def made(saved):
+        (tmp_path / "n.ipynb").write_bytes(NOTEBOOK)
+
+        def does_not_start(*_, **__):
+            job = launch(saves_and_fails, saved, number_of_processes=1, name=f"damaged-{uuid.uuid4().hex[:6]}")
+            with contextlib.suppress(JobFailedError):
+                job.result(60)
+            return job
+
+        monkeypatch.setattr(in_cluster.calls, "launch", does_not_start)
+        screen = io.StringIO()
+        output = tmp_path / "out.ipynb"
+        found = in_cluster.run_notebook(tmp_path / "n.ipynb", output=output, terminal=Terminal(screen))
+        return found, output.read_bytes(), screen.getvalue()
+
+    return made
+
+
+def saves_and_fails(saved):
+    kd.context().files.checkpoint.write_bytes(saved)
+    raise ValueError("the pod was ended")
+
+
+def test_what_a_pod_had_saved_comes_back_after_a_failure(failed_with):
+    saved = nbformat.writes(new_notebook(cells=[new_code_cell("1 / 0")])).encode()
+    found, notebook, said = failed_with(notebook_rank.join(saved, json.dumps(SAID).encode()))
+    assert notebook == saved
+    assert (found.failure, [cell.error for cell in found.cells]) == ("cell 1 of 1 failed", ["ZeroDivisionError"])
+    assert "left out" not in said
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        b"",
+        b"\x80\x04\x95 a pickle",
+        notebook_rank.join(NOTEBOOK, b"[1, 2]"),
+        notebook_rank.join(NOTEBOOK, b"[" * 100_000),
+        notebook_rank.join(NOTEBOOK, json.dumps({**SAID, "cells": [{**CELL, "by": "somebody"}]}).encode()),
+        notebook_rank.join(NOTEBOOK, json.dumps({**SAID, "cells": ["x"]}).encode()),
+        notebook_rank.join(NOTEBOOK, json.dumps({**SAID, "cells": [{**CELL, "seconds": None}]}).encode()),
+        notebook_rank.join(NOTEBOOK, json.dumps({**SAID, "jobs": [{"ref": "local://x"}]}).encode()),
+        notebook_rank.join(b"no notebook", json.dumps(SAID).encode()),
+    ],
+)
+def test_a_damaged_or_forged_checkpoint_is_left_out_with_a_note(failed_with, saved):
+    found, notebook, said = failed_with(saved)
+    assert notebook == NOTEBOOK
+    assert found.failure.startswith("its pod: Failed")
+    assert found.cells == found.jobs == ()
+    assert said.count("left out: it is damaged, or somebody else wrote it") == 1

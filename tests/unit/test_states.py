@@ -126,6 +126,20 @@ def test_a_pod_that_somebody_deleted_is_named_whatever_the_others_said_as_they_e
     assert overlay(told, view(deleted, is_deleted=True)) == told
 
 
+def test_a_node_that_is_slow_to_say_that_the_evicted_pod_has_ended_is_not_waited_for():
+    ending = pod(disruption="EvictionByEvictionAPI: evicting", is_ending=True)
+    told = base(StateName.CANCELLED, reason="The agent was told to end (SIGTERM)", cause=FailureCause.USER)
+    assert states.is_unsure(told, view(ending))
+    status = overlay(told, view(ending))
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.AGENT_DIED)
+    assert "Pod x-master-0 was ended because its node n1 was drained" in status.reason
+    verdict = {"state": "cancelled", "cause": "user"}
+    assert "its node n1 was drained" in states.lost_pod(status, view(ending), verdict)
+    # As long as the agents go on, nothing has ended yet.
+    assert overlay(base(StateName.RUNNING, reason="epoch 2"), view(ending)).state is StateName.RUNNING
+    assert overlay(told, view(pod(disruption=ending.disruption))) == told
+
+
 def test_an_error_of_a_rank_counts_before_the_deletion_of_pods_that_followed():
     words = '{"state": "failed", "cause": "error", "rank": 1, "message": "Rank 1 failed: no"}'
     deleted = pod(container=ended(143, at=NOW - 5), is_ending=True)
@@ -185,7 +199,35 @@ def test_a_suspended_job_waits_and_begins_anew():
     assert overlay(base(), resumed).state is StateName.STARTING
 
 
-def test_a_queued_job_says_where_and_why():
+def test_pods_of_the_attempt_before_a_suspension_are_not_the_job_s_any_more():
+    old = (pod(is_gone=True, container=ended(143)), pod("worker", is_gone=True, container=ended(143)))
+    resumed = job(status={"startTime": CREATED}, annotations={"kale-dist.dev/attempt": "1"})
+    found = overlay(base(), view(*old, pod(uid="n", attempt=1), pod("worker", uid="m", attempt=1), of=resumed))
+    assert found.state is StateName.STARTING, found
+
+
+@pytest.mark.parametrize(("verdict", "suspends", "annotations", "expected"), [
+    (None, True, {}, True),
+    ({"state": "cancelled", "cause": "user"}, True, {}, True),
+    ({"state": "failed", "cause": "died"}, True, {}, True),
+    ({"state": "failed", "cause": "raised"}, True, {}, False),
+    ({"state": "succeeded", "cause": ""}, True, {}, False),
+    ({"state": "cancelled", "cause": "user"}, False, {}, False),
+    ({"state": "cancelled", "cause": "user"}, True, {"kale-dist.dev/cancelled": "ada"}, False),
+])  # fmt: skip
+def test_only_what_was_to_run_on_is_put_off(verdict, suspends, annotations, expected):
+    of = job(run_policy={"suspend": suspends}, annotations=annotations)
+    assert states.is_put_off(view(pod(), of=of), verdict) is expected
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("no quota left", "is queued in Kueue's queue gpus: no quota left"),
+    (
+        "insufficient quota for cpu in flavor default, request > maximum capacity (800m > 500m)",
+        "asks for more than Kueue's queue gpus ever has: insufficient quota for cpu",
+    ),
+])  # fmt: skip
+def test_a_queued_job_says_where_and_why(said, expected):
     from kale_dist.backends.kubernetes.views import EventView
 
     said = EventView(
@@ -195,13 +237,13 @@ def test_a_queued_job_says_where_and_why():
         object_uid="w",
         is_warning=True,
         reason="Pending",
-        message="no quota left",
+        message=said,
         time=1,
     )
     of = job(run_policy={"suspend": True}, labels={"kueue.x-k8s.io/queue-name": "gpus"})
     status = overlay(base(), view(of=of, events=(said,)))
     assert status.state is StateName.PENDING
-    assert "queued in Kueue's queue gpus: no quota left" in status.reason
+    assert expected in status.reason
 
 
 def test_a_cancelled_job_ends_with_its_pods():

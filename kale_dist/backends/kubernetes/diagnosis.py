@@ -88,12 +88,19 @@ def progress(pod: PodView, view: JobView) -> str:
     return f"is being prepared on node {pod.node}"
 
 
-def end(pod: PodView, view: JobView) -> Finding | None:
-    """Why a pod has failed; None if it has not."""
+def end(pod: PodView, view: JobView, *, is_over: bool = False) -> Finding | None:
+    """Why a pod has failed; None if it has not.
+
+    Args:
+        pod: The pod.
+        view: Its job.
+        is_over: Whether the agents have ended the job. A pod that the cluster ends need not be gone then: it may still
+            take what is left of its grace period, and the node its time to say so.
+    """
     main = pod.main
     said = f"{pod.reason}: {pod.message}"
     if pod.disruption and (found := _find(Place.DISRUPTION, pod.disruption, pod, view)):
-        return found if pod.has_ended else None
+        return found if pod.has_ended or (is_over and pod.is_ending) else None
     # Before the containers: they only know of a signal.
     if pod.phase == "Failed" and pod.reason and (found := _find(Place.POD, said, pod, view, {"detail": _detail(said)})):
         return found

@@ -10,8 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
 from kale_dist import records
 from kale_dist.backends import own_events
@@ -21,8 +20,9 @@ from kale_dist.backends.kubernetes import leftovers, port_forward, restarts, sta
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.fetching import Fetcher
 from kale_dist.backends.kubernetes.lost_pods import LostPods
-from kale_dist.backends.kubernetes.pod_log import PodLog
+from kale_dist.backends.kubernetes.pod_logs import PodLogs
 from kale_dist.backends.kubernetes.sending import Sender
+from kale_dist.backends.kubernetes.suspensions import Suspensions
 from kale_dist.backends.kubernetes.watching import JobView, NamespaceWatch, PodView
 from kale_dist.backends.mirror import Mirror
 from kale_dist.backends.pod_client import PodClient
@@ -31,8 +31,6 @@ from kale_dist.errors import BackendError, StoreError
 from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus, reduce_events
-
-T = TypeVar("T")
 
 _LOOK_S = 1.0
 _REST_S = 0.1
@@ -89,7 +87,6 @@ class Follower:
         self._created = reader.record().created
         self._woken = threading.Event()
         self._stopped = threading.Event()
-        self._logs: dict[str, PodLog] = {}
         self._suspend_at: float | None = None
         self._failing_since: float | None = None
         self._last_item = self._pods_ended_at = 0.0
@@ -99,17 +96,20 @@ class Follower:
             key,
             job=spec.name,
             world_size=spec.topology.number_of_processes,
-            fill=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.log(first)),
-            fill_events=lambda uid, number, first, _: self._ask(uid, number, lambda agent: agent.events(first)),
+            fill=lambda uid, number, first, _: self._logs.ask(uid, number, lambda agent: agent.log(first)),
+            fill_events=lambda uid, number, first, _: self._logs.ask(uid, number, lambda agent: agent.events(first)),
         )
+        self._logs = PodLogs(cluster, watch, spec, self._mirror, key, self.agent, self._took)
         self._sender = Sender(spec, self._mirror, self.agent, self._show, self._progress, self._stopped)
         self._fetcher = Fetcher(
             cluster, spec, self._mirror, ref.record_name, has_key=key is not None,
             progress=self._progress("Fetching the results"),
         )  # fmt: skip
-        self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show)
+        self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show, has_key=key is not None)
+        self._suspensions = Suspensions(cluster, spec, self._mirror, reader, has_key=key is not None)
         self._run_now = restarts.run_of(reader.record())
-        self._unsubscribe = watch.subscribe(self._name, lambda _name: self._wake())
+        self._logs.turn_to(self._run_now.number)
+        self._subscriptions = [watch.subscribe(self._name, lambda _name: self._wake())]
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
         self._thread.start()
 
@@ -174,12 +174,11 @@ class Follower:
     def _turn_to(self, run: restarts.Run) -> None:
         """Follow another PyTorchJob of the job."""
         if run != self._run_now:
-            before, self._run_now = self._unsubscribe, run
-            # In this order: with the last subscription the watch forgets what it knows.
-            self._unsubscribe = self._watch.subscribe(self._name, lambda _name: self._wake())
-            before()
-            for log in self._logs.values():
-                log.stop()
+            is_other, self._run_now = run.number != self._run_now.number, run
+            if is_other:
+                # What is known of pods that are gone is forgotten with the last subscription; they are still read.
+                self._subscriptions.append(self._watch.subscribe(self._name, lambda _name: self._wake()))
+            self._logs.turn_to(run.number)
             self._created = time.time()
             self._failing_since = self._verdict_at = self._suspend_at = None
             self._pods_ended_at = 0.0
@@ -212,9 +211,9 @@ class Follower:
             # The job's folder was deleted.
             return
         finally:
-            self._unsubscribe()
-            for log in self._logs.values():
-                log.stop()
+            for unsubscribe in self._subscriptions:
+                unsubscribe()
+            self._logs.stop()
             self.activity = ""
             self._on_change()
 
@@ -227,43 +226,26 @@ class Follower:
         if (run := self._lost_pods.take_over(self._watch.view(following).job)) is not None:
             self._turn_to(run)
             return False
-        names = [restarts.name_of(self._spec.name, number) for number in range(self._run_now.number)]
-        for pod in (pod for each in (*map(self._watch.view, names), view) for pod in each.pods):
-            if pod.has_started and pod.uid not in self._logs:
-                self._logs[pod.uid] = self._open_log(pod)
+        self._logs.read()
+        if (run := self._suspensions.look(view, self._run_now)) is not None:
+            self._turn_to(run)
+            return False
+        self._logs.leave(self._free)
         head = self._head(view)
         if self._source is Source.STREAM and head is not None:
             self._sender.send(head.name, head.uid)
         if self._suspend_at is not None and time.monotonic() > self._suspend_at:
             self._suspend_at = None
             self._free(view)
+        if states.is_put_off(view, self._mirror.verdict):
+            self._show(self._suspensions.problem)
+            return self._end_badly(view) if self._mirror.verdict is None else False
         if self._mirror.verdict is not None:
             return self._end_well(view)
         return self._end_badly(view)
 
-    def _open_log(self, pod: PodView) -> PodLog:
-        def has_ended() -> bool:
-            now = next((other for other in self.view.pods if other.uid == pod.uid), None)
-            return now is None or now.has_ended
-
-        return PodLog(
-            cluster=self._cluster,
-            namespace=self._spec.cluster.namespace,
-            pod=pod.name,
-            uid=pod.uid,
-            number=self._number(pod),
-            mirror=self._mirror,
-            key=self._key,
-            has_ended=has_ended,
-            agent=lambda: self.agent(pod.name, self._number(pod)),
-            on_items=self._took,
-        )
-
-    def _number(self, pod: PodView) -> int:
-        return self.view.number(pod, has_master=self._spec.cluster.master is not False)
-
     def _head(self, view: JobView) -> PodView | None:
-        running = [pod for pod in view.pods if self._number(pod) == 0 and pod.has_started and not pod.has_ended]
+        running = [pod for pod in view.pods if self._logs.number(pod) == 0 and pod.has_started and not pod.has_ended]
         return running[-1] if running else None
 
     def _show(self, text: str) -> None:
@@ -288,9 +270,9 @@ class Follower:
                 self._fetcher.fetch_from(self.agent(head.name))
             except (BackendError, StoreError, OSError) as error:
                 self.activity = f"The results could not be fetched yet: {error}"
-        if not self._is_drained(view) and (self._fetcher.missing() or not self._is_told()):
+        if not self._logs.are_drained(view) and (self._fetcher.missing() or not self._is_told()):
             return False
-        if not self._explain(view):
+        if not self._logs.has_left or not self._explain(view):
             return False
         self._release()
         return True
@@ -321,10 +303,6 @@ class Follower:
         told = all(replica.state in ended for replica in self._reader.status().replicas)
         return told or time.monotonic() > (self._verdict_at or 0.0) + _DRAIN_S
 
-    def _is_drained(self, view: JobView) -> bool:
-        alive = {pod.uid for pod in view.pods if not pod.has_ended}
-        return not alive and all(log.is_drained for log in self._logs.values())
-
     def _end_badly(self, view: JobView) -> bool:
         """The cluster may know of an end that no agent could tell of."""
         now = time.time()
@@ -344,8 +322,13 @@ class Follower:
             return False
         self._failing_since = self._failing_since or time.monotonic()
         waited_s = time.monotonic() - max(self._failing_since, self._last_item)
-        drained = all(log.is_drained for log in self._logs.values())
-        if waited_s < _SETTLE_S or (not drained and waited_s < _DRAIN_S) or self._mirror.verdict is not None:
+        if (
+            waited_s < _SETTLE_S
+            or (not self._logs.are_read and waited_s < _DRAIN_S)
+            or self._mirror.verdict is not None
+        ):
+            return False
+        if not self._logs.has_left:
             return False
         ended = self._try_again(status, view)
         if ended is None:
@@ -365,16 +348,18 @@ class Follower:
         found = self._lost_pods.go_on(ended, why, self._run_now)
         if not isinstance(found, restarts.Run):
             return found
-        # Not before the new ones are there: a job that is suspended would wait for somebody to resume it.
-        self._free(view)
         self._turn_to(found)
         return None
 
     def _free(self, view: JobView, *, suspends: bool = True) -> None:
-        """Nobody waits any more for pods that could not start, or cannot end."""
+        """Nobody waits any more for pods that could not start, or cannot end. Who has no key leaves them to who has."""
+        if self._key is None:
+            return
         if suspends:
             leftovers.suspend(self._cluster, view)
-        left = leftovers.remove_replacements(self._cluster, view, lambda pod: self.agent(pod.name, self._number(pod)))
+        left = leftovers.remove_replacements(
+            self._cluster, view, lambda pod: self.agent(pod.name, self._logs.number(pod))
+        )
         self._mirror.say("\n".join(left))
 
     def _write(self, status: JobStatus) -> None:
@@ -385,15 +370,7 @@ class Follower:
 
     def _release(self) -> None:
         """Let everybody see that the job has ended."""
-        if self._run_now.number or self._lost_pods.has_asked:
+        if self._key is not None and (self._run_now.number or self._lost_pods.has_asked):
             with contextlib.suppress(BackendError):
                 restarts.release(self._cluster, self._spec)
         self._mirror.release_final()
-
-    def _ask(self, uid: str, number: int, question: Callable[[PodClient], Sequence[T]]) -> Sequence[T] | None:
-        """What a pod's stream has skipped, from its agent; None if that cannot be asked."""
-        pod = next((pod for pod in self.view.pods if pod.uid == uid and pod.is_running), None)
-        if pod is not None:
-            with contextlib.suppress(BackendError, StoreError, OSError):
-                return question(self.agent(pod.name, number))
-        return None

@@ -24,6 +24,11 @@ from kale_dist.status import JobStatus
 ASKING_S = 120.0
 """How long a cluster that cannot be reached is asked for new pods in the place of lost ones."""
 
+_WATCHES = (
+    "A job that has lost a pod goes on in new ones while somebody follows it who has its key: who submitted it, or "
+    "attached to it with trust=True. This user only watches"
+)
+
 _ANEW = (
     "A pod was lost, and the training begins anew: without a store no checkpoint outlives the pods. Give one, such as "
     "store='pvc://claim'"
@@ -39,16 +44,25 @@ class LostPods:
         mirror: What is said of it goes there.
         reader: Of its folder.
         show: Told what is being done, as a sentence; empty for nothing.
+        has_key: Whether this user has the job's key; who has none only watches.
     """
 
     def __init__(
-        self, cluster: Cluster, spec: JobSpec, mirror: Mirror, reader: JobReader, show: Callable[[str], None]
+        self,
+        cluster: Cluster,
+        spec: JobSpec,
+        mirror: Mirror,
+        reader: JobReader,
+        show: Callable[[str], None],
+        *,
+        has_key: bool,
     ) -> None:
         self._cluster = cluster
         self._spec = spec
         self._mirror = mirror
         self._reader = reader
         self._show = show
+        self._has_key = has_key
         self._since: float | None = None
         self.has_asked = False
         """Whether new pods were asked for, had or not."""
@@ -75,9 +89,17 @@ class LostPods:
             The new PyTorchJob; None if the cluster has to be asked once more; else how the job has ended.
         """
         now = time.time()
-        self._since, self.has_asked = self._since or now, True
+        self._since = self._since or now
+        if not self._has_key:
+            if now - self._since < ASKING_S:
+                self._show(f"{why} {_WATCHES}")
+                return None
+            return dataclasses.replace(
+                ended, reason=f"{ended.reason} It did not go on within {ASKING_S:g} s. {_WATCHES}"
+            )
+        self.has_asked = True
         try:
-            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, self._left_s())
+            run = restarts.begin(self._cluster, self._spec, before, ended.attempt + 1, self._reader.status().started)
         except BackendError as error:
             if error.retryable and now - self._since < ASKING_S:
                 self._show(f"New pods cannot be had yet: {error}")
@@ -104,14 +126,13 @@ class LostPods:
         """
         run = restarts.run_in(job, dict(self._reader.record().place)["uid"])
         if run is not None:
-            with contextlib.suppress(BackendError):
-                restarts.complete(self._cluster, self._spec, run, self._left_s())
+            self._since = None
+            self._show("")
+            if self._has_key:
+                with contextlib.suppress(BackendError):
+                    restarts.complete(self._cluster, self._spec, run, self._reader.status().started)
             self._turn_to(run, "", self._reader.status())
         return run
-
-    def _left_s(self) -> float | None:
-        limit_s, now = self._spec.policy.timeout_s, time.time()
-        return None if limit_s is None else max(1.0, limit_s - (now - (self._reader.status().started or now)))
 
     def _turn_to(self, run: Run, why: str, before: JobStatus) -> None:
         seen, policy = self._reader.status(), self._spec.policy

@@ -10,9 +10,9 @@ import base64
 import contextlib
 import copy
 import dataclasses
+import email.utils
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +21,10 @@ from kale_dist.backends.kubernetes import refusals, submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.backends.kubernetes.submission import GROUP, PLURAL, VERSION
-from kale_dist.backends.kubernetes.views import seconds
+from kale_dist.backends.kubernetes.views import attempt_of, seconds
 from kale_dist.contract import RankStateName, encode_record
 from kale_dist.errors import BackendError
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, own_labels
+from kale_dist.manifests.settings import ATTEMPT_ANNOTATION, CANCELLED_ANNOTATION, own_labels
 from kale_dist.pod_order import InputFiles
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
@@ -33,13 +33,11 @@ from kale_dist.status import JobStatus
 RESTART_LABEL = "kale-dist.dev/restart"
 """On all PyTorchJobs of a job but the first: which one it is."""
 
-ATTEMPT_ANNOTATION = "kale-dist.dev/attempt"
-"""On the same: the first attempt that its pods make."""
-
 _PLACE_NUMBER, _PLACE_ATTEMPT = "restarts", "attempt"
 _LONGEST_NAME = 46
 _SHORTENED = 41
 _CONFLICT = 409
+_SHORTEST_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def spec_of(spec: JobSpec, run: Run) -> JobSpec:
 
 def waits_for_pods(run: Run, base: JobStatus) -> bool:
     """Whether the pods of a PyTorchJob have not started a rank yet, as far as their agents have told."""
-    if not run.number:
+    if not run.attempt:
         return base.started is None
     return base.attempt == run.attempt and all(rank.state is RankStateName.PENDING for rank in base.replicas)
 
@@ -132,7 +130,7 @@ def run_in(job: Mapping[str, Any] | None, uid: str) -> Run | None:
     return _run(job) if job is not None and _owner(job) == uid else None
 
 
-def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: float | None) -> Run | str:
+def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, started: float | None) -> Run | str:
     """Make the next PyTorchJob of a job. If it is there already, because somebody else was faster, it is taken as it is.
 
     Args:
@@ -140,7 +138,7 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
         spec: The job.
         before: Its last PyTorchJob, whose pods have ended or are ending.
         attempt: The attempt that the new pods begin with.
-        left_s: What is left of the job's time; None: it has no limit.
+        started: When the job's first rank has started, by the clock of its pods; None: none has.
 
     Returns:
         The new one; the name of a person who has cancelled the job meanwhile.
@@ -158,7 +156,7 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
     run = Run(before.number + 1, attempt)
     name = name_of(spec.name, run.number)
     try:
-        data = _next_input(_read_input(cluster, namespace, old_name), old_name, name, attempt, left_s)
+        data = _read_input(cluster, namespace, old_name)
     except BackendError:
         # Whoever may not read it can still follow what another notebook has made.
         last = find_last(cluster, namespace, first)
@@ -177,6 +175,7 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
         made = _read(cluster, namespace, name)
         if _owner(made) != first["metadata"]["uid"]:
             raise BackendError(f"there is another job named {name!r} in the namespace {namespace!r}") from error
+    data = _next_input(data, old_name, name, attempt, _gone_s(old, made, started))
     try:
         _make_input(cluster, spec, made, data)
     except BackendError:
@@ -189,22 +188,44 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, left_s: fl
     return _run(made)
 
 
-def complete(cluster: Cluster, spec: JobSpec, run: Run, left_s: float | None) -> None:
+def put_off(cluster: Cluster, job: Mapping[str, Any], attempt: int) -> None:
+    """Tell a suspended PyTorchJob which attempt its next pods will make.
+
+    Args:
+        cluster: Where.
+        job: The PyTorchJob as it was seen to be suspended; if it is another by now, this is refused.
+        attempt: The attempt.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    meta, said = job["metadata"], {"annotations": {ATTEMPT_ANNOTATION: str(attempt)}}
+    replicas = {kind: {"template": {"metadata": said}} for kind in job["spec"]["pytorchReplicaSpecs"]}
+    change = {
+        "metadata": {"resourceVersion": meta["resourceVersion"], **said},
+        "spec": {"pytorchReplicaSpecs": replicas},
+    }
+    submission.patch(cluster, meta["namespace"], meta["name"], change)
+
+
+def complete(cluster: Cluster, spec: JobSpec, run: Run, started: float | None) -> None:
     """Give a PyTorchJob its input, if whoever made it has ended in between.
 
     Args:
         cluster: Where.
         spec: The job.
         run: Its last PyTorchJob.
-        left_s: As for `begin`.
+        started: As for `begin`.
 
     Raises:
         BackendError: The cluster refused.
     """
     namespace, name = spec.cluster.namespace, name_of(spec.name, run.number)
     old_name = name_of(spec.name, run.number - 1)
-    data = _next_input(_read_input(cluster, namespace, old_name), old_name, name, run.attempt, left_s)
-    _make_input(cluster, spec, _read(cluster, namespace, name), data)
+    old, made = _read(cluster, namespace, old_name), _read(cluster, namespace, name)
+    data = _read_input(cluster, namespace, old_name)
+    data = _next_input(data, old_name, name, run.attempt, _gone_s(old, made, started))
+    _make_input(cluster, spec, made, data)
 
 
 def keep(cluster: Cluster, namespace: str, name: str) -> None:
@@ -225,18 +246,17 @@ def release(cluster: Cluster, spec: JobSpec) -> None:
     if spec.cluster.ttl_s is None:
         return
     namespace = spec.cluster.namespace
-    status = _read(cluster, namespace, spec.name).get("status") or {}
+    first, now = _read_with_time(cluster, namespace, spec.name)
     # The operator counts from the end of the pods that were lost.
-    gone_s = max(0.0, time.time() - (seconds(status.get("completionTime")) or time.time()))
+    ended = seconds((first.get("status") or {}).get("completionTime"))
+    gone_s = 0.0 if ended is None or now is None else max(0.0, now - ended)
     ttl_s = round(gone_s) + spec.cluster.ttl_s
     submission.patch(cluster, namespace, spec.name, {"spec": {"runPolicy": {"ttlSecondsAfterFinished": ttl_s}}})
 
 
 def _run(job: Mapping[str, Any]) -> Run:
     meta = job["metadata"]
-    number = meta.get("labels", {}).get(RESTART_LABEL, "0")
-    attempt = (meta.get("annotations") or {}).get(ATTEMPT_ANNOTATION, "0")
-    return Run(int(number), int(attempt))
+    return Run(int(meta.get("labels", {}).get(RESTART_LABEL, "0")), attempt_of(job))
 
 
 def _canceller(job: Mapping[str, Any]) -> str:
@@ -259,7 +279,10 @@ def _next_object(old: Mapping[str, Any], first: Mapping[str, Any], name: str, ru
     # Kueue suspends the new one by itself.
     spec.get("runPolicy", {}).pop("suspend", None)
     inputs = {manifests.input_secret_name(meta["name"]): manifests.input_secret_name(name)}
+    attempt = {ATTEMPT_ANNOTATION: str(run.attempt)}
     for replica in spec["pytorchReplicaSpecs"].values():
+        pod = replica["template"].setdefault("metadata", {})
+        pod["annotations"] = {**(pod.get("annotations") or {}), **attempt}
         for volume in replica["template"]["spec"].get("volumes", ()):
             secret = volume.get("secret", {})
             if secret.get("secretName") in inputs:
@@ -271,23 +294,32 @@ def _next_object(old: Mapping[str, Any], first: Mapping[str, Any], name: str, ru
             "name": name,
             "namespace": meta["namespace"],
             "labels": {**meta["labels"], RESTART_LABEL: str(run.number)},
-            "annotations": {**annotations, ATTEMPT_ANNOTATION: str(run.attempt)},
+            "annotations": {**annotations, **attempt},
             "ownerReferences": [owner],
         },
         "spec": spec,
     }
 
 
-def _next_input(
-    data: Mapping[str, bytes], old_name: str, name: str, attempt: int, left_s: float | None
-) -> dict[str, bytes]:
+def _next_input(data: Mapping[str, bytes], old_name: str, name: str, attempt: int, gone_s: float) -> dict[str, bytes]:
     """The input before it, whose order names the new pods. Pure."""
     order = json.loads(data[InputFiles.ORDER])
     order["head"] = name + order["head"].removeprefix(old_name)
     order["attempt"] = attempt
-    if left_s is not None:
-        order["timeout_s"] = left_s
+    if order.get("timeout_s") is not None:
+        order["timeout_s"] = max(_SHORTEST_S, order["timeout_s"] - gone_s)
     return {**data, InputFiles.ORDER: encode_record(order)}
+
+
+def _gone_s(old: Mapping[str, Any], made: Mapping[str, Any], started: float | None) -> float:
+    """How much of the time that the pods before had has gone. Pure: this machine's clock may be wrong by hours.
+
+    Those pods got what was left when they were asked for.
+    """
+    if started is None:
+        return 0.0
+    asked, ended = (seconds(job["metadata"].get("creationTimestamp")) for job in (old, made))
+    return 0.0 if asked is None or ended is None else max(0.0, ended - max(asked, started))
 
 
 def _make_input(cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], data: Mapping[str, bytes]) -> None:
@@ -304,14 +336,23 @@ def _make_input(cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], data: M
 
 
 def _read(cluster: Cluster, namespace: str, name: str) -> Any:
+    return _read_with_time(cluster, namespace, name)[0]
+
+
+def _read_with_time(cluster: Cluster, namespace: str, name: str) -> tuple[Any, float | None]:
+    """A PyTorchJob, and what the API server's clock shows."""
     try:
-        return cluster.custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+        found, _, headers = cluster.custom.get_namespaced_custom_object_with_http_info(
+            GROUP, VERSION, namespace, PLURAL, name
+        )
     except Exception as error:
         if getattr(error, "status", None) == refusals.NOT_FOUND:
             raise BackendError(f"the PyTorchJob {name!r} is no longer there") from error
         raise refusals.explain(
             error, doing=Doing(verb="get", resource=PLURAL, namespace=namespace, name=name)
         ) from error
+    date = email.utils.parsedate_to_datetime(headers["Date"]) if "Date" in headers else None
+    return found, None if date is None else date.timestamp()
 
 
 def _read_input(cluster: Cluster, namespace: str, job: str) -> dict[str, bytes]:

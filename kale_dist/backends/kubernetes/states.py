@@ -16,7 +16,7 @@ from typing import Any
 from kale_dist.backends.kubernetes import diagnosis
 from kale_dist.backends.kubernetes.diagnosis import Finding
 from kale_dist.backends.kubernetes.troubles import Place
-from kale_dist.backends.kubernetes.views import JobView, PodView, seconds
+from kale_dist.backends.kubernetes.views import JobView, PodView, attempt_of, seconds
 from kale_dist.contract import FailureCause, RankStateName, StateName
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus
@@ -78,6 +78,21 @@ def is_unsure(verdict: JobStatus, view: JobView) -> bool:
     return verdict.state is StateName.CANCELLED or (verdict.state is StateName.FAILED and verdict.cause in _UNSURE)
 
 
+def is_put_off(view: JobView, verdict: Mapping[str, Any] | None) -> bool:
+    """Whether somebody has suspended a job that was not to end: it begins again when it is resumed.
+
+    Args:
+        view: What the cluster says.
+        verdict: The final event of pod 0's agent, if there is one.
+    """
+    job = view.job or {}
+    if not _is_suspended(job) or CANCELLED_ANNOTATION in _annotations(job):
+        return False
+    # Whose pods the cluster ends, it tells so by SIGTERM, which the agents take for a cancel.
+    said = (verdict or {}).get("state", StateName.CANCELLED)
+    return said == StateName.CANCELLED or _cause((verdict or {}).get("cause")) in _UNSURE
+
+
 def lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None) -> str:
     """Which pod was taken from a job that has failed only by that, so that other pods may do better.
 
@@ -91,7 +106,7 @@ def lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None)
     """
     if ended.state is not StateName.FAILED or CANCELLED_ANNOTATION in _annotations(view.job or {}):
         return ""
-    found = _first_failure(view)
+    found = _first_failure(view, is_over=verdict is not None)
     if found is not None and found.trouble.loses_pod:
         is_why = ended.cause in (*_UNSURE, found.trouble.cause)
         return f"{found.sentence[:1].upper()}{found.sentence[1:].removesuffix('.')}." if is_why else ""
@@ -106,7 +121,7 @@ def misses_pod(verdict: Mapping[str, Any] | None) -> bool:
 
 def _explained(base: JobStatus, view: JobView) -> JobStatus:
     """A failure in the cluster's words, if a pod was killed by the cluster and the agents cannot know it."""
-    found = _first_failure(view) if is_unsure(base, view) else None
+    found = _first_failure(view, is_over=True) if is_unsure(base, view) else None
     if found is None or found.text in base.reason:
         return base
     ends_pods = found.trouble.place in (Place.POD, Place.DISRUPTION) or found.trouble.name == "pod-deleted"
@@ -164,9 +179,10 @@ def _has_succeeded(pod: PodView) -> bool:
     return pod.main.state == "terminated" and pod.main.exit_code == 0
 
 
-def _first_failure(view: JobView) -> Finding | None:
+def _first_failure(view: JobView, *, is_over: bool = False) -> Finding | None:
     """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
-    found = [(pod, finding) for pod in current_pods(view) if (finding := diagnosis.end(pod, view)) is not None]
+    ends = ((pod, diagnosis.end(pod, view, is_over=is_over)) for pod in current_pods(view))
+    found = [(pod, finding) for pod, finding in ends if finding is not None]
     if not found:
         return None
 
@@ -182,8 +198,11 @@ def _first_failure(view: JobView) -> Finding | None:
 
 def current_pods(view: JobView) -> Sequence[PodView]:
     """Pods of the job as it is now: those from before a suspension ended because of it."""
-    began = seconds(((view.job or {}).get("status") or {}).get("startTime"))
-    return [pod for pod in view.pods if began is None or pod.created >= began - _START_SLACK_S]
+    job = view.job or {"metadata": {}}
+    began, first = seconds((job.get("status") or {}).get("startTime")), attempt_of(job)
+    return [
+        pod for pod in view.pods if (began is None or pod.created >= began - _START_SLACK_S) and pod.attempt >= first
+    ]
 
 
 def _hopeless(view: JobView) -> Finding | None:
@@ -295,7 +314,8 @@ def _why_suspended(job: Mapping[str, Any], view: JobView) -> str:
         return diagnosis.of_job("suspended", view, {}).text
     said = [event.message for event in view.events if event.kind == "Workload"]
     facts = {"queue": f"Kueue's queue {queue}", "queue_said": f": {said[-1]}" if said else ""}
-    return diagnosis.of_job("queued", view, facts).text
+    is_too_large = said and "maximum capacity" in said[-1]
+    return diagnosis.of_job("queued-for-ever" if is_too_large else "queued", view, facts).text
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------

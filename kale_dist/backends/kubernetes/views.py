@@ -7,6 +7,8 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
+from kale_dist.manifests.settings import ATTEMPT_ANNOTATION
+
 JOB_LABEL = "training.kubeflow.org/job-name"
 _TYPE_LABEL = "training.kubeflow.org/replica-type"
 _INDEX_LABEL = "training.kubeflow.org/replica-index"
@@ -54,6 +56,8 @@ class PodView:
     """Within its replica type."""
     owner: str = ""
     """UID of its PyTorchJob."""
+    attempt: int = 0
+    """The first one that it makes, where pods before it were lost."""
     created: float = 0.0
     """Seconds since 1970."""
     phase: str = "Pending"
@@ -158,6 +162,12 @@ class JobView:
         return pod.index + (1 if has_master and pod.replica_type != "master" else 0)
 
 
+def attempt_of(data: Mapping[str, Any]) -> int:
+    """The first attempt that a pod makes, or the pods of a PyTorchJob; 0 for those that a job begins with."""
+    said = (data["metadata"].get("annotations") or {}).get(ATTEMPT_ANNOTATION, "")
+    return int(said) if said.isdecimal() else 0
+
+
 def pod_view(data: Mapping[str, Any]) -> PodView:
     """A pod of the API."""
     meta, spec, status = data["metadata"], data.get("spec") or {}, data.get("status") or {}
@@ -171,6 +181,7 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
         replica_type=labels.get(_TYPE_LABEL, "worker").lower(),
         index=int(index) if index.isdigit() else 0,
         owner=next((item["uid"] for item in meta.get("ownerReferences") or () if item.get("controller")), ""),
+        attempt=attempt_of(data),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",

@@ -43,6 +43,13 @@ TROUBLES = (
         remedy="Wait; 'kubectl -n {namespace} get workloads' shows the queue",
     ),
     Trouble(
+        name="queued-for-ever",
+        title="Too large for Kueue's queue",
+        place=Place.STRUCTURE,
+        sentence="the job asks for more than {queue} ever has{queue_said}",
+        remedy="Cancel it, and ask for less (resources=, number_of_processes=), or have the administrator raise the queue's quota",
+    ),
+    Trouble(
         name="suspended",
         title="Suspended",
         place=Place.STRUCTURE,
