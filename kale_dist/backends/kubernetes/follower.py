@@ -357,6 +357,9 @@ class Follower:
             return
         if suspends:
             leftovers.suspend(self._cluster, view)
+        for pod in leftovers.replacements(view):
+            # It knows nothing of the job, and nobody misses the rest of what it says.
+            self._mirror.finish(pod.uid, self._logs.number(pod), is_whole=True)
         left = leftovers.remove_replacements(
             self._cluster, view, lambda pod: self.agent(pod.name, self._logs.number(pod))
         )

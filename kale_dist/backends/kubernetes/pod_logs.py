@@ -33,8 +33,8 @@ class _Left:
     """A PyTorchJob in whose place another one has come."""
 
     name: str
-    since: float
-    """On the clock of `time.monotonic()`."""
+    since: float = 0.0
+    """When it was looked at first after that, on the clock of `time.monotonic()`."""
     is_told: bool = False
     """Whether its agents were asked for what they have, and told to end."""
     is_free: bool = False
@@ -84,7 +84,7 @@ class PodLogs:
         """
         before = len(self._names) - 1
         self._names = [restarts.name_of(self._spec.name, each) for each in range(number + 1)]
-        self._left += [_Left(name, time.monotonic()) for name in self._names[before:number]]
+        self._left += [_Left(name) for name in self._names[before:number]]
 
     def number(self, pod: PodView) -> int:
         """Which of the job's pods it is."""
@@ -110,6 +110,7 @@ class PodLogs:
         """
         for left in tuple(self._left):
             view, now = self._watch.view(left.name), time.monotonic()
+            left.since = left.since or now
             late = now - left.since > END_S
             if not self._is_counted and not late:
                 continue
@@ -128,7 +129,7 @@ class PodLogs:
 
     @property
     def has_left(self) -> bool:
-        """Whether only the last pods are read."""
+        """Whether that is done for all of them."""
         return not self._left
 
     def are_drained(self, view: JobView) -> bool:
