@@ -103,9 +103,13 @@ def exists(name: str) -> bool:
 
 def exists_error(name: str) -> JobExistsError:
     """The error for a name that is taken."""
+    ref = name
+    # The record is written a little after its name was taken.
+    with contextlib.suppress(JobNotFoundError):
+        ref = read(name).ref.removeprefix("local://")
     return JobExistsError(
         f"name: a job named {name!r} is there already. Leave `name` out, choose another one, or remove the old job "
-        f"with kale_dist.attach({name!r}).delete() or `kale-dist delete {name}`"
+        f"with kale_dist.attach({ref!r}).delete() or `kale-dist delete {ref}`"
     )
 
 

@@ -34,13 +34,12 @@ class JobRef:
         """The inverse of `str()`. A bare name is a job of the local backend.
 
         Raises:
-            ConfigError: The text is empty or has no name.
+            ConfigError: The text is empty or has no name, or is that of a record of another backend.
         """
         backend, separator, name = text.rpartition("://")
-        if not name or (separator and not backend):
-            raise ConfigError(
-                "ref", f"{text!r} does not name a job", "Write it as 'local://name'; see kale_dist.jobs()"
-            )
+        if not name or (separator and not backend) or (backend in ("", "local") and "." in name and "/" not in name):
+            remedy = "Write it as 'local://name' or 'kubernetes://namespace/name'; see kale_dist.jobs()"
+            raise ConfigError("ref", f"{text!r} does not name a job", remedy)
         return cls(backend or "local", name)
 
 

@@ -158,6 +158,7 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["logs", "../../etc/passwd"], 1, "There is no job"),
         (["cancel", "kubernets://a/b"], 2, "there is no backend 'kubernets'"),
         (["status", ""], 2, "does not name a job"),
+        (["delete", "kubernetes.team.speaks"], 2, "Write it as 'local://name' or 'kubernetes://namespace/name'"),
         (["delete"], 2, "--finished"),
         (["jobs", "--namespace", "team"], 2, "--namespace: 'local' has none. Add --on kubernetes"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),

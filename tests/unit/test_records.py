@@ -24,12 +24,12 @@ def own_state(tmp_path, monkeypatch):
     return tmp_path / "state" / "kale-dist"
 
 
-def a_record(name="job-1", created=1.0, blobs=()):
+def a_record(name="job-1", created=1.0, blobs=(), ref=""):
     spec = JobSpec(
         name=name, label="f", kind="call", snapshot="0" * 64, blobs=blobs, topology=Topology(number_of_processes=2)
     )
     return Record(
-        ref=f"local://{name}", name=name, created=created, spec=spec, agent_pid=1, agent_start=2, agent_socket="/s",
+        ref=ref or f"local://{name}", name=name, created=created, spec=spec, agent_pid=1, agent_start=2, agent_socket="/s",
         kernel_pid=3, detach=False,
     )  # fmt: skip
 
@@ -113,6 +113,15 @@ def test_a_later_versions_fields_are_passed_over():
     records.create("job-1", KEY)
     records.files("job-1").record.write_text(json.dumps({**a_record().to_json(), "new": 1}))
     assert records.read("job-1") == a_record()
+
+
+def test_a_name_that_is_taken_says_how_the_job_is_removed():
+    submitted("job-1")
+    submitted("kubernetes.team.job-1", ref="kubernetes://team/job-1")
+    with pytest.raises(JobExistsError, match=r"attach\('job-1'\)"):
+        records.create("job-1", KEY)
+    with pytest.raises(JobExistsError, match=r"`kale-dist delete kubernetes://team/job-1`"):
+        records.create("kubernetes.team.job-1", KEY)
 
 
 def test_names_are_oldest_first():
