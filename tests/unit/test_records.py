@@ -26,7 +26,12 @@ def own_state(tmp_path, monkeypatch):
 
 def a_record(name="job-1", created=1.0, blobs=(), ref=""):
     spec = JobSpec(
-        name=name, label="f", kind="call", snapshot="0" * 64, blobs=blobs, topology=Topology(number_of_processes=2)
+        name=name.rpartition(".")[2],
+        label="f",
+        kind="call",
+        snapshot="0" * 64,
+        blobs=blobs,
+        topology=Topology(number_of_processes=2),
     )
     return Record(
         ref=ref or f"local://{name}", name=name, created=created, spec=spec, agent_pid=1, agent_start=2, agent_socket="/s",
