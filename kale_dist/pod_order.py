@@ -28,9 +28,14 @@ class PodVariable(enum.StrEnum):
     CPU_REQUEST = "KALE_DIST_CPU_REQUEST"
     """Millicores that the container has asked for; unset or 0 where nobody knows."""
     ATTEMPT = "KALE_DIST_ATTEMPT"
-    """The first attempt that the pod makes, where pods before it were taken away by a suspension; empty: the order's."""
+    """The first attempt that the pod makes, where pods before it were taken away by a suspension; empty: the order's;
+    `CALLED_OFF`: none."""
     NODE = "KALE_DIST_NODE"
     """Name of the pod's node; unset where nobody knows."""
+
+
+CALLED_OFF = "none"
+"""In the place of an attempt: the job had ended while it was suspended, and whoever resumes it has nothing done."""
 
 
 class InputFiles:

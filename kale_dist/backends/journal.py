@@ -146,15 +146,16 @@ class Journal:
 
     def save(self, batch: Batch | None = None) -> None:
         """Write the account, with what is about to be appended."""
-        account = {
-            "sizes": self._sizes,
-            "next_line": self.next_line,
-            "pods": {uid: pod.to_json() for uid, pod in self.pods.items()},
-            "verdict": self.verdict,
-            "is_released": self.is_released,
-            "batch": None if batch is None else dataclasses.astuple(batch),
-        }
-        self.replace(self._account, contract.encode_record(account))
+        with self.lock:
+            account = {
+                "sizes": self._sizes,
+                "next_line": self.next_line,
+                "pods": {uid: pod.to_json() for uid, pod in tuple(self.pods.items())},
+                "verdict": self.verdict,
+                "is_released": self.is_released,
+                "batch": None if batch is None else dataclasses.astuple(batch),
+            }
+            self.replace(self._account, contract.encode_record(account))
 
     def replace(self, path: pathlib.Path, data: bytes) -> None:
         """Replace a small file at once, or leave the one that is there."""

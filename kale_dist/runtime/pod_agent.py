@@ -140,7 +140,9 @@ class PodAgent:
 
     def _await_input(self) -> None:
         files = InputFiles(self._place.input)
-        if files.order.exists() and files.key.exists():
+        if self._place.attempt is None:
+            self._problem = "the job had ended while it was suspended, so that this pod has nothing to do"
+        elif files.order.exists() and files.key.exists():
             try:
                 self._begin(files)
             except (OSError, KeyError, TypeError, ValueError, KaleDistError) as error:
@@ -161,7 +163,7 @@ class PodAgent:
                 f"the notebook speaks contract version {described.get('version')}, this pod {contract.VERSION}"
             )
         order = PodOrder.from_json(described)
-        order = dataclasses.replace(order, attempt=max(order.attempt, self._place.attempt))
+        order = dataclasses.replace(order, attempt=max(order.attempt, self._place.attempt or 0))
         if not self._place.pod < pod_site.number_of_pods(order):
             raise ValueError(f"the job has {pod_site.number_of_pods(order)} pods, so that none has this number")
         job_files = JobFiles(self._place.work / "job")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import JobFiles, JobOrder, ProcessState
-from kale_dist.pod_order import PodOrder, PodVariable, Source
+from kale_dist.pod_order import CALLED_OFF, PodOrder, PodVariable, Source
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import ForkPool
 from kale_dist.runtime.job_writer import JobWriter
@@ -38,8 +38,8 @@ class Place:
     """Address to listen on; empty for all."""
     termination_log: pathlib.Path | None
     """Where the pod's last words go; None: nobody reads any."""
-    attempt: int
-    """The first one that the pod makes, if the order does not say a later one."""
+    attempt: int | None
+    """The first one that the pod makes, if the order does not say a later one; None: the job is over."""
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
@@ -51,13 +51,14 @@ def place_of(environment: Mapping[str, str]) -> Place:
     """
     given = environment.get(TERMINATION_LOG_VARIABLE, "")
     log = pathlib.Path(given or "/dev/termination-log")
+    attempt = environment.get(PodVariable.ATTEMPT, "")
     return Place(
         pod=int(environment[PodVariable.FIRST_POD]) + int(environment[PodVariable.REPLICA_INDEX]),
         input=pathlib.Path(environment[PodVariable.INPUT]),
         work=pathlib.Path(environment[PodVariable.WORK]),
         listen=environment.get(LISTEN_VARIABLE, ""),
         termination_log=log if given or log.exists() else None,
-        attempt=int(environment.get(PodVariable.ATTEMPT) or 0),
+        attempt=None if attempt == CALLED_OFF else int(attempt or 0),
     )
 
 

@@ -103,7 +103,7 @@ class Batches:
         feed.change_to(self)
         self._queue = None if feed.queue_of is None else feed.queue_of.kale_portions
         self._started = self._told = time.monotonic()
-        self._told_index = 0
+        self._told_index = self._told_in_hand = 0
         self._samples = 0
         self._index = 0
         self._is_over = False
@@ -167,7 +167,7 @@ class Batches:
 
     def _tell_rest(self) -> None:
         """No batch comes from here for now."""
-        if self._index and self._told_index != self._index:
+        if self._index and (self._told_index != self._index or self._told_in_hand):
             self._tell(time.monotonic(), in_hand=0)
         if self._feed.pace is not None:
             self._feed.pace.leave()
@@ -275,7 +275,7 @@ class Batches:
     def _tell(self, now: float, *, in_hand: int) -> None:
         """Send the progress; nothing has been done yet with the samples in hand."""
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
-        self._told, self._told_index = now, self._index
+        self._told, self._told_index, self._told_in_hand = now, self._index, in_hand
         feed = self._feed
         steps = self._steps if self._steps is not None and self._index <= self._steps else None
         seconds, done = now - self._started, self._samples - in_hand

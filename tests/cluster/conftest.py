@@ -41,7 +41,7 @@ def no_connection_is_left():
 
 
 @pytest.fixture(scope="module")
-def jobs_end(kubeconfig):
+def jobs_end(namespace):
     """When a module is through, this process follows none of its jobs any more."""
     yield
     backends.get("kubernetes").close()
@@ -49,7 +49,10 @@ def jobs_end(kubeconfig):
 
 @pytest.fixture(scope="module")
 def namespace(make_namespace):
-    return make_namespace()
+    """A namespace that is deleted with the module: the cluster has few volumes for claims."""
+    name = make_namespace()
+    yield name
+    run_kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture

@@ -16,6 +16,12 @@ def train_slowly(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
+def rank_and_world_size():
+    import kale_dist as kd
+
+    return kd.context().rank, kd.context().world_size
+
+
 def waits_and_says_its_attempt():
     import kale_dist as kd
 

@@ -10,6 +10,7 @@ from fake_api import FakeApi
 
 from kale_dist.backends.kubernetes import client, restarts
 from kale_dist.backends.kubernetes.restarts import Run
+from kale_dist.errors import BackendError
 from kale_dist.manifests.settings import ATTEMPT_ANNOTATION
 from kale_dist.spec import ClusterOptions, JobSpec, Policy, Topology
 
@@ -97,6 +98,25 @@ def test_without_a_rank_or_a_limit_nothing_has_gone(api, timeout_s, started):
     secret(api, "digits", timeout_s)
     restarts.complete(client.connect(), spec(timeout_s), Run(1, 1), started)
     assert order_of_new_pods(api)["timeout_s"] == timeout_s
+
+
+def test_what_a_job_was_suspended_for_is_not_taken_off(api):
+    api.answer("GET", f"{JOBS}/digits", 200, job("digits", 0, startTime=shown(350)))
+    api.answer("GET", f"{JOBS}/digits-r1", 200, job("digits-r1", 400, "digits"))
+    secret(api, "digits", 1000.0)
+    restarts.complete(client.connect(), spec(1000.0), Run(1, 1), BEGIN + 100)
+    # It was resumed 50 s before.
+    assert order_of_new_pods(api)["timeout_s"] == 950.0
+
+
+def test_a_suspended_job_gets_no_pods_in_the_place_of_lost_ones(api):
+    suspended = job("digits", 0)
+    suspended["spec"]["runPolicy"]["suspend"] = True
+    api.answer("GET", f"{JOBS}/digits", 200, suspended)
+    with pytest.raises(BackendError, match="begins again when it is resumed") as refused:
+        restarts.begin(client.connect(), spec(None), Run(), 1, None)
+    assert refused.value.retryable
+    assert ("POST", JOBS) not in [(method, path) for method, path, _ in api.asked]
 
 
 def test_a_job_that_has_ended_stays_for_its_time(api):

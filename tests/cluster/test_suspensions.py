@@ -6,6 +6,7 @@ import time
 import pytest
 from on_cluster import IMAGE, make_claim, run_kubectl
 from slow_steps import (
+    rank_and_world_size,
     train_slowly,
     waits_and_says_its_attempt,
     waits_for_its_second_attempt,
@@ -33,9 +34,12 @@ def wait_for(job, seen):
         time.sleep(0.1)
 
 
-def suspend(job, namespace, *, value=True):
-    change = json.dumps({"spec": {"runPolicy": {"suspend": value}}})
-    run_kubectl("-n", namespace, "patch", "pytorchjob", job.name, "--type=merge", "-p", change)
+def suspend(job, namespace, *, value=True, **replica):
+    """Suspend or resume a job, and change all of its replicas' pods."""
+    change = {"spec": {"runPolicy": {"suspend": value}}}
+    if replica:
+        change["spec"]["pytorchReplicaSpecs"] = {kind: {"template": replica} for kind in ("Master", "Worker")}
+    run_kubectl("-n", namespace, "patch", "pytorchjob", job.name, "--type=merge", "-p", json.dumps(change))
 
 
 def no_pods(namespace, job):
@@ -94,6 +98,39 @@ def test_a_job_may_be_suspended_twice(on, namespace):
     job.delete()
 
 
+def test_a_job_that_is_suspended_before_its_ranks_run_begins_when_it_is_resumed(on, namespace):
+    nowhere = {"kale-dist.test/place": "nowhere"}
+    path = "/spec/pytorchReplicaSpecs/Worker/template/spec/nodeSelector"
+    cluster = {"namespace": namespace, "patch": [{"op": "add", "path": path, "value": nowhere}]}
+    job = kd.launch(rank_and_world_size, number_of_processes=2, **{**on, "cluster": cluster})
+    run_kubectl("-n", namespace, "wait", "--for=condition=Ready", f"pod/{job.name}-master-0", "--timeout=90s")
+    # Its agent takes up the job's input then, which nothing outside shows.
+    time.sleep(3)
+    suspend(job, namespace)
+    wait_for_no_pods(namespace, job)
+    assert not job.done(), job.status
+    suspend(job, namespace, value=False, spec={"nodeSelector": None})
+    assert job.results(150) == [(0, 2), (1, 2)], [str(line) for line in job.logs()]
+    job.delete()
+
+
+def test_a_job_whose_template_was_put_back_knows_its_attempt_all_the_same(on, namespace):
+    job = kd.launch(waits_for_its_second_attempt, number_of_processes=2, **on)
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    suspend(job, namespace)
+    wait_for_no_pods(namespace, job)
+    suspend(job, namespace, value=False)
+    wait_for(job, lambda _: not no_pods(namespace, job))
+    # As Kueue does whenever it suspends a job.
+    suspend(job, namespace, metadata={"annotations": None})
+    wait_for_no_pods(namespace, job)
+    time.sleep(1)
+    suspend(job, namespace, value=False)
+    first, second = job.results(150)
+    assert first == second >= 1, [str(line) for line in job.logs()]
+    job.delete()
+
+
 def test_a_job_that_nobody_followed_when_it_was_suspended_is_found_again(on, namespace):
     job = kd.launch(waits_for_its_second_attempt, number_of_processes=1, detach=True, **on)
     wait_for(job, lambda status: status.state is StateName.RUNNING)
@@ -116,4 +153,9 @@ def test_a_suspended_job_can_be_cancelled(on, namespace):
     job.cancel()
     assert job.wait(90).state is StateName.CANCELLED
     wait_for_no_pods(namespace, job)
+    # As Kueue would, as soon as there is room.
+    suspend(job, namespace, value=False)
+    run_kubectl("-n", namespace, "wait", "--for=condition=Failed", f"pytorchjob/{job.name}", "--timeout=90s")
+    assert "had ended while it was suspended" in run_kubectl("-n", namespace, "logs", f"{job.name}-master-0")
+    assert job.status.state is StateName.CANCELLED
     job.delete()

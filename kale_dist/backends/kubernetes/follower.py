@@ -84,7 +84,6 @@ class Follower:
         self._reader = reader
         self._source = source
         self._on_change = on_change
-        self._created = reader.record().created
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._suspend_at: float | None = None
@@ -108,6 +107,7 @@ class Follower:
         self._lost_pods = LostPods(cluster, spec, self._mirror, reader, self._show, has_key=key is not None)
         self._suspensions = Suspensions(cluster, spec, self._mirror, reader, has_key=key is not None)
         self._run_now = restarts.run_of(reader.record())
+        self._created = time.time() if self._run_now.attempt else reader.record().created
         self._logs.turn_to(self._run_now.number)
         self._subscriptions = [watch.subscribe(self._name, lambda _name: self._wake())]
         self._thread = threading.Thread(target=self._run, name=f"kale_dist follow {spec.name}", daemon=True)
@@ -239,6 +239,9 @@ class Follower:
             self._free(view)
         if states.is_put_off(view, self._mirror.verdict):
             self._show(self._suspensions.problem)
+            if self._run_now.attempt:
+                # How long it waits to be resumed is not the pods' doing.
+                self._created = time.time()
             return self._end_badly(view) if self._mirror.verdict is None else False
         if self._mirror.verdict is not None:
             return self._end_well(view)
@@ -274,6 +277,9 @@ class Follower:
             return False
         if not self._logs.has_left or not self._explain(view):
             return False
+        if view.job is not None and states.is_suspended(view.job):
+            # It was suspended when it had done its work, and would be resumed.
+            self._free(view)
         self._release()
         return True
 

@@ -32,8 +32,11 @@ def are_all(view: JobView) -> bool:
 
 
 def suspend(cluster: Cluster, view: JobView) -> None:
-    """Have the operator delete the pods of a job whose end it has not seen; their logs go with them."""
-    if view.job is not None and any(not pod.has_ended for pod in view.pods):
+    """Have the operator delete the pods of a job whose end it has not seen; their logs go with them.
+
+    One that is suspended already is not to be resumed.
+    """
+    if view.job is not None and (states.is_suspended(view.job) or any(not pod.has_ended for pod in view.pods)):
         with contextlib.suppress(BackendError):
             submission.suspend(cluster, view.namespace, view.name)
 

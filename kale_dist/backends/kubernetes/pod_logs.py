@@ -27,6 +27,9 @@ QUIET_S = 20.0
 END_S = 20.0
 """Pods that were left may take so long to end by themselves; then the operator is told to end them."""
 
+LONGEST_S = 180.0
+"""Pods that were left and run on all the same are read so long: then the job's end waits for them no more."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Left:
@@ -37,8 +40,8 @@ class _Left:
     """When it was looked at first after that, on the clock of `time.monotonic()`."""
     is_told: bool = False
     """Whether its agents were asked for what they have, and told to end."""
-    is_free: bool = False
-    """Whether nothing of it runs any longer, as far as this user can do anything about that."""
+    freed: float | None = None
+    """When its pods were last told to end by the operator, on the same clock; None: not yet."""
 
 
 class PodLogs:
@@ -120,10 +123,12 @@ class PodLogs:
             self._tell(left, running)
             logs = {pod.uid: self._logs[pod.uid] for pod in pods if pod.uid in self._logs}
             unread = {uid for uid, log in logs.items() if not log.is_drained and not _is_quiet(log, left.since)}
-            if not left.is_free and (late or not running) and unread <= {pod.uid for pod in running}:
-                left.is_free = True
+            may_free = (late or not running) and unread <= {pod.uid for pod in running}
+            if may_free and (left.freed is None or (running and now - left.freed > END_S)):
+                # Once more, where the cluster has refused it.
+                left.freed = now
                 free(view)
-            elif left.is_free and not unread:
+            elif left.freed is not None and (not unread or now - left.since > LONGEST_S):
                 self._left.remove(left)
                 self._finish(logs.values())
 

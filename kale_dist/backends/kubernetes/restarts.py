@@ -25,7 +25,7 @@ from kale_dist.backends.kubernetes.views import attempt_of, seconds
 from kale_dist.contract import RankStateName, encode_record
 from kale_dist.errors import BackendError
 from kale_dist.manifests.settings import ATTEMPT_ANNOTATION, CANCELLED_ANNOTATION, own_labels
-from kale_dist.pod_order import InputFiles
+from kale_dist.pod_order import CALLED_OFF, InputFiles
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -151,6 +151,8 @@ def begin(cluster: Cluster, spec: JobSpec, before: Run, attempt: int, started: f
     old = first if not before.number else _read(cluster, namespace, old_name)
     if person := _canceller(first) or _canceller(old):
         return person
+    if (old["spec"].get("runPolicy") or {}).get("suspend"):
+        raise BackendError(f"{old_name} is suspended; it begins again when it is resumed", retryable=True)
     if "ttlSecondsAfterFinished" in first["spec"].get("runPolicy", {}):
         keep(cluster, namespace, spec.name)
     run = Run(before.number + 1, attempt)
@@ -199,13 +201,24 @@ def put_off(cluster: Cluster, job: Mapping[str, Any], attempt: int) -> None:
     Raises:
         BackendError: The cluster refused.
     """
-    meta, said = job["metadata"], {"annotations": {ATTEMPT_ANNOTATION: str(attempt)}}
-    replicas = {kind: {"template": {"metadata": said}} for kind in job["spec"]["pytorchReplicaSpecs"]}
+    meta, said = job["metadata"], {ATTEMPT_ANNOTATION: str(attempt)}
     change = {
-        "metadata": {"resourceVersion": meta["resourceVersion"], **said},
-        "spec": {"pytorchReplicaSpecs": replicas},
+        "metadata": {"resourceVersion": meta["resourceVersion"], "annotations": said},
+        "spec": submission.for_next_pods(job, str(attempt)),
     }
     submission.patch(cluster, meta["namespace"], meta["name"], change)
+
+
+def is_told(job: Mapping[str, Any], attempt: int) -> bool:
+    """Whether the next pods of a PyTorchJob know their attempt, or that there is none.
+
+    Kueue puts their template back when it suspends the job.
+    """
+    said = [
+        ((replica["template"].get("metadata") or {}).get("annotations") or {}).get(ATTEMPT_ANNOTATION, "0")
+        for replica in job["spec"]["pytorchReplicaSpecs"].values()
+    ]
+    return all(text == CALLED_OFF or (text.isdecimal() and int(text) >= attempt) for text in said)
 
 
 def complete(cluster: Cluster, spec: JobSpec, run: Run, started: float | None) -> None:
@@ -314,12 +327,13 @@ def _next_input(data: Mapping[str, bytes], old_name: str, name: str, attempt: in
 def _gone_s(old: Mapping[str, Any], made: Mapping[str, Any], started: float | None) -> float:
     """How much of the time that the pods before had has gone. Pure: this machine's clock may be wrong by hours.
 
-    Those pods got what was left when they were asked for.
+    Those pods got what was left when they were asked for, which after a suspension was when the job was resumed.
     """
     if started is None:
         return 0.0
     asked, ended = (seconds(job["metadata"].get("creationTimestamp")) for job in (old, made))
-    return 0.0 if asked is None or ended is None else max(0.0, ended - max(asked, started))
+    resumed = seconds((old.get("status") or {}).get("startTime")) or 0.0
+    return 0.0 if asked is None or ended is None else max(0.0, ended - max(asked, resumed, started))
 
 
 def _make_input(cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], data: Mapping[str, bytes]) -> None:

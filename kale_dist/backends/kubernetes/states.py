@@ -73,7 +73,7 @@ def overlay(base: JobStatus, view: JobView, spec: JobSpec, now: float, *, activi
 
 def is_unsure(verdict: JobStatus, view: JobView) -> bool:
     """Whether the cluster may know better than the agents why the job has ended, and whether it was cancelled at all."""
-    if CANCELLED_ANNOTATION in _annotations(view.job or {}) or view.is_deleted or _is_suspended(view.job or {}):
+    if CANCELLED_ANNOTATION in _annotations(view.job or {}) or view.is_deleted or is_suspended(view.job or {}):
         return False
     return verdict.state is StateName.CANCELLED or (verdict.state is StateName.FAILED and verdict.cause in _UNSURE)
 
@@ -86,11 +86,17 @@ def is_put_off(view: JobView, verdict: Mapping[str, Any] | None) -> bool:
         verdict: The final event of pod 0's agent, if there is one.
     """
     job = view.job or {}
-    if not _is_suspended(job) or CANCELLED_ANNOTATION in _annotations(job):
+    if not is_suspended(job) or CANCELLED_ANNOTATION in _annotations(job):
         return False
-    # Whose pods the cluster ends, it tells so by SIGTERM, which the agents take for a cancel.
-    said = (verdict or {}).get("state", StateName.CANCELLED)
-    return said == StateName.CANCELLED or _cause((verdict or {}).get("cause")) in _UNSURE
+    return verdict is None or may_be_of_suspension(verdict)
+
+
+def may_be_of_suspension(verdict: Mapping[str, Any]) -> bool:
+    """Whether pod 0's agent may have ended the job only because its pods were taken away.
+
+    Whose pods the cluster ends, it tells so by SIGTERM, which the agents take for a cancel.
+    """
+    return verdict.get("state") == StateName.CANCELLED or _cause(verdict.get("cause")) in _UNSURE
 
 
 def lost_pod(ended: JobStatus, view: JobView, verdict: Mapping[str, Any] | None) -> str:
@@ -142,9 +148,9 @@ def _end(base: JobStatus, view: JobView, spec: JobSpec, now: float) -> JobStatus
         is_late = spec.cluster.ttl_s is not None and not view.pods
         gone = diagnosis.of_job("job-expired" if is_late else "job-deleted", view, {"ttl": f"{spec.cluster.ttl_s}"})
         return _final(base, StateName.CANCELLED, gone.text, FailureCause.USER, now)
-    if person is not None and _is_suspended(job) and all(pod.has_ended for pod in view.pods):
+    if person is not None and is_suspended(job) and all(pod.has_ended for pod in view.pods):
         return _final(base, StateName.CANCELLED, f"The job was cancelled by {person}", FailureCause.USER, now)
-    if _is_suspended(job) or view.job is None:
+    if is_suspended(job) or view.job is None:
         return None
     condition = _condition(job)
     head = _head(view, spec)
@@ -198,7 +204,7 @@ def _first_failure(view: JobView, *, is_over: bool = False) -> Finding | None:
 
 def current_pods(view: JobView) -> Sequence[PodView]:
     """Pods of the job as it is now: those from before a suspension ended because of it."""
-    job = view.job or {"metadata": {}}
+    job = view.job or {}
     began, first = seconds((job.get("status") or {}).get("startTime")), attempt_of(job)
     return [
         pod for pod in view.pods if (began is None or pod.created >= began - _START_SLACK_S) and pod.attempt >= first
@@ -252,7 +258,7 @@ def _state(base: JobStatus, view: JobView, spec: JobSpec, now: float) -> tuple[S
     job = view.job
     if job is None:
         return base.state, base.reason or ("The job is looked for on the cluster" if view.healthy else "")
-    if _is_suspended(job):
+    if is_suspended(job):
         return StateName.PENDING, _why_suspended(job, view)
     expected = spec.topology.number_of_pods
     pods = view.latest_pods
@@ -369,7 +375,8 @@ def _annotations(job: Mapping[str, Any]) -> Mapping[str, str]:
     return (job.get("metadata") or {}).get("annotations") or {}
 
 
-def _is_suspended(job: Mapping[str, Any]) -> bool:
+def is_suspended(job: Mapping[str, Any]) -> bool:
+    """Whether a PyTorchJob is to have no pods."""
     return bool(((job.get("spec") or {}).get("runPolicy") or {}).get("suspend"))
 
 

@@ -18,13 +18,14 @@ from kale_dist.errors import BackendError
 from kale_dist.image import for_job
 from kale_dist.manifests import PodSettings, StoreMount, input_secret_name
 from kale_dist.manifests.settings import (
+    ATTEMPT_ANNOTATION,
     CANCELLED_ANNOTATION,
     PORT,
     START_WAIT_S,
     STORE_FOLDER,
     SUBMITTED_BY_ANNOTATION,
 )
-from kale_dist.pod_order import InputFiles, PodOrder, Source
+from kale_dist.pod_order import CALLED_OFF, InputFiles, PodOrder, Source
 from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec
 
@@ -217,7 +218,9 @@ def mark_cancelled(cluster: Cluster, spec: JobSpec, person: str) -> bool:
 
 
 def suspend(cluster: Cluster, namespace: str, name: str) -> bool:
-    """Suspend a job: the operator deletes its pods, which get SIGTERM first. The job itself stays.
+    """Suspend a job for good: the operator deletes its pods, which get SIGTERM first. The job itself stays.
+
+    Whoever resumes it, as Kueue does by itself, gets pods that end at once.
 
     Returns:
         Whether the job is there.
@@ -225,7 +228,21 @@ def suspend(cluster: Cluster, namespace: str, name: str) -> bool:
     Raises:
         BackendError: The cluster refused.
     """
-    return patch(cluster, namespace, name, {"spec": {"runPolicy": {"suspend": True}}})
+    doing = Doing(verb="get", resource=PLURAL, namespace=namespace, name=name)
+    try:
+        job: Any = cluster.custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+    except Exception as error:
+        if getattr(error, "status", None) == refusals.NOT_FOUND:
+            return False
+        raise refusals.explain(error, doing=doing) from error
+    called_off = for_next_pods(job, CALLED_OFF)
+    return patch(cluster, namespace, name, {"spec": {"runPolicy": {"suspend": True}, **called_off}})
+
+
+def for_next_pods(job: Mapping[str, Any], attempt: str) -> dict[str, Any]:
+    """What has to be changed in a PyTorchJob's `spec` so that its next pods make an attempt, or none (`CALLED_OFF`)."""
+    said = {"template": {"metadata": {"annotations": {ATTEMPT_ANNOTATION: attempt}}}}
+    return {"pytorchReplicaSpecs": dict.fromkeys(job["spec"]["pytorchReplicaSpecs"], said)}
 
 
 def patch(cluster: Cluster, namespace: str, name: str, change: dict[str, Any]) -> bool:

@@ -8,6 +8,9 @@ that on the PyTorchJob while it is suspended; everybody who follows reads it the
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
 
 from kale_dist import records
 from kale_dist.backends import own_events
@@ -20,6 +23,9 @@ from kale_dist.backends.mirror import Mirror
 from kale_dist.contract import StateName
 from kale_dist.errors import BackendError
 from kale_dist.spec import JobSpec
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 60.0
+"""Between tries to tell the next pods, which a cluster may refuse for as long as the job is suspended."""
 
 _REASON = "The job was suspended while it ran, and begins again when it is resumed: attempt {attempt}"
 
@@ -46,6 +52,7 @@ class Suspensions:
         self._mirror = mirror
         self._reader = reader
         self._has_key = has_key
+        self._pause_s, self._again_at = _PAUSE_S, 0.0
         self.problem = ""
         """Why the next pods could not be told so far, as a sentence."""
 
@@ -61,23 +68,36 @@ class Suspensions:
         """
         if view.job is None:
             return None
-        base = self._reader.status()
-        is_put_off = states.is_put_off(view, self._mirror.verdict)
-        told = attempt_of(view.job)
-        if is_put_off and self._has_key and told <= run.attempt and not restarts.waits_for_pods(run, base):
-            self._tell(view, base.attempt + 1)
-        if told <= run.attempt or (is_put_off and not (self._mirror.verdict or self._have_ended(view))):
+        verdict, told = self._mirror.verdict, attempt_of(view.job)
+        is_put_off = states.is_put_off(view, verdict)
+        if is_put_off and self._has_key:
+            self._tell(view.job, max(self._next_attempt(run), told), told)
+        is_over = verdict is not None and not states.may_be_of_suspension(verdict)
+        if told <= run.attempt or is_over or (is_put_off and verdict is None and not self._have_ended(view)):
             return None
         self._begin(Run(run.number, told))
         return Run(run.number, told)
 
-    def _tell(self, view: JobView, attempt: int) -> None:
+    def _next_attempt(self, run: Run) -> int:
+        """What the next pods make, by what those before have told."""
+        base, verdict = self._reader.status(), self._mirror.verdict
+        if verdict is not None:
+            return max(base.attempt, int(verdict.get("attempt") or 0), run.attempt) + 1
+        return run.attempt if restarts.waits_for_pods(run, base) else max(base.attempt, run.attempt) + 1
+
+    def _tell(self, job: Mapping[str, Any], attempt: int, told: int) -> None:
+        if (attempt <= told and restarts.is_told(job, attempt)) or time.monotonic() < self._again_at:
+            return
         try:
-            restarts.put_off(self._cluster, view.job or {}, attempt)
+            restarts.put_off(self._cluster, job, attempt)
         except BackendError as error:
-            self.problem = f"The job's next pods cannot be told that it was suspended: {error}"
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            if self._pause_s > 1:
+                # Before that it is only that the job has changed meanwhile.
+                self.problem = f"The job's next pods cannot be told that it was suspended: {error}"
+            self._again_at = time.monotonic() + self._pause_s
         else:
-            self.problem = ""
+            self.problem, self._pause_s = "", _PAUSE_S
 
     def _have_ended(self, view: JobView) -> bool:
         return all(pod.has_ended for pod in view.pods)

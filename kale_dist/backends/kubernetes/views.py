@@ -164,7 +164,7 @@ class JobView:
 
 def attempt_of(data: Mapping[str, Any]) -> int:
     """The first attempt that a pod makes, or the pods of a PyTorchJob; 0 for those that a job begins with."""
-    said = (data["metadata"].get("annotations") or {}).get(ATTEMPT_ANNOTATION, "")
+    said = ((data.get("metadata") or {}).get("annotations") or {}).get(ATTEMPT_ANNOTATION, "")
     return int(said) if said.isdecimal() else 0
 
 

@@ -253,8 +253,8 @@ def in_job(folder):
     return events, model.state_dict(), optimizer.state_dict()
 
 
-def rates_of_a_slow_step(folder):
-    """What progress says of a step that takes 50 ms for each batch of four samples."""
+def rates_of_a_slow_step(folder, batch_size):
+    """What progress says of a step that takes 50 ms for each batch."""
     read, write = os.pipe()
     context.activate(context.Context(job="j", in_job=True, folder=folder), write)
 
@@ -262,7 +262,7 @@ def rates_of_a_slow_step(folder):
         for _ in data_loader:
             time.sleep(0.05)
 
-    fit(net(), DataLoader(data(12), 4), train_step=step, epochs=2)
+    fit(net(), DataLoader(data(12), batch_size), train_step=step, epochs=2)
     os.close(write)
     with os.fdopen(read) as pipe:
         events = [json.loads(line) for line in pipe]
@@ -270,12 +270,18 @@ def rates_of_a_slow_step(folder):
 
 
 def test_samples_in_hand_do_not_count_as_done_in_the_rate(ranks, tmp_path):
-    rates = ranks(1, rates_of_a_slow_step, tmp_path, keep=False)[0]
+    rates = ranks(1, rates_of_a_slow_step, tmp_path, 4, keep=False)[0]
     assert rates[0] == (1, 1, None)
     told = [rate for _, _, rate in rates[1:]]
     assert all(0 < rate <= 80 for rate in told), rates
     # The first step of an epoch goes on with the last that is known.
     assert (2, 1) in [(epoch, step) for epoch, step, _ in rates]
+
+
+def test_an_epoch_of_one_batch_has_a_rate(ranks, tmp_path):
+    rates = ranks(1, rates_of_a_slow_step, tmp_path, 12, keep=False)[0]
+    assert all(0 < rate <= 240 for _, _, rate in rates[1:]), rates
+    assert len(rates) > 1
 
 
 def test_events_and_checkpoints_of_a_job(ranks, tmp_path):
