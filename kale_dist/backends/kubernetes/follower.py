@@ -289,7 +289,8 @@ class Follower:
         if not told.is_final or not states.is_unsure(told, view):
             return True
         better = states.overlay(told, view, self._spec, time.time())
-        if not self._pods_ended_at and leftovers.are_all(view):
+        # A view that is not up to date may show the pods' end, and not yet why, or that the job goes on in others.
+        if not self._pods_ended_at and view.healthy and leftovers.are_all(view):
             self._pods_ended_at = time.monotonic()
         waits_long = better == told and (told.state is StateName.CANCELLED or self._lost_pods.may_be_missed(told))
         limit = (self._verdict_at or 0.0) + (_TOLD_S if waits_long else _EXPLAIN_S)
