@@ -103,7 +103,8 @@ def test_a_job_that_is_suspended_before_its_ranks_run_begins_when_it_is_resumed(
     path = "/spec/pytorchReplicaSpecs/Worker/template/spec/nodeSelector"
     cluster = {"namespace": namespace, "patch": [{"op": "add", "path": path, "value": nowhere}]}
     job = kd.launch(rank_and_world_size, number_of_processes=2, **{**on, "cluster": cluster})
-    run_kubectl("-n", namespace, "wait", "--for=condition=Ready", f"pod/{job.name}-master-0", "--timeout=90s")
+    for awaited in ("create", "condition=Ready"):
+        run_kubectl("-n", namespace, "wait", f"--for={awaited}", f"pod/{job.name}-master-0", "--timeout=90s")
     # Its agent takes up the job's input then, which nothing outside shows.
     time.sleep(3)
     suspend(job, namespace)

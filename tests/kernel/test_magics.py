@@ -1,5 +1,7 @@
 """`%load_ext kale_dist` in a real kernel: cells on ranks, and the words for jobs."""
 
+import re
+
 import pytest
 
 
@@ -110,8 +112,9 @@ def spoken(kernel, loaded):
 def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
     listed = kernel.good("%jobs")
     assert "local://spoken" in listed
-    assert "Elsewhere: %jobs --on docker or %jobs --on kubernetes" in listed
-    assert "Elsewhere" not in kernel.good("%jobs --on local")
+    # Which of its two sentences it is depends on the jobs of other tests.
+    assert re.search(r"lsewhere.*: %jobs --on (docker|kubernetes)", listed), listed
+    assert "lsewhere" not in kernel.good("%jobs --on local")
     assert kernel.good("%logs spoken --rank 1") == "[1] rank 1"
     assert kernel.good("%logs local://spoken --tail 1 --rank 0") == "[0] rank 0"
     kernel.good("again = None")

@@ -326,14 +326,14 @@ def test_old_snapshots_on_a_big_disk_are_warned_of(monkeypatch):
         kd.launch(nothing, b"x" * 100_000, number_of_processes=1).wait()
 
 
-@pytest.mark.parametrize("ref", [None, 3, "", "local://", "://x", "lokal://x", "podman://x"])
+@pytest.mark.parametrize("ref", [None, 3, "", "local://", "://x", "lokal://x", "podman://x", "local://..", "docker.x"])
 def test_what_is_no_reference_is_refused(ref):
     with pytest.raises(ConfigError) as caught:
         kd.attach(ref)
     assert caught.value.argument == "ref"
 
 
-@pytest.mark.parametrize("ref", ["missing", "local://missing", "local://..", "local://a/b"])
+@pytest.mark.parametrize("ref", ["missing", "local://missing", "local://a/b", "local://../x"])
 def test_a_job_that_is_not_there_is_not_found(ref):
     with pytest.raises(JobNotFoundError):
         kd.attach(ref)
