@@ -27,6 +27,14 @@ def call_in(namespace, *, cpu=0.1, processes=2):
     }  # fmt: skip
 
 
+def wait_for(job, seen):
+    """Wait until a job's status is as it should be."""
+    deadline = time.monotonic() + 120
+    while not seen(job.status):
+        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
+        time.sleep(0.1)
+
+
 def make_claim(namespace, name):
     """Make a claim that pods of several nodes may write into, and wait for its volume: a call that comes before warns."""
     spec = {

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from on_cluster import IMAGE, Network, make_claim, run_kubectl
+from on_cluster import IMAGE, Network, make_claim, run_kubectl, wait_for
 from slow_steps import (
     fills_memory,
     says_much_in_its_first_attempt,
@@ -47,11 +47,14 @@ def train(seconds_per_step, **options):
     return job, model
 
 
-def wait_for(job, seen):
-    deadline = time.monotonic() + 120
-    while not seen(job.status):
-        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
-        time.sleep(0.1)
+def runs_in_its_first_attempt(namespace):
+    """A job that waits until it is lost, and may be made again once."""
+    job = kd.launch(
+        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
+        max_restarts=1, cluster={"namespace": namespace},
+    )  # fmt: skip
+    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    return job
 
 
 def own_words(job):
@@ -328,11 +331,7 @@ def test_who_has_not_the_job_s_key_watches_and_has_nothing_go_on(namespace, make
         return begin(*arguments)
 
     monkeypatch.setattr(restarts, "begin", begins_late)
-    job = kd.launch(
-        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
-        max_restarts=1, cluster={"namespace": namespace},
-    )  # fmt: skip
-    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    job = runs_in_its_first_attempt(namespace)
     other = str(make_user(namespace, lambda identity: roles.role_yaml(namespace, identity)))
     with watching_elsewhere(job.ref, tmp_path, ONLY_WATCHES, KALE_DIST_KUBECONFIG=other) as elsewhere:
         run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
@@ -391,11 +390,7 @@ def test_a_cluster_that_does_not_answer_for_a_moment_is_asked_for_new_pods_again
         raise BackendError("The API server does not answer", retryable=True)
 
     monkeypatch.setattr(restarts, "begin", begins_late)
-    job = kd.launch(
-        waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
-        max_restarts=1, cluster={"namespace": namespace},
-    )  # fmt: skip
-    wait_for(job, lambda status: status.state is StateName.RUNNING)
+    job = runs_in_its_first_attempt(namespace)
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
     status = job.wait(120)
     assert (status.state, status.attempt, len(refused)) == (StateName.SUCCEEDED, 1, 3), status

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from on_cluster import IMAGE, make_claim, run_kubectl
+from on_cluster import IMAGE, make_claim, run_kubectl, wait_for
 from slow_steps import (
     rank_and_world_size,
     train_slowly,
@@ -25,13 +25,6 @@ EPOCHS = 6
 def on(namespace):
     resources = {"cpu": 0.2, "memory_gib": 1}
     return {"on": "kubernetes", "image": IMAGE, "resources": resources, "cluster": {"namespace": namespace}}
-
-
-def wait_for(job, seen):
-    deadline = time.monotonic() + 120
-    while not seen(job.status):
-        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
-        time.sleep(0.1)
 
 
 def suspend(job, namespace, *, value=True, **replica):

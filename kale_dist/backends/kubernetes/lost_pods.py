@@ -35,6 +35,20 @@ _ANEW = (
 )
 
 
+def turn_to(mirror: Mirror, reader: JobReader, run: Run) -> None:
+    """Write down that other pods make a job now; what those before have held counts no more."""
+    records.write(restarts.with_run(reader.record(), run))
+    mirror.begin_attempt(run.attempt)
+
+
+def record_again(mirror: Mirror, run: Run, before: JobStatus, reason: str) -> None:
+    """Let everybody see that a job waits for other pods, and why."""
+    again = dataclasses.replace(
+        before, state=StateName.PENDING, attempt=run.attempt, reason=reason, cause=None, failed_rank=None
+    )
+    own_events.record_state(mirror, again)
+
+
 class LostPods:
     """Of one job.
 
@@ -136,14 +150,10 @@ class LostPods:
 
     def _turn_to(self, run: Run, why: str, before: JobStatus) -> None:
         seen, policy = self._reader.status(), self._spec.policy
-        records.write(restarts.with_run(self._reader.record(), run))
-        self._mirror.begin_attempt(run.attempt)
         name = restarts.name_of(self._spec.name, run.number)
         count = f"attempt {run.attempt + 1} of {policy.max_restarts + 1}"
         reason = f"{why} The job goes on in new pods, those of {name}: {count}".lstrip()
-        again = dataclasses.replace(
-            before, state=StateName.PENDING, attempt=run.attempt, reason=reason, cause=None, failed_rank=None
-        )
-        own_events.record_state(self._mirror, again)
+        turn_to(self._mirror, self._reader, run)
+        record_again(self._mirror, run, before, reason)
         if seen.checkpoint_epoch is not None and not self._spec.store:
             own_events.record_note(self._mirror, _ANEW, run.attempt)

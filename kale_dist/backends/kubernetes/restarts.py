@@ -10,7 +10,6 @@ import base64
 import contextlib
 import copy
 import dataclasses
-import email.utils
 import hashlib
 import json
 from collections.abc import Mapping
@@ -354,19 +353,11 @@ def _read(cluster: Cluster, namespace: str, name: str) -> Any:
 
 
 def _read_with_time(cluster: Cluster, namespace: str, name: str) -> tuple[Any, float | None]:
-    """A PyTorchJob, and what the API server's clock shows."""
-    try:
-        found, _, headers = cluster.custom.get_namespaced_custom_object_with_http_info(
-            GROUP, VERSION, namespace, PLURAL, name
-        )
-    except Exception as error:
-        if getattr(error, "status", None) == refusals.NOT_FOUND:
-            raise BackendError(f"the PyTorchJob {name!r} is no longer there") from error
-        raise refusals.explain(
-            error, doing=Doing(verb="get", resource=PLURAL, namespace=namespace, name=name)
-        ) from error
-    date = email.utils.parsedate_to_datetime(headers["Date"]) if "Date" in headers else None
-    return found, None if date is None else date.timestamp()
+    """A PyTorchJob that has to be there, and what the API server's clock shows."""
+    found = submission.find(cluster, namespace, name)
+    if found is None:
+        raise BackendError(f"the PyTorchJob {name!r} is no longer there")
+    return found
 
 
 def _read_input(cluster: Cluster, namespace: str, job: str) -> dict[str, bytes]:

@@ -18,11 +18,9 @@ from kale_dist.backends.kubernetes.diagnosis import Finding
 from kale_dist.backends.kubernetes.troubles import Place
 from kale_dist.backends.kubernetes.views import JobView, PodView, attempt_of, seconds
 from kale_dist.contract import FailureCause, RankStateName, StateName
+from kale_dist.manifests.settings import CANCELLED_ANNOTATION, QUEUE_LABEL
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus
-
-CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
-_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 _DEAD_AFTER_S = 15.0
 """An operator that is alive looks at a job within a second or two; a busy one may need longer."""
@@ -315,7 +313,7 @@ def _why_suspended(job: Mapping[str, Any], view: JobView) -> str:
     annotations = _annotations(job)
     if CANCELLED_ANNOTATION in annotations:
         return f"The job is being cancelled by {annotations[CANCELLED_ANNOTATION]}"
-    queue = (job["metadata"].get("labels") or {}).get(_QUEUE_LABEL)
+    queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
     if queue is None:
         return diagnosis.of_job("suspended", view, {}).text
     said = [event.message for event in view.events if event.kind == "Workload"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -228,15 +229,31 @@ def suspend(cluster: Cluster, namespace: str, name: str) -> bool:
     Raises:
         BackendError: The cluster refused.
     """
-    doing = Doing(verb="get", resource=PLURAL, namespace=namespace, name=name)
+    found = find(cluster, namespace, name)
+    if found is None:
+        return False
+    called_off = for_next_pods(found[0], CALLED_OFF)
+    return patch(cluster, namespace, name, {"spec": {"runPolicy": {"suspend": True}, **called_off}})
+
+
+def find(cluster: Cluster, namespace: str, name: str) -> tuple[Any, float | None] | None:
+    """A PyTorchJob, and what the API server's clock shows; None if it is not there.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
     try:
-        job: Any = cluster.custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+        found, _, headers = cluster.custom.get_namespaced_custom_object_with_http_info(
+            GROUP, VERSION, namespace, PLURAL, name
+        )
     except Exception as error:
         if getattr(error, "status", None) == refusals.NOT_FOUND:
-            return False
-        raise refusals.explain(error, doing=doing) from error
-    called_off = for_next_pods(job, CALLED_OFF)
-    return patch(cluster, namespace, name, {"spec": {"runPolicy": {"suspend": True}, **called_off}})
+            return None
+        raise refusals.explain(
+            error, doing=Doing(verb="get", resource=PLURAL, namespace=namespace, name=name)
+        ) from error
+    date = email.utils.parsedate_to_datetime(headers["Date"]) if "Date" in headers else None
+    return found, None if date is None else date.timestamp()
 
 
 def for_next_pods(job: Mapping[str, Any], attempt: str) -> dict[str, Any]:

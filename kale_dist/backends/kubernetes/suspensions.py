@@ -7,20 +7,17 @@ that on the PyTorchJob while it is suspended; everybody who follows reads it the
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist import records
 from kale_dist.backends import own_events
 from kale_dist.backends.job_reader import JobReader
-from kale_dist.backends.kubernetes import restarts, states
+from kale_dist.backends.kubernetes import lost_pods, restarts, states
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.restarts import Run
 from kale_dist.backends.kubernetes.views import JobView, attempt_of
 from kale_dist.backends.mirror import Mirror
-from kale_dist.contract import StateName
 from kale_dist.errors import BackendError
 from kale_dist.spec import JobSpec
 
@@ -104,14 +101,9 @@ class Suspensions:
 
     def _begin(self, run: Run) -> None:
         seen = self._reader.status()
-        records.write(restarts.with_run(self._reader.record(), run))
-        self._mirror.begin_attempt(run.attempt)
+        lost_pods.turn_to(self._mirror, self._reader, run)
         if seen.attempt < run.attempt:
-            reason = _REASON.format(attempt=run.attempt + 1)
-            again = dataclasses.replace(
-                seen, state=StateName.PENDING, attempt=run.attempt, reason=reason, cause=None, failed_rank=None
-            )
-            own_events.record_state(self._mirror, again)
+            lost_pods.record_again(self._mirror, run, seen, _REASON.format(attempt=run.attempt + 1))
             keeps = self._spec.store and self._spec.policy.max_restarts
             if seen.checkpoint_epoch is not None and not keeps:
                 own_events.record_note(self._mirror, _ANEW, run.attempt)
