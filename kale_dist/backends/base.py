@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from kale_dist.contract import LogLine
+from kale_dist.contract import FailureCause, LogLine
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -258,6 +258,8 @@ class Trouble:
     """What you can do about it, as sentences; empty if nothing."""
     heals: bool = False
     """Whether it may end by itself."""
+    cause: FailureCause | None = None
+    """Of the failure, if this ended the job."""
 
     def __str__(self) -> str:
         """The sentence and the remedy."""
@@ -300,7 +302,7 @@ class Look:
     """Why the run is suspended; empty if it is not."""
     gone: bool = False
     """Whether the run's object has been deleted."""
-    finished: Literal["", "succeeded", "failed"] = ""
+    finished: Literal["", "succeeded", "failed", "cancelled"] = ""
     """How the object itself says that the run ended; believed only where no pod says anything."""
     fresh: bool = True
     """Whether all of this is up to date: a watch that lags must not end a job."""
