@@ -260,8 +260,6 @@ class Trouble:
     """The cause that a job gets which ends because of it; None: what follows from how its pod ended."""
     heals: bool = False
     """Whether it may end by itself."""
-    cause: FailureCause | None = None
-    """Of the failure, if this ended the job."""
 
     def __str__(self) -> str:
         """The sentence and the remedy."""
