@@ -85,8 +85,10 @@ class Run:
     """Whether its object has been created."""
     is_free: bool = False
     """Whether it does not count against `max_restarts`, as after a suspension."""
+    is_suspended: bool = False
+    """Whether it was suspended: the next head of the same object is the next run, which is free."""
     place: tuple[tuple[str, str], ...] = ()
-    """What the backend needs to find it again."""
+    """What the backend needs to find it again; empty: what the record has."""
 
 
 def state_dir() -> pathlib.Path:
