@@ -385,7 +385,7 @@ def _last_line(engine: Engine, identifier: str) -> str:
         said = engine.api.logs(identifier, tail=_WORDS).decode(errors="replace").splitlines()
         plain = [line for line in said if line.strip() and line[:1] not in "@=~*|!#+"]
         own = [line.removeprefix("kale_dist: ") for line in plain if line.startswith("kale_dist: ")]
-        return (own or plain or [""])[-1]
+        return str((own or plain or [""])[-1])
     return ""
 
 
