@@ -8,9 +8,11 @@ import re
 _GIB = 1 << 30
 _UNITS: dict[str, int] = {
     "": 1,
-    **{letter: 1000**power for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
-    **{f"{letter}i": 1024**power for power, letter in enumerate(("K", "M", "G", "T", "P"), 1)},
+    **{letter: 1000**power for power, letter in enumerate(("k", "M", "G", "T", "P", "E"), 1)},
+    **{f"{letter}i": 1024**power for power, letter in enumerate(("K", "M", "G", "T", "P", "E"), 1)},
 }
+_SMALL = {"m": 1e-3, "u": 1e-6, "n": 1e-9}
+_AMOUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)(?P<unit>[a-zA-Z]*)", re.ASCII)
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[a-zA-Z]*)", re.ASCII)
 
 
@@ -48,6 +50,17 @@ def cores(text: str) -> float:
     if found is None or found["unit"] not in ("", "m"):
         raise ValueError("Write cores as a number, such as 2 or 0.5, or millicores as '500m'")
     return float(found["number"]) / (1000 if found["unit"] else 1)
+
+
+def amount(text: str) -> float:
+    """What an API object says of any resource: `250m`, `2Gi`, `1e3`, `4`. What is no quantity counts as nothing."""
+    found = _AMOUNT.fullmatch(text.strip())
+    return float(found["number"]) * _SMALL.get(found["unit"], _UNITS.get(found["unit"], 0)) if found else 0.0
+
+
+def amount_text(resource: str, number: float) -> str:
+    """An amount as people read it: memory and storage in GiB."""
+    return f"{number / _GIB:.3g} GiB" if "memory" in resource or "storage" in resource else f"{number:g}"
 
 
 def _explain(text: str) -> str:

@@ -11,14 +11,19 @@ KIND = "PyTorchJob"
 CONTAINER = "pytorch"
 """The name by which the operator knows the container that counts."""
 
+JOB_NAME_LABEL = "training.kubeflow.org/job-name"
+REPLICA_TYPE_LABEL = "training.kubeflow.org/replica-type"
 REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 MANAGED_BY = "kale-dist"
+SELECTOR = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+"""Of all jobs and pods of this library in a namespace."""
+
 SPEC_ANNOTATION = "kale-dist.dev/spec"
 SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
 CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
-ATTEMPT_ANNOTATION = "kale-dist.dev/attempt"
-"""The first attempt that pods make: on them, and on their PyTorchJob. Without it they make the job's first one."""
+TOUCHED_ANNOTATION = "kale-dist.dev/touched"
+"""When a job that waits under a quota was last shown to the operator again."""
 
 PORT = 23456
 """The first of a pod's three ports; an order's `port`. It is also the operator's default."""
