@@ -59,7 +59,9 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     found = _ended(view, condition) or _waiting(view, job, expected, now)
     trouble = found.trouble if isinstance(found, Found) else found
     if not view.healthy and view.problem:
-        trouble = Trouble(sentence=view.problem.rstrip("."), remedy="" if trouble is None else f"As last seen: {trouble}", heals=True)
+        trouble = Trouble(
+            sentence=view.problem.rstrip("."), remedy="" if trouble is None else f"As last seen: {trouble}", heals=True
+        )
     finished = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
     return Look(parts=parts, trouble=trouble, finished=finished, fresh=fresh)  # type: ignore[arg-type]
 

@@ -235,7 +235,9 @@ def _resource_facts(resource: str, pod: PodView, view: JobView) -> dict[str, str
     wanted = dict(pod.main.requests).get(resource) or dict(pod.main.limits).get(resource) or "some"
     if not view.nodes:
         return {"wanted": wanted}
-    amounts = [amount for node in view.nodes if (amount := quantities.amount(dict(node.allocatable).get(resource, "0")))]
+    amounts = [
+        amount for node in view.nodes if (amount := quantities.amount(dict(node.allocatable).get(resource, "0")))
+    ]
     if not amounts:
         return {"wanted": wanted, "cluster_has": "; the cluster has none at all"}
     total, largest = (quantities.amount_text(resource, amount) for amount in (sum(amounts), max(amounts)))
