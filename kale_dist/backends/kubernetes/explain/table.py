@@ -329,6 +329,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Without it the nodes may not be able to pull the image",
         ),
         Entry(
+            "queue-missing", "The Kueue queue does not exist", (Seen.STRUCTURE,), "",
+            "the namespace {namespace} has no Kueue queue {object} that you can see",
+            "Without Kueue and this queue the job may stay suspended; correct queue=",
+        ),
+        Entry(
             "claim-single", "A claim for one pod only", (Seen.STRUCTURE,), "",
             "the claim {object} is for a single pod (ReadWriteOncePod), and the job has {pods} pods",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=", heals=False,
