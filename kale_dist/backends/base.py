@@ -253,13 +253,13 @@ class Trouble:
     """Something that is not as it should be, in a sentence for the user."""
 
     sentence: str
-    """Without its full stop."""
+    """Begins with a capital, without its full stop."""
     remedy: str = ""
     """What you can do about it, as sentences; empty if nothing."""
+    cause: FailureCause | None = None
+    """The cause that a job gets which ends because of it; None: what follows from how its pod ended."""
     heals: bool = False
     """Whether it may end by itself."""
-    cause: FailureCause | None = None
-    """Of the failure, if this ended the job."""
 
     def __str__(self) -> str:
         """The sentence and the remedy."""
@@ -297,7 +297,8 @@ class Look:
     parts: tuple[Part, ...] = ()
     """Those that exist, by their numbers."""
     trouble: Trouble | None = None
-    """What keeps the whole from starting, or ended it."""
+    """What keeps the whole from starting, or ended it: the one sentence that explains most. One of a waiting run that does
+    not heal means that it can never start."""
     suspended: str = ""
     """Why the run is suspended; empty if it is not."""
     gone: bool = False
@@ -337,6 +338,8 @@ class Place(Protocol):
 
     name: str
     """The word that `on=` takes."""
+    noun: str
+    """What a part is called: `container`, `pod`."""
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
         """Settle what the specification leaves open, and look whether the job could run; see `Prepares`."""
@@ -407,7 +410,10 @@ class Place(Protocol):
         """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is."""
 
     def remove(self, handle: RunHandle) -> None:
-        """Remove the run's objects and all that was made for them. What is gone already is no error."""
+        """Remove the run's objects and all that was made for them. What is gone already is no error.
+
+        Returns when its pods are gone too, or after their grace: what they held (quota, GPUs, names) is free then.
+        """
 
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
         """All jobs there are, oldest first; see `Selects`."""

@@ -206,7 +206,7 @@ class HeadClient:
         connection = self._connect()
         connection.settimeout(silence_s)
         peer = http.client.HTTPConnection("head")
-        peer.sock = _Socket(connection)  # type: ignore[assignment]
+        peer.sock = _Socket(connection)
         peer.auto_open = 0
         return peer
 
@@ -291,14 +291,21 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
         case http.client.NOT_FOUND:
             raise StoreError(f"The head has no {name}")
         case http.client.FORBIDDEN:
-            raise BackendError("The head refused the request: the key of this job here is not the one it was started with")
+            raise BackendError(
+                "The head refused the request: the key of this job here is not the one it was started with"
+            )
         case http.client.CONFLICT:
             raise ConnectionResetError(said or "another part of the blob was expected")
         case http.client.INSUFFICIENT_STORAGE:
             raise StoreError(f"The disk of the head's pod is full: {said}")
         case http.client.UNPROCESSABLE_ENTITY:
-            raise StoreError(f"What arrived at the head is not blob {name}: the snapshot's file on this machine is damaged")
-    raise BackendError(f"The head answered {path} with {answer.status}: {said}", retryable=answer.status >= http.client.INTERNAL_SERVER_ERROR)
+            raise StoreError(
+                f"What arrived at the head is not blob {name}: the snapshot's file on this machine is damaged"
+            )
+    raise BackendError(
+        f"The head answered {path} with {answer.status}: {said}",
+        retryable=answer.status >= http.client.INTERNAL_SERVER_ERROR,
+    )
 
 
 def _cut(doing: str, error: BaseException) -> BackendError:
