@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from kale_dist import names, records, weights
 from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
 from kale_dist.blobs import FolderStore, Store
-from kale_dist.checks import Run
 from kale_dist.errors import BackendError, SnapshotError, warn
-from kale_dist.job import Job
+from kale_dist.job import Job, inside
 from kale_dist.outcomes import OutcomeReader
+from kale_dist.placing import Run
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import JobSpec
 from kale_dist.strategies import Strategy
@@ -78,6 +78,8 @@ def start(call: Call, run: Run) -> Job[Any]:
         captured, spec = capture_call(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
         if isinstance(run.backend, Prepares):
             spec = run.backend.prepare(spec, submit=True)
+        for note in run.notes:
+            _say(f"[kale-dist] {note}")
         # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
         for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
             warn(warning)
@@ -187,7 +189,7 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
         if isinstance(backend, Prepares):
             spec = backend.prepare(spec, submit=True)
         ref = backend.submit(backend.plan(spec), key)
-    return handle(backend, ref, spec, key, targets=job.targets)
+    return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 
 def _show(job: Job[Any]) -> None:
