@@ -351,8 +351,12 @@ def _named_backend(argument: str, name: Any) -> Backend:
 
 def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     """A training and its surroundings, settled."""
+    from torch.nn.parameter import is_lazy
+
     training = overrides.applied(training)
-    run = placing.settle(overrides.applied(options))
+    # Weights and their gradients, of which each process has its own.
+    weights = sum(2 * one.numel() * one.element_size() for one in training.model.parameters() if not is_lazy(one))
+    run = placing.settle(overrides.applied(options), rank_bytes=weights)
     kwargs = {**training.arguments(), "cuda": run.cuda, "seed": run.seed}
     label = f"train {type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run

@@ -23,9 +23,9 @@ _ELSEWHERE_PROCESSES = 2
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
 
 _MADE_UP = "xxxxx"
-_GIB = 1 << 30
-_RANK_BYTES = 160 << 20
-"""Resident memory of its own that a rank takes before it has any of the user's data, measured with torch 2.13."""
+_MIB, _GIB = 1 << 20, 1 << 30
+_RANK_BYTES = 28 << 20
+"""Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU."""
@@ -87,26 +87,28 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**calls, "on": place}
 
 
-def settle(options: Options, machine: Machine | None = None) -> Run:
+def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int = 0) -> Run:
     """Settle where and how a call runs. Nothing is written or started.
 
     Args:
         options: Of the call.
         machine: In place of this one.
+        rank_bytes: Least memory that each process takes for what it is sent.
 
     Raises:
         ConfigError: The first thing that is wrong.
     """
     on = options.on
     if isinstance(on, Local | Docker | Kubernetes):
-        return _settled(options, backends.get(places.word_of(on)), on, machine)
+        return _settled(options, backends.get(places.word_of(on)), on, machine, rank_bytes)
     if on is None or isinstance(on, str | type) or not isinstance(on, Backend):
         word = _word(on)
-        return _settled(options, backends.get(word), _place_of(word, {}), machine)
-    return _settled(options, on, _place_of(on.name, {}) if on.name in places.KINDS else Local(), machine)
+        return _settled(options, backends.get(word), _place_of(word, {}), machine, rank_bytes)
+    place = _place_of(on.name, {}) if on.name in places.KINDS else Local()
+    return _settled(options, on, place, machine, rank_bytes)
 
 
-def _settled(options: Options, backend: Backend, place: Place, machine: Machine | None) -> Run:
+def _settled(options: Options, backend: Backend, place: Place, machine: Machine | None, rank_bytes: int) -> Run:
     place = overrides.applied(places.filled(place, config.load().place(places.word_of(place))))
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     run = Run(
@@ -120,7 +122,7 @@ def _settled(options: Options, backend: Backend, place: Place, machine: Machine 
         policy=options.policy,
     )
     if isinstance(place, Local):
-        return _on_machine(run, options, machine or _this_machine(options.cuda))
+        return _on_machine(run, options, machine or _this_machine(options.cuda), rank_bytes)
     return _in_pods(run, options, place)
 
 
@@ -145,7 +147,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def _on_machine(run: Run, options: Options, there: Machine) -> Run:
+def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> Run:
     """Lay the ranks out on one machine, if it has what they need."""
     asked, cuda = options.number_of_processes, options.cuda
     notes: tuple[str, ...] = ()
@@ -166,13 +168,14 @@ def _on_machine(run: Run, options: Options, there: Machine) -> Run:
     if cuda and world > there.gpus:
         problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
         raise ConfigError("number_of_processes", problem, f"Ask for at most {there.gpus}")
-    if world * _RANK_BYTES > there.memory_bytes:
-        room = there.memory_bytes // _RANK_BYTES
+    each = _RANK_BYTES + rank_bytes
+    if world * each > there.memory_bytes:
         problem = (
-            f"{world} processes need {world * _RANK_BYTES / _GIB:.1f} GiB of memory before they have any data, and "
+            f"{world} processes take at least {world * each / _GIB:.1f} GiB of memory ({each / _MIB:.0f} MiB each), and "
             f"{there.memory_bytes / _GIB:.1f} GiB are free"
         )
-        raise ConfigError("number_of_processes", problem, f"Ask for at most {max(1, room)}, or run on a cluster")
+        remedy = f"Ask for at most {max(1, there.memory_bytes // each)}, or run on a cluster"
+        raise ConfigError("number_of_processes", problem, remedy)
     if world > there.cores and not cuda:
         warnings += _sentences(
             f"number_of_processes: {world} processes share {there.cores} cores. More processes than cores make training "
