@@ -8,7 +8,6 @@ from typing import Any
 
 from kale_dist.contract import PodVariable
 from kale_dist.manifests import bootstrap
-from kale_dist.manifests.quantities import cpu_text, memory_text
 from kale_dist.manifests.settings import (
     CONTAINER,
     HOME_FOLDER,
@@ -23,6 +22,7 @@ from kale_dist.manifests.settings import (
     object_name,
     own_labels,
 )
+from kale_dist.quantities import cpu_text, memory_text
 from kale_dist.spec import JobSpec, Volume, VolumeKind
 
 _USER = "kale-dist"

@@ -26,7 +26,7 @@ from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
-from kale_dist.manifests import quantities
+from kale_dist import quantities
 from kale_dist.manifests.settings import (
 
     JOB_NAME_LABEL,

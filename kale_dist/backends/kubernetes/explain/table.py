@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from kale_dist.contract import FailureCause
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
-from kale_dist.manifests import quantities
+from kale_dist import quantities
 
 
 class Seen(enum.Enum):
