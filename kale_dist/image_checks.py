@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import names
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import BUILDERS, COMPRESSIONS, DOCKER, LAYERS, ZSTD, ImageFile, Recipe
+from kale_dist.recipe import BUILDERS, LAYERS, ImageFile, Recipe
 from kale_dist.wording import closest, shorten, show
 
 if TYPE_CHECKING:
@@ -114,13 +114,6 @@ def _checked(recipe: Recipe) -> Recipe:
     if recipe.builder == LAYERS and recipe.needs_commands:
         remedy = 'Leave `builder` out, write builder="docker", or name a base that has them'
         raise ConfigError("apt", "Debian packages need a builder that runs commands, and 'layers' runs none", remedy)
-    if recipe.compression not in COMPRESSIONS:
-        near = closest(recipe.compression, COMPRESSIONS)
-        problem = f"there is no compression {shorten(recipe.compression)}"
-        raise ConfigError("compression", problem, f"{near}Use 'gzip' or 'zstd'")
-    if recipe.compression == ZSTD and recipe.chosen_builder == DOCKER:
-        problem = "an image that Docker builds is compressed by Docker, with gzip"
-        raise ConfigError("compression", problem, "Leave it out, or build with 'layers' and without `apt`")
     if not _PLATFORM.fullmatch(recipe.platform):
         problem = f"{shorten(recipe.platform)} is not a platform"
         raise ConfigError("platform", problem, "Write 'linux/amd64' or 'linux/arm64'")
