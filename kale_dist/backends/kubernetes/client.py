@@ -23,8 +23,8 @@ from kubernetes.config.kube_config import KubeConfigMerger
 from yaml import YAMLError
 
 from kale_dist import config as settings
-from kale_dist.backends.kubernetes import refusals
-from kale_dist.backends.kubernetes.refusals import Doing
+from kale_dist.backends.kubernetes.explain import api as answers
+from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.config import Config
 from kale_dist.errors import BackendUnavailableError, ConfigError
 from kale_dist.wording import closest
@@ -327,10 +327,10 @@ def _identity(api: client.ApiClient, server: str) -> str:
     except client.ApiException as error:
         # Before Kubernetes 1.28 there is no such review.
         is_anonymous = _ANONYMOUS in str(error.body)
-        if error.status in (refusals.FORBIDDEN, refusals.NOT_FOUND, refusals.NOT_ALLOWED) and not is_anonymous:
+        if error.status in (answers.FORBIDDEN, answers.NOT_FOUND, answers.NOT_ALLOWED) and not is_anonymous:
             return ""
-        raise refusals.explain(error, doing=Doing(verb="reach", resource=server)) from error
+        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
     except Exception as error:
-        raise refusals.explain(error, doing=Doing(verb="reach", resource=server)) from error
+        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
     user = review.status.user_info if review.status is not None else None
     return str(user.username or "") if user is not None else ""

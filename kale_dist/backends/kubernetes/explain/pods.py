@@ -7,11 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+<<<<<<< HEAD:kale_dist/backends/kubernetes/explain/pods.py
 from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, tell, without_repetition
 from kale_dist.backends.kubernetes.explain.table import Seen
+=======
+from kale_dist import quantities
+from kale_dist.backends.kubernetes import troubles
+from kale_dist.backends.kubernetes.troubles import Place, Trouble
+>>>>>>> api:kale_dist/backends/kubernetes/diagnosis.py
 from kale_dist.backends.kubernetes.views import MAIN, ContainerView, JobView, PodView
-from kale_dist.manifests import quantities
 
 _GAVE_UP = 70
 """Exit code of an agent that could not begin, as `runtime.termination` has it."""

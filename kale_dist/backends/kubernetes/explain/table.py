@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from kale_dist.contract import FailureCause
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
-from kale_dist.manifests import quantities
+from kale_dist import quantities
 
 
 class Seen(enum.Enum):
@@ -329,6 +329,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "pull-secret-missing", "An image pull secret does not exist", (Seen.STRUCTURE,), "",
             "there is no Secret {object} in the namespace {namespace}, which image_pull_secrets= names",
             "Without it the nodes may not be able to pull the image",
+        ),
+        Entry(
+            "queue-missing", "The Kueue queue does not exist", (Seen.STRUCTURE,), "",
+            "the namespace {namespace} has no Kueue queue {object} that you can see",
+            "Without Kueue and this queue the job may stay suspended; correct queue=",
         ),
         Entry(
             "claim-single", "A claim for one pod only", (Seen.STRUCTURE,), "",

@@ -7,16 +7,15 @@ import contextlib
 import dataclasses
 import pathlib
 
-from kale_dist import config, manifests, records
-from kale_dist.backends.kubernetes import client, preflight, self_pod, submission
+from kale_dist import config, records
+from kale_dist.backends.kubernetes import checks, client, self_pod, submit
 from kale_dist.backends.kubernetes.client import Cluster
-from kale_dist.backends.kubernetes.preflight import Wanted
 from kale_dist.backends.kubernetes.self_pod import SelfPod
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.config import Config
+from kale_dist.contract import Source
 from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.image import for_job
-from kale_dist.pod_order import Source
 from kale_dist.spec import JobSpec
 from kale_dist.url_store import UrlStore
 
@@ -24,12 +23,12 @@ _MIB = 1 << 20
 _LONG_S = 3600.0
 
 
-def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
+def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     """Settle a specification.
 
     Args:
         spec: As the call gave it.
-        submit: Whether a submission follows. Otherwise a cluster that cannot be reached is done without.
+        submits: Whether a submission follows. Otherwise it is also settled where no cluster can be reached.
 
     Returns:
         The specification with namespace, image, form of the job, user and store.
@@ -39,7 +38,7 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         BackendError: The job could not run; the message says why.
     """
     configured = config.load()
-    cluster = _reach(spec, configured, required=submit)
+    cluster = _reach(spec, configured, required=submits)
     own = self_pod.find(cluster) if cluster is not None else None
     options = spec.cluster
     namespace = cluster.namespace if cluster is not None else options.namespace or configured.namespace or "default"
@@ -60,26 +59,21 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
     )
     if cluster is None:
         return settled
-    first = preflight.check(cluster)
-    if settled.cluster.master is None and first.forbids_master:
+    found = checks.look_at_namespace(cluster)
+    if settled.cluster.master is None and found.forbids_master:
         settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
-        if submit and settled.topology.number_of_pods > 1:
-            warn(
-                f"The namespace {namespace!r} enforces Pod Security 'restricted', which refuses the container that the "
-                "operator puts before workers beside a master: the job has workers only"
-            )
-    if first.cpu_limit_needed and settled.resources.cpu_limit is None:
+    if found.needs_cpu_limit and settled.resources.cpu_limit is None:
         limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
         settled = dataclasses.replace(settled, resources=limit)
-    if submit:
-        if settled.store and not spec.store and not configured.store:
-            warn(
-                f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod "
-                "that other pods can write to. store= names another place"
-            )
-        _look(cluster, settled, own)
-        settled = dataclasses.replace(settled, image=_made(cluster, settled, configured))
-    return settled
+    if not submits:
+        return settled
+    if settled.store and not spec.store and not configured.store:
+        warn(
+            f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
+            "other pods can write to. store= names another place"
+        )
+    _check(cluster, settled, own, found)
+    return dataclasses.replace(settled, image=_made(cluster, settled, configured))
 
 
 def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
@@ -91,12 +85,11 @@ def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
     Raises:
         StoreError: The store cannot be written.
     """
-    source = submission.source_of(spec)
+    source = submit.source_of(spec)
     if source is Source.URL:
         _put(spec, UrlStore(spec.store))
     elif source is Source.STREAM:
-        own = self_pod.find(cluster)
-        folder = claim_here(spec, own)
+        folder = claim_here(spec, self_pod.find(cluster))
         if folder is not None:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
@@ -114,18 +107,13 @@ def claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
         spec: The job.
         own: This process's pod; None outside of the cluster.
     """
-    claim, folder = submission.claim_of(spec)
+    claim, folder = submit.claim_of(spec)
     for mounted in own.claims if own is not None and claim else ():
         inside = pathlib.PurePosixPath("/", folder)
         root = pathlib.PurePosixPath("/", mounted.sub_path)
         if mounted.claim == claim and not mounted.read_only and inside.is_relative_to(root):
             return pathlib.Path(mounted.path) / inside.relative_to(root)
     return None
-
-
-def may_read_logs(cluster: Cluster) -> bool:
-    """Whether this user may read the logs of pods."""
-    return "get pods/log" in preflight.granted(cluster)
 
 
 def _reach(spec: JobSpec, configured: Config, *, required: bool) -> Cluster | None:
@@ -167,9 +155,9 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
 def _own_volume(own: SelfPod | None) -> str:
     """A volume of the notebook's pod that other pods can write into, too."""
     shared = [claim for claim in (own.claims if own is not None else ()) if claim.is_shared]
-    return (
-        f"{submission.CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist" if shared else ""
-    )
+    if not shared:
+        return ""
+    return f"{submit.CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist"
 
 
 def _put(spec: JobSpec, store: Store) -> None:
@@ -180,16 +168,17 @@ def _put(spec: JobSpec, store: Store) -> None:
             store.put([ours.open(digest)])
 
 
-def _look(cluster: Cluster, spec: JobSpec, own: SelfPod | None) -> None:
+def _check(cluster: Cluster, spec: JobSpec, own: SelfPod | None, namespace: checks.Namespace) -> None:
     """Ask the cluster whether the job would run, and tell the user what it would lack."""
-    if spec.store and not spec.store.startswith(submission.CLAIM_SCHEME):
+    if spec.store and not spec.store.startswith(submit.CLAIM_SCHEME):
         # A protocol that this side cannot speak would show only when the results are wanted.
         UrlStore(spec.store)
-    job = manifests.pytorch_job(spec, submission.settings_of(spec))
-    findings = preflight.check(cluster, Wanted.of(job))
-    findings.check()
-    for finding in findings.warnings:
-        warn(f"{finding}")
+    found = checks.check(cluster, spec, namespace)
+    fatal = [str(item.trouble) for item in found if item.is_fatal]
+    if fatal:
+        raise BackendError(f"The job cannot run in the namespace {cluster.namespace!r}. " + "\n".join(fatal))
+    for item in found:
+        warn(str(item.trouble))
     if own is not None and own.image_warning and spec.image == own.image:
         warn(own.image_warning)
     if spec.policy.timeout_s is not None and spec.policy.timeout_s > _LONG_S and not spec.store:

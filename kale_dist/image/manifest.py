@@ -1,4 +1,4 @@
-"""Media types of images, and how one layer is put on top of an image. Pure.
+"""Manifests of images, and how layers are put on top of an image. Pure.
 
 An image keeps the family of media types that it came with, Docker's or OCI's: some runtimes and registries know one only.
 """
@@ -13,13 +13,11 @@ from typing import Any
 
 from kale_dist.errors import ImageError
 from kale_dist.image.layer import Layer
-from kale_dist.recipe import ZSTD
 
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 OCI_CONFIG = "application/vnd.oci.image.config.v1+json"
 OCI_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
-OCI_ZSTD_LAYER = "application/vnd.oci.image.layer.v1.tar+zstd"
 
 DOCKER_INDEX = "application/vnd.docker.distribution.manifest.list.v2+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -52,16 +50,6 @@ def media_type(manifest: Mapping[str, Any]) -> str:
     return OCI_MANIFEST if isinstance(manifest.get("config"), dict) else ""
 
 
-def is_index(kind: str) -> bool:
-    """Whether this media type is a list of images, one for each platform."""
-    return kind in INDEXES
-
-
-def is_docker(kind: str) -> bool:
-    """Whether this media type is one of Docker's."""
-    return kind.startswith("application/vnd.docker.")
-
-
 def choose(index: Mapping[str, Any], platform: str, what: str) -> Mapping[str, Any]:
     """The entry of an index for a platform.
 
@@ -73,7 +61,7 @@ def choose(index: Mapping[str, Any], platform: str, what: str) -> Mapping[str, A
     Raises:
         ImageError: There is none; the text names those there are.
     """
-    wanted, there = split_platform(platform), []
+    wanted, there = (*platform.split("/"), "", "")[:3], []
     entries = index.get("manifests")
     for entry in entries if isinstance(entries, list) else ():
         found = entry.get("platform") if isinstance(entry, dict) else None
@@ -90,79 +78,62 @@ def choose(index: Mapping[str, Any], platform: str, what: str) -> Mapping[str, A
     raise ImageError(f"{what} has no image for {platform}, only for: {known}. Choose one of these, or another image.")
 
 
-def split_platform(platform: str) -> tuple[str, str, str]:
-    """Operating system, architecture and variant (empty where none is meant)."""
-    system, _, rest = platform.partition("/")
-    architecture, _, variant = rest.partition("/")
-    return system, architecture, variant
-
-
 def digest_of(data: bytes) -> str:
     """The name of these bytes in a registry: `sha256:...`."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def append_layer(
+def put_on_top(
     manifest: Mapping[str, Any],
     config: Mapping[str, Any],
-    layer: Layer,
+    layers: Sequence[Layer],
     *,
     history: str,
-    environment: Sequence[tuple[str, str]] = (),
-    labels: Mapping[str, str] | None = None,
+    environment: Mapping[str, str],
+    labels: Mapping[str, str],
 ) -> tuple[bytes, bytes]:
-    """An image with one layer more. The same arguments give the same bytes.
+    """An image with more layers. The same arguments give the same bytes.
 
     Args:
         manifest: Of the base; its layers stay as they are, in front.
         config: Of the base; its user, entry point, command and folder stay.
-        layer: What comes on top.
-        history: What made the layer, in one line.
-        environment: Names and values; a name that the base has is replaced in its place.
+        layers: What comes on top.
+        history: What made the layers, in one line.
+        environment: Variables; one that the base has is replaced in its place.
         labels: The same for labels.
 
     Returns:
-        The manifest's bytes and those of the configuration that it names. The configuration's digest is in the manifest.
+        The manifest's bytes and those of the configuration that it names.
 
     Raises:
         ImageError: The base is no image that layers can be put on.
     """
-    # Docker's media types know no zstd.
-    docker = is_docker(media_type(manifest)) and layer.compression != ZSTD
     if media_type(manifest) not in MANIFESTS or not isinstance(config.get("rootfs"), dict):
         raise ImageError(f"A layer cannot be put on what is no image: it says that it is {media_type(manifest)!r}.")
+    docker = media_type(manifest) == DOCKER_MANIFEST
     made = copy.deepcopy(dict(config))
-    made["rootfs"]["diff_ids"] = [*(made["rootfs"].get("diff_ids") or ()), layer.diff_id]
+    made["rootfs"]["diff_ids"] = [*(made["rootfs"].get("diff_ids") or ()), *(layer.diff_id for layer in layers)]
     # The base's own date: a clock would give every build another digest.
     entry = {key: value for key, value in (("created", made.get("created")), ("created_by", history)) if value}
-    made["history"] = [*(made.get("history") or ()), entry]
+    made["history"] = [*(made.get("history") or ()), *(entry for _ in layers)]
     settings = made["config"] = dict(made.get("config") or {})
     if environment:
-        settings["Env"] = _merged(settings.get("Env") or (), environment)
-    if labels:
-        settings["Labels"] = {**(settings.get("Labels") or {}), **dict(sorted(labels.items()))}
+        there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+        settings["Env"] = [f"{name}={value}" for name, value in {**there, **environment}.items()]
+    settings["Labels"] = {**(settings.get("Labels") or {}), **dict(sorted(labels.items()))}
     config_bytes = _encode(made)
     whole = copy.deepcopy(dict(manifest))
     # It would tie the new image to what the base was attached to.
     whole.pop("subject", None)
     whole["mediaType"] = DOCKER_MANIFEST if docker else OCI_MANIFEST
-    whole["config"] = {
-        "mediaType": DOCKER_CONFIG if docker else OCI_CONFIG,
-        "size": len(config_bytes),
-        "digest": digest_of(config_bytes),
-    }
-    kind = DOCKER_LAYER if docker else OCI_ZSTD_LAYER if layer.compression == ZSTD else OCI_LAYER
+    kind = DOCKER_CONFIG if docker else OCI_CONFIG
+    whole["config"] = {"mediaType": kind, "size": len(config_bytes), "digest": digest_of(config_bytes)}
     below = list(whole.get("layers") or ())
     if not docker:
         below = [one | {"mediaType": _OCI_NAMES.get(one["mediaType"], one["mediaType"])} for one in below]
-    whole["layers"] = [*below, {"mediaType": kind, "size": layer.size, "digest": layer.digest}]
+    kind = DOCKER_LAYER if docker else OCI_LAYER
+    whole["layers"] = [*below, *({"mediaType": kind, "size": one.size, "digest": one.digest} for one in layers)]
     return _encode(whole), config_bytes
-
-
-def _merged(there: Sequence[str], added: Sequence[tuple[str, str]]) -> list[str]:
-    values = dict(line.partition("=")[::2] for line in there)
-    values.update(added)
-    return [f"{name}={value}" for name, value in values.items()]
 
 
 def _encode(value: Mapping[str, Any]) -> bytes:
