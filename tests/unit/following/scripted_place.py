@@ -163,9 +163,7 @@ class ScriptedHead:
         at = 0
         while True:
             with self.changed:
-                self.changed.wait_for(
-                    lambda: at < len(self.blocks) or self.state == "ended" or self.cuts > cuts, 0.05
-                )
+                self.changed.wait_for(lambda: at < len(self.blocks) or self.state == "ended" or self.cuts > cuts, 0.05)
                 if self.cuts > cuts or self.state == "ended":
                     return
                 fresh, at = self.blocks[at:], len(self.blocks)
@@ -338,7 +336,13 @@ def lost_head(head, lost="evicted"):
 
 def ended_part(number=1, exit_code=1, lost="", trouble=None):
     return Part(
-        number=number, name=f"pod-{number}", uid=f"uid-{number}", state="ended", exit_code=exit_code, lost=lost, trouble=trouble
+        number=number,
+        name=f"pod-{number}",
+        uid=f"uid-{number}",
+        state="ended",
+        exit_code=exit_code,
+        lost=lost,
+        trouble=trouble,
     )
 
 

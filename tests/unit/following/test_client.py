@@ -26,7 +26,9 @@ class Head(http.server.BaseHTTPRequestHandler):
         if self.path.endswith("/size"):
             digest = self.path.split("/")[2]
             there = self.server.blobs.get(digest, b"")
-            return self.answer(200, json.dumps({"complete": digest in self.server.whole, "received": len(there)}).encode())
+            return self.answer(
+                200, json.dumps({"complete": digest in self.server.whole, "received": len(there)}).encode()
+            )
         data = self.server.files.get(self.path)
         if data is None:
             return self.answer(404, b"")

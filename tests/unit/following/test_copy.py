@@ -57,7 +57,11 @@ def test_lines_that_were_skipped_are_an_error_or_are_said_to_be_missing(copy, fi
         copy.take(blocks(lines(3, 0, "d")))
     assert copy.next_line == 1
     copy.take(blocks(lines(3, 0, "d")), missing="the disk was full")
-    assert read(files) == ["[0] a", "[kale-dist] 2 lines are missing here (number 1 to 2), because the disk was full", "[0] d"]
+    assert read(files) == [
+        "[0] a",
+        "[kale-dist] 2 lines are missing here (number 1 to 2), because the disk was full",
+        "[0] d",
+    ]
     assert [line.sequence for line in LogReader(files).read()] == [0, 1, 2]
 
 
@@ -138,6 +142,11 @@ def test_a_folder_that_was_deleted_is_not_made_again(tmp_path):
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_rubbish_in_a_log_hides_no_line(files):
+    files.log.write_bytes(lines(0, 0, "a") + b"\x00\xff rubbish\n@1 2\n" + lines(1, 1, "b") + lines(2, 1, "torn")[:-2])
+    assert read(files) == ["[0] a", "[1] b"]
 
 
 @pytest.mark.parametrize("has_index", [True, False])
