@@ -163,7 +163,7 @@ class ScriptedHead:
         at = 0
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: at < len(self.blocks) or self.state == "ended" or self.cuts > cuts, 0.05)
+                self.changed.wait(0.02)
                 if self.cuts > cuts or self.state == "ended":
                     return
                 fresh, at = self.blocks[at:], len(self.blocks)

@@ -113,8 +113,8 @@ def test_a_file_comes_whole_or_not_at_all(head, client, tmp_path):
     client.fetch_file("outcome-0-0", tmp_path / "outcome-0-0")
     assert (tmp_path / "outcome-0-0").stat().st_size == 3 << 20
     head.cuts = 5
+    head.files["/files/checkpoint"] = b"12345678"
     with pytest.raises(BackendError, match="cut while fetching checkpoint") as caught:
-        head.files["/files/checkpoint"] = b"12345678"
         client.fetch_file("checkpoint", tmp_path / "checkpoint")
     assert caught.value.retryable
     assert [path.name for path in tmp_path.iterdir()] == ["outcome-0-0"]

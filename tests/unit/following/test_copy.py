@@ -134,10 +134,8 @@ def test_a_folder_that_was_deleted_is_not_made_again(tmp_path):
     for path in list(files.folder.iterdir()):
         path.unlink()
     files.folder.rmdir()
-    copy.take(blocks(lines(0, 0, "a")))
     with pytest.raises(StoreError, match="deleted"):
-        copy.take(contract.BlockReader().feed(contract.encode_progress({"event": "progress", "rank": 0})))
-        copy.release()
+        copy.take(blocks(contract.encode_progress({"event": "progress", "rank": 0})))
     copy.close()
 
 

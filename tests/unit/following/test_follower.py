@@ -308,6 +308,15 @@ def test_what_lags_ends_nothing(backend, submit, place):
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
 
 
+def test_what_another_pod_printed_last_is_kept(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    place.kept["words", 1] = b"\nkale_dist: the image has no torch\n"
+    place.runs[1].others = [ended_part(exit_code=78, trouble=Trouble(sentence="pod-1 could not start"))]
+    wait_for_end(backend, ref)
+    assert texts(backend, ref)[0] == "pod 1: kale_dist: the image has no torch"
+
+
 # -- ending it --------------------------------------------------------------------------------------------------------
 
 
