@@ -35,12 +35,12 @@ def get(name: str) -> Backend:
         return docker_backend.shared()
     if name == "kubernetes":
         try:
-            from kale_dist.backends.kubernetes import backend
+            from kale_dist.backends.kubernetes import place
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in _CLIENT_PACKAGES:
                 raise
             problem = f"'kubernetes' needs the package {package!r}, which is not installed in this Python"
             raise ConfigError("on", problem, "Install it: pip install 'kale-dist[kubernetes]'") from None
-        return backend.shared()
+        return place.shared()
     raise KeyError(name)

@@ -88,9 +88,7 @@ def spec_annotation(spec: JobSpec) -> str:
     return text
 
 
-def input_secret(
-    spec: JobSpec, settings: PodSettings, owner_uid: str, data: Mapping[str, bytes]
-) -> dict[str, Any]:
+def input_secret(spec: JobSpec, settings: PodSettings, owner_uid: str, data: Mapping[str, bytes]) -> dict[str, Any]:
     """The Secret that a run's pods wait for. It is deleted with the run's PyTorchJob.
 
     Args:

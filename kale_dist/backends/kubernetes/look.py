@@ -44,24 +44,24 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         problem = Trouble(sentence=view.problem.rstrip("."), heals=True) if view.problem else None
         return Look(trouble=problem, fresh=False)
     parts = _parts(view, spec)
-    fresh = view.healthy
     person, condition = _annotations(job).get(CANCELLED_ANNOTATION), _condition(job)
     if person is not None:
         is_over = all(part.state == "ended" for part in parts) and (is_suspended(job) or bool(parts))
         sentence = f"The job {'was' if is_over else 'is being'} cancelled by {person}"
         trouble = Trouble(sentence=sentence, heals=not is_over, cause=FailureCause.USER)
-        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=fresh)
+        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=view.healthy)
     if is_suspended(job):
         trouble = _why_suspended(job, view)
         there = tuple(part for part in parts if part.lost != "deleted")
-        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=fresh)
+        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=view.healthy)
     expected = number_of_pods(job)
     found = _ended(view, condition) or _waiting(view, job, expected, now)
-    trouble = found.trouble if isinstance(found, Found) else found
+    known = found.trouble if isinstance(found, Found) else found
     if not view.healthy and view.problem:
-        trouble = Trouble(sentence=view.problem.rstrip("."), remedy="" if trouble is None else f"As last seen: {trouble}", heals=True)
-    finished = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
-    return Look(parts=parts, trouble=trouble, finished=finished, fresh=fresh)  # type: ignore[arg-type]
+        last = "" if known is None else f"As last seen: {known}"
+        known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
+    finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
+    return Look(parts=parts, trouble=known, finished=finished, fresh=view.healthy)
 
 
 def is_suspended(job: Mapping[str, Any]) -> bool:

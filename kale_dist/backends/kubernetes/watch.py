@@ -20,11 +20,11 @@ from typing import Any
 
 from kubernetes.client.exceptions import ApiException
 
+from kale_dist import quantities
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import sentences
 from kale_dist.backends.kubernetes.resource_watch import ResourceWatch
 from kale_dist.backends.kubernetes.views import EventView, JobView, NodeView, PodView, event_view, node_view, pod_view
-from kale_dist import quantities
 from kale_dist.manifests.settings import JOB_NAME_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
 JOB_API = ("kubeflow.org", "v1")

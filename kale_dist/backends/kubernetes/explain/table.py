@@ -12,9 +12,9 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 
+from kale_dist import quantities
 from kale_dist.contract import FailureCause
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
-from kale_dist import quantities
 
 
 class Seen(enum.Enum):
@@ -78,7 +78,9 @@ def _exceeds(found: Mapping[str, str]) -> bool:
 
 
 _REFUSED = (Seen.API, Seen.JOB_EVENT)
-_QUOTA = r"exceeded quota: (?P<quota>[^,]+), requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>.+)"
+_QUOTA = (
+    r"exceeded quota: (?P<quota>[^,]+), requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>.+)"
+)
 _PULL = "(ErrImagePull|ImagePullBackOff|RegistryUnavailable)"
 _AGAIN = "Submit the job again; with max_restarts= it resumes in new pods by itself"
 _DIED, _POD_LOST = FailureCause.DIED, FailureCause.AGENT_DIED
