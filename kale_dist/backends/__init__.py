@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kale_dist.backends.base import Backend
+import functools
+from collections.abc import Callable
+
+from kale_dist.backends.base import Backend, Place
 from kale_dist.errors import ConfigError
 
 NAMES = ("local", "docker", "kubernetes")
@@ -25,14 +28,14 @@ def get(name: str) -> Backend:
         return local.shared()
     if name == "docker":
         try:
-            from kale_dist.backends.docker import backend as docker_backend
+            from kale_dist.backends.docker.place import DockerPlace
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in _ENGINE_PACKAGES:
                 raise
             problem = f"'docker' needs the package {package!r}, which is not installed in this Python"
             raise ConfigError("on", problem, "Install it: pip install 'kale-dist[docker]'") from None
-        return docker_backend.shared()
+        return _followed(DockerPlace)
     if name == "kubernetes":
         try:
             from kale_dist.backends.kubernetes import place
@@ -44,3 +47,10 @@ def get(name: str) -> Backend:
             raise ConfigError("on", problem, "Install it: pip install 'kale-dist[kubernetes]'") from None
         return place.shared()
     raise KeyError(name)
+
+
+@functools.cache
+def _followed(place: Callable[[], Place]) -> Backend:
+    from kale_dist.following.backend import FollowedBackend
+
+    return FollowedBackend(place())

@@ -359,6 +359,9 @@ class Place(Protocol):
     def plan(self, spec: JobSpec) -> Plan:
         """What `start` creates. Pure."""
 
+    def object_name(self, spec: JobSpec, run: int) -> str:
+        """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
+
     def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create a run's objects and their input.
 

@@ -63,16 +63,14 @@ def identity() -> str:
     return f"{person}@{socket.gethostname()}"
 
 
-def run_name(name: str, number: int) -> str:
-    """Name of the object of a job's run."""
-    return name if number == 1 else f"{name}-{number}"
-
-
-def handle_of(record: Record, run: Run) -> RunHandle:
+def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
     """What a place needs to find a run."""
-    name = run.object or run_name(record.spec.name, run.number)
     return RunHandle(
-        ref=JobRef.parse(record.ref), object=name, run=run.number, spec=record.spec, place=run.place or record.place
+        ref=JobRef.parse(record.ref),
+        object=run.object or place.object_name(record.spec, run.number),
+        run=run.number,
+        spec=record.spec,
+        place=run.place or record.place,
     )
 
 
@@ -125,7 +123,7 @@ class Follower:
         self._files = records.files(record.name)
         self._status = JobReader(record.name, lambda _: True)
         self._run = records.runs(record.name)[-1]
-        self._handle = handle_of(record, self._run)
+        self._handle = handle_of(place, record, self._run)
         self._opened: RunCopy | None = None
         self._reader: HeadReader | None = None
         self._input: threading.Thread | None = None
@@ -301,7 +299,7 @@ class Follower:
 
     def _open_newest_run(self) -> None:
         self._run = records.runs(self._record.name)[-1]
-        self._handle = handle_of(self._record, self._run)
+        self._handle = handle_of(self._place, self._record, self._run)
         self._listen()
         self._opened = RunCopy(self._run.files, self._spec.topology.number_of_processes, self._on_change)
         if not self._run.files.run_facts.exists():
@@ -501,7 +499,7 @@ class Follower:
         fresh = Run(
             number=run.number + 1,
             files=self._files.run(run.number + 1),
-            object=self._handle.object if uid else run_name(self._spec.name, run.number + 1),
+            object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
             uid=uid,
             first_attempt=run.first_attempt + copy.last_attempt + 1,
             is_started=bool(uid),
@@ -542,7 +540,7 @@ class Follower:
         self._show(f"Run {self._run.number} is being started")
         try:
             # What the run before it holds (GPUs, quota) is what this one needs.
-            self._place.remove(handle_of(self._record, runs[-2]))
+            self._place.remove(handle_of(self._place, self._record, runs[-2]))
             try:
                 self._handle = self._place.start(
                     self._place.plan(spec),
@@ -552,7 +550,7 @@ class Follower:
                 )
             except JobExistsError:
                 # The follower of another machine was first, or this one before it was killed: it is the same run.
-                self._handle = handle_of(self._record, self._run)
+                self._handle = handle_of(self._place, self._record, self._run)
         except BackendError as error:
             self.problem = f"{error}"
             self._on_change()
