@@ -47,7 +47,9 @@ def test_registries_are_named_with_a_path_or_without(tmp_path, place):
 
 
 def test_places_are_tables_of_the_file_or_json_in_the_environment(tmp_path, file):
-    file.write_text('on = "kubernetes"\n[kubernetes]\nresources = {cpu = 2, memory = "4Gi"}\nvolumes = {"/data" = "sets"}\n')
+    file.write_text(
+        'on = "kubernetes"\n[kubernetes]\nresources = {cpu = 2, memory = "4Gi"}\nvolumes = {"/data" = "sets"}\n'
+    )
     found = load(tmp_path)
     expected = kd.Kubernetes(resources={"cpu": 2, "memory": "4Gi"}, volumes={"/data": "sets"})
     assert (found.on, found.kubernetes, found.place("kubernetes"), found.docker) == (

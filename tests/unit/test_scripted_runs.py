@@ -206,7 +206,9 @@ def test_what_can_be_set_are_arguments_of_the_calls():
 
 
 def test_what_is_set_for_the_place_holds_for_every_place_that_has_it(monkeypatch):
-    monkeypatch.setenv(overrides.VARIABLE, '{"on": "kubernetes", "image": "a/b:1", "resources": {"cpu": 2}, "namespace": "n"}')
+    monkeypatch.setenv(
+        overrides.VARIABLE, '{"on": "kubernetes", "image": "a/b:1", "resources": {"cpu": 2}, "namespace": "n"}'
+    )
     spec = kd.render(len, "abc", on=kd.Local()).spec
     assert (spec.resources.cpu, spec.cluster.namespace) == (2, "n")
     monkeypatch.setenv(overrides.VARIABLE, '{"resources": {"cpu": 2}, "namespace": "team-a"}')
