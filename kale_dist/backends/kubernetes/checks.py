@@ -55,6 +55,9 @@ _INIT_CONTAINER = {
 }
 """As the operator puts it before workers beside a master."""
 
+_WORDS = {"cpu": "cores", "memory": "of memory"}
+"""What follows an amount of a resource."""
+
 _COUNTED_ONCE = ("count/pytorchjobs.kubeflow.org", "secrets", "count/secrets")
 
 
@@ -376,7 +379,9 @@ def node_sums(allocatable: Sequence[Mapping[str, str]], job: Mapping[str, Any]) 
         ):
             if wanted > there:
                 texts = {"wanted": quantities.amount_text(key, wanted), "largest": quantities.amount_text(key, there)}
-                yield Finding(name=name, trouble=sentences.of(name, resource=f"of {key}", **texts), is_fatal=True)
+                yield Finding(
+                    name=name, trouble=sentences.of(name, resource=_WORDS.get(key, f"of {key}"), **texts), is_fatal=True
+                )
                 break
 
 

@@ -37,6 +37,9 @@ _DEADLINE_S = 600
 _START_S = 60.0
 """How long it may wait for a node, a quota, or a queue."""
 
+_HINDERED_S = 20.0
+"""How long a node may say that it cannot start it: a registry is sometimes only busy."""
+
 _LISTEN_S = 15.0
 _POLL_S = 0.2
 _OK, _NOT_FOUND = 200, 404
@@ -203,8 +206,10 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
         if pod is not None:
             found = explain.hindrance(pod, JobView(name=job, namespace=namespace, pods=(pod,)))
         waited_s = time.monotonic() - began
-        is_pulled = pod is not None and pod.node and found is None
-        if waited_s > (_DEADLINE_S if is_pulled else _START_S) or (found is not None and not found.trouble.heals):
+        # Its node pulls the image, which may be large; or says that it cannot.
+        has_node = pod is not None and bool(pod.node)
+        limit_s = _START_S if not has_node else _DEADLINE_S if found is None else _HINDERED_S
+        if waited_s > limit_s or (found is not None and not found.trouble.heals):
             why = f"the pod was not started within {waited_s:.0f} s" if found is None else str(found.trouble)
             raise BackendError(why, retryable=True)
         time.sleep(_POLL_S)
