@@ -50,6 +50,9 @@ EXPLAIN_S = 10.0
 CANCEL_MARGIN_S = 10.0
 """A cancelled job whose pods still run so long after its ranks' grace is killed."""
 
+MAX_LAST_WORDS, MAX_LAST_LINES, LAST_WORDS_BYTES = 3, 20, 1 << 14
+"""Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
+
 _MIB = 1 << 20
 _CANCELLED = "cancelled"
 _LOCK = "follower.lock"
@@ -133,6 +136,7 @@ class Follower:
         self._looked_at = self._clock.monotonic()
         self._between_looks_s = 0.0
         self._decided: Verdict | None = None
+        self._heard: set[str] = set()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._stopped = threading.Event()
@@ -424,6 +428,8 @@ class Follower:
             return False
         if self._reader is not None:
             self._reader.stop()
+        if verdict.state is StateName.FAILED:
+            self._keep_last_words()
         copy = self._copy
         if verdict.is_lost and not canceller(self._files):
             if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
@@ -446,6 +452,18 @@ class Follower:
             with contextlib.suppress(BackendError, StoreError):
                 client.ack()
         return True
+
+    def _keep_last_words(self) -> None:
+        """Copy what other pods printed that ended badly: what they could not hand to their head."""
+        ended = [part for part in self.look.parts if part.number and part.state == "ended" and part.exit_code]
+        for part in ended[:MAX_LAST_WORDS]:
+            if part.uid in self._heard:
+                continue
+            self._heard.add(part.uid)
+            with contextlib.suppress(BackendError):
+                said = self._place.last_words(self._handle, part, LAST_WORDS_BYTES).decode(errors="replace")
+                for line in [text for text in said.splitlines() if text.strip()][-MAX_LAST_LINES:]:
+                    self._copy.say(f"pod {part.number}: {line}")
 
     def _fetch_results(self, verdict: Verdict) -> bool:
         """Bring outcomes here before the end is shown; whether all are here that will ever be."""

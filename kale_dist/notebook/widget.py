@@ -23,7 +23,7 @@ import traitlets
 from IPython import get_ipython
 
 from kale_dist import view
-from kale_dist.backends.job_reader import LogReader
+from kale_dist.following.reader import LogReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.job import Job, inside

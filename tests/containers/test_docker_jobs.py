@@ -17,6 +17,7 @@ from container_work import (
     eats_memory,
     fails_on_1,
     hang,
+    hangs_at_first,
     imports_what_the_image_lacks,
     kills_its_container,
     waits_a_little,
@@ -140,6 +141,36 @@ def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, kil
     job.delete()
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_container_is_followed_by_another_run(on, engine, tmp_path, lost):
+    job = kd.launch(
+        hangs_at_first, "/data", number_of_processes=2, max_restarts=1, volumes={"/data": str(tmp_path)}, **on
+    )
+    wait_for_line(job, "ready")
+    engine.api.remove_container(f"kale-dist-{job.name}-{lost}", force=True)
+    assert job.results(timeout=120) == ["second time of 0", "second time of 1"]
+    texts = [str(line) for line in job.logs()]
+    assert any(text.startswith("[kale-dist] Run 1 of the job ended: ") for text in texts), texts
+    assert job.status.attempt == 1
+    assert {item["Names"][0] for item in containers_of(engine, job.name)} == {
+        f"/kale-dist-{job.name}.2-{number}" for number in (0, 1)
+    }
+    job.delete()
+    assert containers_of(engine, job.name) == []
+
+
+def test_a_job_whose_containers_were_removed_is_cancelled(on, engine):
+    job = kd.launch(hang, number_of_processes=1, max_restarts=3, **on)
+    wait_for_line(job, "ready")
+    engine.api.remove_container(f"kale-dist-{job.name}-0", force=True)
+    status = job.wait(timeout=60)
+    assert (status.state, status.reason) == (
+        StateName.CANCELLED,
+        "The job was deleted while it ran, and its last lines are lost",
+    )
+    job.delete()
+
+
 def containers_running(engine, job):
     return [item for item in containers_of(engine, job) if item["State"] == "running"]
 
@@ -188,8 +219,8 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         f"""
         import warnings
         import kale_dist as kd
-        from kale_dist.backends.docker import submission
-        submission.identity = lambda: "mallory@elsewhere"
+        from kale_dist.backends.docker import place
+        place.identity = lambda: "mallory@elsewhere"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             job = kd.attach({job.ref!r})

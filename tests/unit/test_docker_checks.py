@@ -88,15 +88,15 @@ def test_the_same_specification_makes_the_same_containers():
         on=kd.Docker(image="x/y:1", processes_per_pod=2, resources={"cpu": 1.5, "memory_gib": 2}),
     )  # fmt: skip
     assert [containers.ranks_of(plan.spec, number) for number in range(3)] == [range(2), range(2, 4), range(4, 5)]
-    bodies = [containers.container(plan.spec, number, Facts(user="7:8", cores=16)) for number in range(3)]
-    assert bodies == [containers.container(plan.spec, number, Facts(user="7:8", cores=16)) for number in range(3)]
+    bodies = [containers.container(plan.spec, 1, number, Facts(user="7:8", cores=16)) for number in range(3)]
+    assert bodies == [containers.container(plan.spec, 1, number, Facts(user="7:8", cores=16)) for number in range(3)]
     hosts = [body["HostConfig"] for body in bodies]
     assert [host["NanoCpus"] for host in hosts] == [3_000_000_000, 3_000_000_000, 1_500_000_000]
     assert [host["Memory"] for host in hosts] == [4 << 30, 4 << 30, 2 << 30]
     assert [host["DeviceRequests"][0]["DeviceIDs"] for host in hosts] == [["0", "1"], ["2", "3"], ["4"]]
     assert [body["Labels"][containers.GPUS_LABEL] for body in bodies] == ["0,1", "2,3", "4"]
     others = Facts(gpus=(1, 4, 5, 6, 8))
-    chosen = [containers.container(plan.spec, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
+    chosen = [containers.container(plan.spec, 1, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
     assert [request["DeviceIDs"] for (request,) in chosen] == [["1", "4"], ["5", "6"], ["8"]]
     assert all(host["LogConfig"]["Type"] == "json-file" for host in hosts)
     variables = dict(text.split("=", 1) for text in bodies[1]["Env"])

@@ -63,8 +63,8 @@ class ScriptedHead:
         self.acks = 0
         self.cancelled = threading.Event()
         self.streams = 0
-        self.answers = True
         self.is_cut_off = False
+        self.cuts = 0
         self.changed = threading.Condition()
 
     # -- what a test says -----------------------------------------------------------------------------------------------
@@ -107,6 +107,7 @@ class ScriptedHead:
         """Connections are cut, and none can be made before `mend`."""
         with self.changed:
             self.is_cut_off = True
+            self.cuts += 1
             self.changed.notify_all()
 
     def mend(self):
@@ -157,14 +158,13 @@ class ScriptedHead:
         query = dict(part.split("=") for part in path.partition("?")[2].split("&"))
         line, event = int(query["line"]), int(query["event"])
         self.streams += 1
+        cuts = self.cuts
         peer.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
         at = 0
         while True:
             with self.changed:
-                self.changed.wait_for(
-                    lambda: at < len(self.blocks) or self.state == "ended" or self.is_cut_off or not self.answers, 0.05
-                )
-                if self.is_cut_off or self.state == "ended":
+                self.changed.wait(0.02)
+                if self.cuts > cuts or self.state == "ended":
                     return
                 fresh, at = self.blocks[at:], len(self.blocks)
             for kind, _, following, block in fresh:
@@ -226,7 +226,8 @@ class ScriptedPlace:
     def start(self, plan, key, *, run=1, checkpoint=None):
         if run in self.taken:
             raise JobExistsError(f"{self.object_name(plan.spec, run)} is there")
-        self.runs[run] = ScriptedRun([ScriptedHead()], max_restarts=plan.spec.policy.max_restarts)
+        others = [running_part(number) for number in range(1, plan.spec.topology.number_of_pods)]
+        self.runs[run] = ScriptedRun([ScriptedHead()], others, max_restarts=plan.spec.policy.max_restarts)
         self.runs[run].checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
         self.taken.add(run)
         return RunHandle(
@@ -237,10 +238,15 @@ class ScriptedPlace:
     def send_input(self, handle, key, on_progress):
         pass
 
+    @staticmethod
+    def number(handle):
+        """The run that created the object: a head that was made again is in the object of the run before."""
+        return 1 if handle.object == handle.spec.name else int(handle.object.rpartition("-")[2])
+
     def look(self, handle):
         if self.is_down:
             raise BackendError("The cluster does not answer.", retryable=True)
-        run = self.runs.get(handle.run)
+        run = self.runs.get(self.number(handle))
         if run is None or run.gone:
             return Look(gone=True)
         parts = [head.part for head in run.heads[-1:]] + list(run.others)
@@ -253,7 +259,11 @@ class ScriptedPlace:
 
     @contextlib.contextmanager
     def head_output(self, handle, *, follow):
-        yield self._output(self.head(handle.run), follow)
+        run = self.runs.get(self.number(handle))
+        heads = run.heads if run is not None else ()
+        if not heads:
+            raise BackendError("There is no such pod.")
+        yield self._output(heads[-1], follow)
 
     @staticmethod
     def _output(head, follow):
@@ -273,7 +283,8 @@ class ScriptedPlace:
     def connect(self, handle):
         if self.forbids_connections:
             raise NoConnectionError("you may not connect to pods")
-        heads = self.runs[handle.run].heads
+        run = self.runs.get(self.number(handle))
+        heads = run.heads if run is not None else ()
         if not heads or heads[-1].state != "running" or heads[-1].is_cut_off:
             raise BackendError("No connection to the pod.", retryable=True)
         here, there = socket.socketpair()
@@ -290,13 +301,13 @@ class ScriptedPlace:
 
     def kill(self, handle, grace_s):
         self.killed.append((handle.run, grace_s))
-        for head in self.runs[handle.run].heads[-1:]:
+        for head in self.runs[self.number(handle)].heads[-1:]:
             if head.state != "ended":
                 head.end(137 if grace_s == 0 else 143, lost="killed")
 
     def remove(self, handle):
         self.removed.append(handle.run)
-        self.runs.pop(handle.run, None)
+        self.runs.pop(self.number(handle), None)
 
     def list(self, namespace, labels):
         return []
@@ -325,7 +336,13 @@ def lost_head(head, lost="evicted"):
 
 def ended_part(number=1, exit_code=1, lost="", trouble=None):
     return Part(
-        number=number, name=f"pod-{number}", uid=f"uid-{number}", state="ended", exit_code=exit_code, lost=lost, trouble=trouble
+        number=number,
+        name=f"pod-{number}",
+        uid=f"uid-{number}",
+        state="ended",
+        exit_code=exit_code,
+        lost=lost,
+        trouble=trouble,
     )
 
 
