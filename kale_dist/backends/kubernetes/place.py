@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import functools
 import getpass
 import json
 import pathlib
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import blobs, names, records
+from kale_dist import blobs, manifests, names, records
 from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
 from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, watch
 from kale_dist.backends.kubernetes import look as looks
@@ -27,9 +26,7 @@ from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import InputFiles, Source
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError, warn
-from kale_dist.following.backend import FollowedBackend
 from kale_dist.following.client import HeadClient
-from kale_dist.manifests import input_secret_name
 from kale_dist.manifests.settings import (
     CONTAINER,
     PORT,
@@ -71,6 +68,10 @@ class KubernetesPlace:
     def plan(self, spec: JobSpec) -> Plan:
         """The PyTorchJob and its Secret, as YAML."""
         return Plan(backend=self.name, spec=spec, text=submit.render(spec))
+
+    def object_name(self, spec: JobSpec, run: int) -> str:
+        """Name of the PyTorchJob of a run."""
+        return manifests.object_name(spec.name, run)
 
     def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create the PyTorchJob of a run, then its Secret."""
@@ -332,7 +333,7 @@ def _list_jobs(cluster: Cluster, namespace: str, selector: str) -> list[Any]:
 def _read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:
     """A run's Secret; empty if this user may not read it."""
     with contextlib.suppress(Exception):
-        secret = cluster.core.read_namespaced_secret(input_secret_name(name), namespace)
+        secret = cluster.core.read_namespaced_secret(manifests.input_secret_name(name), namespace)
         return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
     return {}
 
@@ -357,9 +358,3 @@ def _person() -> str:
     with contextlib.suppress(Exception):
         return getpass.getuser()
     return "a user without a name"
-
-
-@functools.cache
-def shared() -> FollowedBackend:
-    """The backend of this process."""
-    return FollowedBackend(KubernetesPlace())
