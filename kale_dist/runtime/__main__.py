@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
             launched,
         )
     if given.kind == "pod":
-        from kale_dist.runtime.pod_agent import main as run_pod
+        from kale_dist.runtime.pod import main as run_pod
 
         return run_pod()
     from kale_dist.runtime.forkserver import main as run_forkserver

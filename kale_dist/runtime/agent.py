@@ -67,6 +67,7 @@ class Agent:
     async def run(self) -> None:
         """Serve until there is nothing left to do, then leave no trace."""
         processes.become_subreaper()
+        self._loop.set_exception_handler(self._broken)
         self._loop.add_signal_handler(signal.SIGCHLD, processes.reap_orphans)
         self._loop.add_signal_handler(signal.SIGTERM, self._told_to_end)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -94,8 +95,8 @@ class Agent:
         while not self._is_stopping and self._kernel_lives:
             self._news.clear()
             await self._news.wait()
-        while self._jobs or self._pool.is_clearing:
-            await asyncio.sleep(_LOOK_EACH_S if self._jobs else 0.01)  # noqa: ASYNC110 - once in an agent's life
+        while self._jobs or self._pool.is_clearing:  # noqa: ASYNC110 - of two things, one has no event, and it is short
+            await asyncio.sleep(_LOOK_EACH_S if self._jobs else 0.01)
 
     def _listen(self) -> socket.socket:
         path = pathlib.Path(self._settings.socket_path)
@@ -105,6 +106,14 @@ class Agent:
         path.chmod(0o600)
         (self._folder / "process").write_text(f"{os.getpid()} {processes.start_time(os.getpid())}")
         return listener
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error of our own: no job may wait for ever because of it."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        told = f"The agent that ran the job failed: {type(error).__name__}: {error}"
+        for job in list(self._jobs.values()):
+            job.fail(FailureCause.AGENT_DIED, told)
 
     def _told_to_end(self) -> None:
         self._is_stopping = True

@@ -188,10 +188,10 @@ class HangWatch:
         )
 
     def _write_stacks(self, title: str, stacks: dict[int, bytes]) -> None:
-        self._writer.log.say(title)
+        self._writer.say(title)
         for number, dump in stacks.items():
             text = dump.decode("utf-8", "backslashreplace") or "(it does not answer: it is starting, or was stopped)"
-            self._writer.log.say(f"Rank {number}:\n{text}")
+            self._writer.say(f"Rank {number}:\n{text}")
 
     def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
         self._said_waiting = waiting
@@ -200,7 +200,7 @@ class HangWatch:
         self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
         for number in waiting:
             frame = samples[number].user_frame
-            self._writer.log.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
+            self._writer.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
 
 
 def _capital(text: str) -> str:

@@ -55,6 +55,7 @@ class JobRun:
         on_end: Called once, when no rank is left and the last event is on its way.
         relays: Who looks after the ranks of other agents; None: all ranks are this agent's.
         holds_floods: Whether ranks' output is held to a rate.
+        before_end: Called when no rank is left, before the last event.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class JobRun:
         *,
         relays: Relays | None = None,
         holds_floods: bool = False,
+        before_end: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
         self.order = order
         self.attempt = 0
@@ -80,6 +82,7 @@ class JobRun:
         self._on_end = on_end
         self._relays = relays
         self._holds_floods = holds_floods
+        self._before_end = before_end
         self._files = JobFiles(order.folder)
         self._near = order.ranks_of(0)
         self._port = order.port
@@ -307,6 +310,7 @@ class JobRun:
         self._is_over = True
         if self._deadline is not None:
             self._deadline.cancel()
+        self._before_end(verdict)
         reason = verdict.reason
         if verdict.may_restart and self.order.max_restarts:
             reason = f"{reason}. This was attempt {self.attempt + 1} of {self.order.max_restarts + 1}"

@@ -126,7 +126,8 @@ class RankRun:
     def events(self, data: bytes) -> None:
         """It has sent events."""
         for event in contract.decode_json_lines(data):
-            self._moved(event)
+            if event.get("event") != EventKind.USAGE:
+                self._moved(event)
             if event.get("event") != context.ALIVE:
                 self._writer.record(event)
 
