@@ -103,7 +103,7 @@ def code(choice: Mapping[str, str]) -> str:
     named = [f"{field}={choice[field]}" for field in OBJECTS[5:] if choice.get(field)]
     settings, place = _settings(choice), _place(choice)
     if place and choice.get("on") in _CLASSES:
-        settings.pop("on")
+        settings.pop("on", None)
         said = ", ".join(f"{field}={value!r}" for field, value in place.items())
         named.append(f"on=kd.{_CLASSES[choice['on']]}({said})")
     named += [f"{field}={value!r}" for field, value in settings.items()]
@@ -117,7 +117,7 @@ def _settings(choice: Mapping[str, str]) -> dict[str, Any]:
     for field in ("epochs", "number_of_processes"):
         if choice.get(field, "").strip():
             found[field] = parameters.parse(choice[field].strip())
-    if choice.get("on"):
+    if choice.get("on") and choice["on"] != (config.load().on or "local"):
         found["on"] = choice["on"]
     if choice.get("cuda") in _FLAGS:
         found["cuda"] = _FLAGS[choice["cuda"]]

@@ -27,6 +27,7 @@ _PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 _LARGEST_ID = 2**31 - 1
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 _A_DAY_S = 86_400.0
+_TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
 
 def _suggests(cls: type[T]) -> type[T]:
@@ -38,7 +39,7 @@ def _suggests(cls: type[T]) -> type[T]:
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in given:
             if name not in fields:
-                remedy = f"{closest(name, fields)}Use: {', '.join(fields)}" if fields else "It takes none"
+                remedy = f"{closest(name, fields)}Use: {', '.join(fields)}" if fields else _TAKES_NONE
                 raise ConfigError(str(name), f"{cls.__name__} has no argument of this name", remedy)
         # None says the same as leaving an argument out, unless it means something itself.
         made(self, **{name: value for name, value in given.items() if value is not None or "None" in fields[name].type})

@@ -74,7 +74,7 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call from flat ones, as forms and command lines have them: those of the place go into `on`.
 
     Args:
-        given: Arguments of `distribute` or `launch`, and of `kd.Docker` or `kd.Kubernetes`, by name. `on` is a word.
+        given: Arguments of `distribute` or `launch`, and of `kd.Docker` or `kd.Kubernetes`, by name.
 
     Raises:
         ConfigError: A setting of a place is wrong, or the place does not have it.
@@ -83,8 +83,10 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if name in overrides.PLACES and value is not None}
     if not settings:
         return calls
-    place = _place_of(_word(calls.get("on")), settings)
-    return {**calls, "on": place}
+    on = calls.get("on")
+    if isinstance(on, Docker | Kubernetes):
+        return {**calls, "on": dataclasses.replace(on, **settings)}
+    return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
 
 
 def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int = 0) -> Run:

@@ -38,14 +38,14 @@ def get(name: str) -> Backend:
         return _followed(DockerPlace)
     if name == "kubernetes":
         try:
-            from kale_dist.backends.kubernetes import backend
+            from kale_dist.backends.kubernetes.place import KubernetesPlace
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in _CLIENT_PACKAGES:
                 raise
             problem = f"'kubernetes' needs the package {package!r}, which is not installed in this Python"
             raise ConfigError("on", problem, "Install it: pip install 'kale-dist[kubernetes]'") from None
-        return backend.shared()
+        return _followed(KubernetesPlace)
     raise KeyError(name)
 
 

@@ -88,9 +88,7 @@ def spec_annotation(spec: JobSpec) -> str:
     return text
 
 
-def input_secret(
-    spec: JobSpec, settings: PodSettings, owner_uid: str, data: Mapping[str, bytes]
-) -> dict[str, Any]:
+def input_secret(spec: JobSpec, settings: PodSettings, owner_uid: str, data: Mapping[str, bytes]) -> dict[str, Any]:
     """The Secret that a run's pods wait for. It is deleted with the run's PyTorchJob.
 
     Args:
@@ -152,7 +150,7 @@ def _check_patched(before: dict[str, Any], after: Any) -> None:
     """Refuse patches after which the job could not be found, or would not be this job."""
 
     def refuse(problem: str) -> ConfigError:
-        return ConfigError("cluster.patch", problem, "Leave that out of the patch")
+        return ConfigError("patch", problem, "Leave that out of the patch")
 
     try:
         changed = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from kubernetes import client
 
-from kale_dist import manifests
+from kale_dist import manifests, quantities
 from kale_dist.backends.base import Trouble
 from kale_dist.backends.kubernetes import roles, submit
 from kale_dist.backends.kubernetes.client import Cluster
@@ -26,9 +26,7 @@ from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
-from kale_dist import quantities
 from kale_dist.manifests.settings import (
-
     JOB_NAME_LABEL,
     QUEUE_LABEL,
     REPLICA_INDEX_LABEL,
@@ -56,6 +54,9 @@ _INIT_CONTAINER = {
     "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
 }
 """As the operator puts it before workers beside a master."""
+
+_WORDS = {"cpu": "cores", "memory": "of memory"}
+"""What follows an amount of a resource."""
 
 _COUNTED_ONCE = ("count/pytorchjobs.kubeflow.org", "secrets", "count/secrets")
 
@@ -227,17 +228,19 @@ def missing_rights(cluster: Cluster, allowed: frozenset[str]) -> Iterator[Findin
         remedy = f"{without}. {grants}"
         if right.is_needed:
             role = roles.role_yaml(cluster.namespace, cluster.identity)
-            remedy = f"{without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
+            remedy = (
+                f"{without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
+            )
         yield Finding(name="rights", trouble=Trouble(sentence=sentence, remedy=remedy), is_fatal=right.is_needed)
 
 
 # -- dry runs ------------------------------------------------------------------------------------------------------------
 
 
-def _dry_runs(cluster: Cluster, spec: JobSpec, job: Mapping[str, Any]) -> list[Finding]:
+def _dry_runs(cluster: Cluster, spec: JobSpec, job: dict[str, Any]) -> list[Finding]:
     """The PyTorchJob and its Secret, as they would be created."""
     namespace, settings = cluster.namespace, submit.settings_of(spec)
-    secret = manifests.input_secret(spec, settings, "", {InputFiles.KEY: b"0" * 32})
+    secret: Any = manifests.input_secret(spec, settings, "", {InputFiles.KEY: b"0" * 32})
     create_job = functools.partial(
         cluster.custom.create_namespaced_custom_object_with_http_info, *JOB_API, namespace, JOBS, job
     )
@@ -281,13 +284,11 @@ def _dry_pods(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
         except Exception as error:  # noqa: BLE001 - as above
             seen = api.look_up(error, doing)
             if api.status_of(error) and seen.name not in _NOT_OURS:
-                found.append(
-                    Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN)
-                )
+                found.append(Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN))
     return found
 
 
-def _example_pods(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _example_pods(job: Mapping[str, Any]) -> Iterator[Any]:
     replicas = job["spec"]["pytorchReplicaSpecs"]
     for kind, replica in replicas.items():
         template = copy.deepcopy(replica["template"])
@@ -378,7 +379,9 @@ def node_sums(allocatable: Sequence[Mapping[str, str]], job: Mapping[str, Any]) 
         ):
             if wanted > there:
                 texts = {"wanted": quantities.amount_text(key, wanted), "largest": quantities.amount_text(key, there)}
-                yield Finding(name=name, trouble=sentences.of(name, resource=f"of {key}", **texts), is_fatal=True)
+                yield Finding(
+                    name=name, trouble=sentences.of(name, resource=_WORDS.get(key, f"of {key}"), **texts), is_fatal=True
+                )
                 break
 
 
@@ -403,9 +406,13 @@ def _claims(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
             facts["why"] = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
         elif pods > 1:
             modes = set(claim.status.access_modes or claim.spec.access_modes or ())
-            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): "claim-one-node"}.get(tuple(modes), "")
+            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): "claim-one-node"}.get(
+                tuple(modes), ""
+            )
         if problem:
-            found.append(Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node"))
+            found.append(
+                Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node")
+            )
     return found
 
 

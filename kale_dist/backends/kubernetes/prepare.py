@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 
 from kale_dist import config, records
-from kale_dist.backends.kubernetes import checks, client, self_pod, submit
+from kale_dist.backends.kubernetes import checks, client, errand, self_pod, submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.self_pod import SelfPod
 from kale_dist.blobs import FolderStore, Store
@@ -76,8 +76,13 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     return dataclasses.replace(settled, image=_made(cluster, settled, configured))
 
 
-def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
+def place_bytes(cluster: Cluster, spec: JobSpec, *, says: bool) -> Source:
     """Put the snapshot where the pods will find it, if that is not the job's own input.
+
+    Args:
+        cluster: Where the job will run.
+        spec: The job.
+        says: Whether to warn that this kernel has to live until the snapshot was sent.
 
     Returns:
         Where they find it.
@@ -93,10 +98,11 @@ def place_bytes(cluster: Cluster, spec: JobSpec) -> Source:
         if folder is not None:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
-        warn(
-            f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
-            "Until a line of the log says so, this kernel has to live"
-        )
+        if says:
+            warn(
+                f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
+                "Until a line of the log says so, this kernel has to live"
+            )
     return source
 
 
@@ -135,6 +141,9 @@ def _image(spec: JobSpec, configured: Config, own: SelfPod | None) -> str:
 
 def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
     """The image by its digest, made now if it has to be."""
+    # It needs packages that only an image needs.
+    from kale_dist.image import base
+
     secrets = []
     if spec.recipe is not None or not spec.image:
         for name in spec.cluster.image_pull_secrets:
@@ -149,6 +158,7 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
         cuda=spec.cuda,
         in_engine=False,
         pull_secret_jsons=tuple(secrets),
+        ask=lambda image: errand.ask(cluster, spec, image, base.COMMAND, base.ENVIRONMENT),
     )
 
 

@@ -199,8 +199,7 @@ def find(cluster: Cluster, namespace: str, name: str) -> Any:
 
 
 def cancel(cluster: Cluster, namespace: str, name: str, person: str) -> None:
-    """Mark a job as cancelled, which is seen from everywhere, and suspend it: the operator deletes its pods, which get
-    SIGTERM first. The job itself stays.
+    """Mark a job as cancelled, which is seen from everywhere, and suspend it: the operator ends its pods.
 
     Raises:
         BackendError: The cluster refused.

@@ -20,11 +20,11 @@ from typing import Any
 
 from kubernetes.client.exceptions import ApiException
 
+from kale_dist import quantities
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import sentences
 from kale_dist.backends.kubernetes.resource_watch import ResourceWatch
 from kale_dist.backends.kubernetes.views import EventView, JobView, NodeView, PodView, event_view, node_view, pod_view
-from kale_dist import quantities
 from kale_dist.manifests.settings import JOB_NAME_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
 JOB_API = ("kubeflow.org", "v1")
@@ -129,9 +129,9 @@ class NamespaceWatch:
         with self._lock:
             if state is not self._state or not self._watches:
                 return
-            before = dict(state.problems)
+            before = dict(state.problems), state.lacks_events
             names = change()
-            if before != state.problems:
+            if before != (state.problems, state.lacks_events):
                 names = set(self._callbacks)
             if kind == JOBS and is_list:
                 # It may have been made while the list was on its way.
@@ -235,7 +235,7 @@ class _Sink:
     def troubled(self, error: Exception | None, *, is_watch: bool) -> None:
         """Take what went wrong. What may be listed but not watched is listed every two seconds, which is no trouble."""
         state, kind = self._state, self._kind
-        if is_watch or kind == _QUOTAS:
+        if kind == _QUOTAS or (is_watch and error is not None):
             return
 
         def note() -> set[str]:

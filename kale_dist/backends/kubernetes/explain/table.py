@@ -12,9 +12,9 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 
+from kale_dist import quantities
 from kale_dist.contract import FailureCause
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
-from kale_dist import quantities
 
 
 class Seen(enum.Enum):
@@ -292,7 +292,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, tell the administrator",
         ),
         Entry(
-            "refused", "It is refused for another reason", _REFUSED, "", "{detail}",
+            "answer", "The API server answers something else", (Seen.API,), "", "the cluster answers {status}: {detail}",
+            "Correct it and try again", heals=False,
+        ),
+        Entry(
+            "refused", "Pods are refused for another reason", (Seen.JOB_EVENT,), "", "{detail}",
             "'kubectl -n {namespace} describe pytorchjob {job}' shows all that was said",
         ),
     )),
