@@ -452,3 +452,6 @@ class Place(Protocol):
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have, as the values of `volumes=` take them."""
+
+    def close(self) -> None:
+        """Close connections that are kept; the next call makes new ones."""

@@ -71,6 +71,15 @@ def connect_again(url: str, identifier: str) -> Engine:
         raise
 
 
+def disconnect() -> None:
+    """Close all connections; the next call makes new ones."""
+    with _lock:
+        known = set(_engines.values())
+        _engines.clear()
+    for found in known:
+        found.close()
+
+
 def facts_of(engine: Engine) -> Facts:
     """What the engine's machine decides for all jobs."""
     cores = int(engine.info.get("NCPU") or 0) or None

@@ -321,6 +321,9 @@ class ScriptedPlace:
     def volumes(self):
         return []
 
+    def close(self):
+        pass
+
 
 def spec_of(processes=2, per_pod=1, **policy):
     return JobSpec(
