@@ -18,12 +18,15 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import io
 import json
 import mmap
 import os
 import pathlib
 import tempfile
 import weakref
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -312,3 +315,49 @@ def _refuse(path: pathlib.Path, pieces: Iterable[Buffer], written: int, error: O
         f"{written:,} were written, {free:,} are free on the disk. Free some space, delete old jobs with "
         "`kale-dist delete`, or set XDG_STATE_HOME to a folder on a larger disk."
     ) from error
+
+
+# -- packed blobs ----------------------------------------------------------------------------------------------------
+
+
+def pack_blobs(store: Store, digests: Iterable[str]) -> bytes:
+    """Blobs as one zip file. The same blobs give the same bytes.
+
+    Raises:
+        StoreError: The store lacks one.
+    """
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for digest in sorted(set(digests)):
+            entry = zipfile.ZipInfo(digest, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o444 << 16
+            archive.writestr(entry, store.open(digest))
+    return file.getvalue()
+
+
+def unpack_blobs(data: bytes | pathlib.Path, folder: pathlib.Path) -> None:
+    """Put packed blobs into a folder store, each checked against its name.
+
+    Args:
+        data: What `pack_blobs` gave, or a file with it.
+        folder: Root of a `FolderStore`.
+
+    Raises:
+        SnapshotDamagedError: It is no zip file, or a blob in it has another digest than its name.
+        StoreError: The folder cannot be written.
+    """
+    store = FolderStore(folder)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data) if isinstance(data, bytes) else data) as archive:
+            for entry in archive.infolist():
+                content = archive.read(entry)
+                if digest_of([content]) != entry.filename:
+                    raise SnapshotDamagedError(
+                        f"The packed snapshot is damaged: the bytes under {entry.filename[:80]!r} have another digest."
+                    )
+                store.put([content])
+    except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise SnapshotDamagedError(f"The packed snapshot is damaged: {error}.") from error
+    except OSError as error:
+        raise StoreError(f"The packed snapshot could not be read: {error.strerror}.") from error

@@ -2,7 +2,8 @@
 
 `$XDG_STATE_HOME/kale-dist/` (or `~/.local/state/kale-dist/`) holds
 
-    jobs/<name>/     a job's folder, named by `contract.JobFiles`; making it takes the name
+    jobs/<name>/     a job's folder, named by `contract.JobFiles`; making it takes the name. Runs after the first have
+                     a folder of their own in it: `run-2`, `run-3`
     blobs/           the snapshots' bytes, by content, shared by all jobs
     lock             held shared from a snapshot's first byte to its record, and alone while blobs are deleted
 """
@@ -64,6 +65,30 @@ class Record:
         known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
         place = tuple((name, value) for name, value in data["place"])
         return cls(**{**known, "spec": JobSpec.from_json(data["spec"]), "place": place})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What is written down of one run of a job: one head and what it did."""
+
+    number: int
+    """From 1."""
+    files: JobFiles
+    """Where its log, events and outcomes are."""
+    object: str = ""
+    """Name of its PyTorchJob, or the prefix of its containers' names; empty for a local job."""
+    uid: str = ""
+    """Of its head; empty before the head has been seen."""
+    first_attempt: int = 0
+    """Attempts of all runs before it: what the head calls attempt 0."""
+    is_started: bool = True
+    """Whether its object has been created."""
+    is_free: bool = False
+    """Whether it does not count against `max_restarts`, as after a suspension."""
+    is_suspended: bool = False
+    """Whether it was suspended: the next head of the same object is the next run, which is free."""
+    place: tuple[tuple[str, str], ...] = ()
+    """What the backend needs to find it again; empty: what the record has."""
 
 
 def state_dir() -> pathlib.Path:
@@ -171,6 +196,54 @@ def read(name: str) -> Record:
         raise JobNotFoundError(
             f"The record of job {name!r} cannot be read ({error}). Remove {folder} to be rid of the job"
         ) from error
+
+
+def runs(name: str) -> tuple[Run, ...]:
+    """All runs of a job, oldest first; at least one, also of a job that does not exist."""
+    job = files(name)
+    found = [_read_run(job, 1) or Run(number=1, files=job)]
+    while (run := _read_run(job, len(found) + 1)) is not None:
+        found.append(run)
+    return tuple(found)
+
+
+def newest_run(name: str) -> tuple[JobFiles, str, int]:
+    """The run whose outcomes count: its files, the name of its object, and the attempts of all runs before it.
+
+    Raises:
+        JobNotFoundError: There is no such job.
+    """
+    run = runs(name)[-1]
+    return run.files, run.object or read(name).spec.name, run.first_attempt
+
+
+def write_run(run: Run) -> None:
+    """Write down a run, or what is new about it.
+
+    Raises:
+        StoreError: The job's folder is gone, or the disk is full.
+    """
+    target = run.files.run_facts
+    fresh = target.with_suffix(".new")
+    values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "files"}
+    try:
+        # Not its parents: a job that was deleted stays deleted.
+        if run.number > 1:
+            run.files.folder.mkdir(mode=0o700, exist_ok=True)
+        fresh.write_text(json.dumps(values))
+        fresh.replace(target)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise _store_error(target, error) from error
+
+
+def _read_run(job: JobFiles, number: int) -> Run | None:
+    run = job.run(number)
+    try:
+        values = json.loads(run.run_facts.read_bytes())
+        return Run(**{**values, "files": run, "place": tuple((name, value) for name, value in values["place"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def read_key(name: str) -> bytes | None:

@@ -25,16 +25,17 @@ import os
 import pathlib
 import shutil
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from kale_dist import contract
-from kale_dist.backends import agent_folder
-from kale_dist.contract import JobOrder, Op
+from kale_dist.contract import Op, Order
 from kale_dist.errors import BackendUnavailableError
 from kale_dist.runtime import processes
 
@@ -43,6 +44,13 @@ LOAD_ONLY_PREFIXES = (
     "NCCL_", "GLOO_",
 )  # fmt: skip
 """Variables that libraries read once, when they are loaded: a forked rank would not see a change."""
+
+
+MAX_SOCKET_PATH_BYTES = 107
+"""Linux keeps a socket's path in 108 bytes, the last of them zero."""
+
+STALE_AFTER_S = 60.0
+"""A folder without a live agent belongs to an agent that is still starting; once it is this old it is removed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +107,7 @@ class AgentClient:
         self._on_wake = on_wake
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._untaken: dict[str, JobOrder] = {}
+        self._untaken: dict[str, Order] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._folder: pathlib.Path | None = None
@@ -121,7 +129,7 @@ class AgentClient:
         """
         ours, theirs = socket.socketpair()
         try:
-            self._folder = agent_folder.create()
+            self._folder = _create_folder()
             self.socket_path = str(self._folder / "socket")
             with (self._folder / "errors").open("wb") as errors:
                 self._process = subprocess.Popen(
@@ -156,7 +164,7 @@ class AgentClient:
         return self._socket is not None and self._process is not None and self._process.poll() is None
 
     @property
-    def untaken(self) -> tuple[JobOrder, ...]:
+    def untaken(self) -> tuple[Order, ...]:
         """Orders that the agent has not confirmed. After its end they may be given to another one."""
         with self._lock:
             return tuple(self._untaken.values())
@@ -164,11 +172,11 @@ class AgentClient:
     @property
     def last_words(self) -> str:
         """What the agent has written to its stderr: empty unless something in it went wrong."""
-        return self._last_words if self._folder is None else agent_folder.read_errors(self._folder)
+        return self._last_words if self._folder is None else _read_errors(self._folder)
 
     _last_words = ""
 
-    def take(self, order: JobOrder) -> None:
+    def take(self, order: Order) -> None:
         """Hand over a job and return; its folder has to be there.
 
         Raises:
@@ -218,7 +226,7 @@ class AgentClient:
             raise BackendUnavailableError("The agent that runs jobs on this machine is not running", retryable=True)
         try:
             with self._lock:
-                connection.sendall(contract.encode_record(dict(message)))
+                connection.sendall(contract.encode_json(dict(message)))
         except OSError as error:
             raise BackendUnavailableError(
                 f"The agent that runs jobs on this machine has ended: {error}", retryable=True
@@ -233,7 +241,7 @@ class AgentClient:
         with contextlib.suppress(OSError):
             while data := connection.recv(1 << 16):
                 whole, _, pending = (pending + data).rpartition(b"\n")
-                for message in contract.decode_records(whole):
+                for message in contract.decode_json_lines(whole):
                     self._handle(message)
         # The agent closes its connection as its last act but one; without a wait it would stay as a zombie.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -242,7 +250,7 @@ class AgentClient:
         with contextlib.suppress(OSError):
             connection.close()
         if self._folder is not None and process.returncode is not None:
-            self._last_words = agent_folder.read_errors(self._folder)
+            self._last_words = _read_errors(self._folder)
             folder, self._folder = self._folder, None
             shutil.rmtree(folder, ignore_errors=True)
         if self._on_end is not None:
@@ -288,7 +296,7 @@ def send(socket_path: str | os.PathLike[str], message: Mapping[str, Any], timeou
         connection.settimeout(timeout_s)
         try:
             connection.connect(os.fspath(socket_path))
-            connection.sendall(contract.encode_record(dict(message)))
+            connection.sendall(contract.encode_json(dict(message)))
             # The agent answers the end of our messages by closing: only then has it read them all.
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(1 << 12):
@@ -296,3 +304,60 @@ def send(socket_path: str | os.PathLike[str], message: Mapping[str, Any], timeou
         except OSError:
             return False
     return True
+
+
+# -- the agent's private folder: its socket, and what it writes to stderr -------------------------------------------
+
+
+def _create_folder() -> pathlib.Path:
+    """Make the folder of a new agent, and remove those that killed agents have left.
+
+    Returns:
+        A new folder with mode 0700, whose path is short enough for a socket in it.
+
+    Raises:
+        BackendUnavailableError: The folder's parent belongs to another user, or others can write to it.
+        OSError: It cannot be made.
+    """
+    parent = _parent()
+    parent.mkdir(mode=0o700, exist_ok=True)
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise BackendUnavailableError(
+            f"{parent} is not a folder that only this user can enter, so an agent's socket would not be safe in it. "
+            "Remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+        )
+    _remove_stale(parent)
+    return pathlib.Path(tempfile.mkdtemp(prefix="agent-", dir=parent))
+
+
+def _read_errors(folder: pathlib.Path, limit: int = 4000) -> str:
+    """The end of what an agent wrote to its stderr; empty if nothing or if the folder is gone."""
+    try:
+        return (folder / "errors").read_text(errors="backslashreplace")[-limit:]
+    except OSError:
+        return ""
+
+
+def _parent() -> pathlib.Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and pathlib.Path(runtime).is_dir():
+        parent = pathlib.Path(runtime) / "kale-dist"
+        longest = parent / "agent-12345678" / "socket"
+        if len(os.fsencode(longest)) <= MAX_SOCKET_PATH_BYTES and os.access(runtime, os.W_OK):
+            return parent
+    return pathlib.Path("/tmp") / f"kale-dist-{os.geteuid()}"  # noqa: S108 - a fixed name whose owner is checked
+
+
+def _remove_stale(parent: pathlib.Path) -> None:
+    for folder in parent.glob("agent-*"):
+        try:
+            if time.time() - folder.stat().st_mtime < STALE_AFTER_S:
+                continue
+            pid, start = (int(word) for word in (folder / "process").read_text().split())
+        except FileNotFoundError:
+            pid, start = 0, 0
+        except (OSError, ValueError):
+            continue
+        if not processes.is_running(pid, start):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,13 +1,20 @@
-"""The protocol that every backend keeps, and the values it speaks in. No third-party import."""
+"""The protocols of backends, and the values they speak in. No third-party import.
+
+`Backend` is what jobs, watchers and the command line talk to. `local` implements it directly. For jobs in containers
+`following.FollowedBackend` implements it over a `Place`: docker and kubernetes only start containers, look at them,
+connect to them and end them; copying the log, deciding how a job ended and starting its next run are shared.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from kale_dist.contract import LogLine
-from kale_dist.errors import ConfigError
+from kale_dist.contract import FailureCause, LogLine
+from kale_dist.errors import BackendError, ConfigError
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
@@ -214,3 +221,237 @@ class OffersVolumes(Protocol):
 
     def volumes(self) -> Sequence[str]:
         """Their names, as the values of `volumes=` take them."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A backend whose jobs are objects that it can show."""
+
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The object as it is now, such as a PyTorchJob with its status.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+
+# -- places: where a job's containers run ---------------------------------------------------------------------------------
+
+
+class NoConnectionError(BackendError):
+    """This user can never connect to the head: rights or the network forbid it. Its stdout is then the only way."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunHandle:
+    """One run of a job: one head and its relays. All that a place needs to find them again."""
+
+    ref: JobRef
+    object: str
+    """Name of the PyTorchJob, or the prefix of the containers' names: the job's name, `<name>-2` for the second run."""
+    run: int
+    """From 1."""
+    spec: JobSpec
+    place: tuple[tuple[str, str], ...] = ()
+    """What else the place wrote down when it started the job; kept in the job's record."""
+
+    def get(self, name: str, default: str = "") -> str:
+        """One value of `place`."""
+        return dict(self.place).get(name, default)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """Something that is not as it should be, in a sentence for the user."""
+
+    sentence: str
+    """Begins with a capital, without its full stop."""
+    remedy: str = ""
+    """What you can do about it, as sentences; empty if nothing."""
+    cause: FailureCause | None = None
+    """The cause that a job gets which ends because of it; None: what follows from how its pod ended."""
+    heals: bool = False
+    """Whether it may end by itself."""
+
+    def __str__(self) -> str:
+        """The sentence and the remedy."""
+        return f"{self.sentence}. {self.remedy}" if self.remedy else self.sentence
+
+
+PartState = Literal["waiting", "running", "ended"]
+LostBy = Literal["", "evicted", "deleted", "node lost", "preempted", "out of memory", "killed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One pod or container of a run, as the place sees it now."""
+
+    number: int
+    """0 is the head."""
+    name: str
+    uid: str
+    """Names this very container: one that was made again under the same name has another."""
+    state: PartState
+    exit_code: int | None = None
+    message: str = ""
+    """Its termination message, where the place keeps one."""
+    trouble: Trouble | None = None
+    """Why it waits, or why it ended as it did."""
+    lost: LostBy = ""
+    """Why its end is not its own doing. Empty also where it simply ended."""
+    node: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """A run, as its place sees it now. The place reports; the follower judges."""
+
+    parts: tuple[Part, ...] = ()
+    """Those that exist, by their numbers."""
+    trouble: Trouble | None = None
+    """What keeps the whole from starting, or ended it: the one sentence that explains most. One of a waiting run that does
+    not heal means that it can never start."""
+    suspended: str = ""
+    """Why the run is suspended; empty if it is not."""
+    gone: bool = False
+    """Whether the run's object has been deleted."""
+    finished: Literal["", "succeeded", "failed", "cancelled"] = ""
+    """How the object itself says that the run ended; believed only where no pod says anything."""
+    fresh: bool = True
+    """Whether all of this is up to date: a watch that lags must not end a job."""
+
+    @property
+    def head(self) -> Part | None:
+        """The first pod; None if it does not exist."""
+        return next((part for part in self.parts if part.number == 0), None)
+
+
+class Connection(Protocol):
+    """Bytes to and from the head's byte server: a socket, or a tunnel that has its methods."""
+
+    def sendall(self, data: bytes, /) -> object:
+        """Send all of it."""
+
+    def recv(self, size: int, /) -> bytes:
+        """At most `size` bytes; none at the end. Raises `TimeoutError` when the timeout is over first."""
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """How long `recv` and `sendall` wait."""
+
+    def close(self) -> None:
+        """End it, also for a thread that waits in `recv`."""
+
+
+class Place(Protocol):
+    """Where containers of jobs run: a Docker engine, a Kubernetes cluster.
+
+    Everything may raise `BackendError`; `retryable` says that the same call may succeed later.
+    """
+
+    name: str
+    """The word that `on=` takes."""
+    noun: str
+    """What a part is called: `container`, `pod`."""
+
+    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
+        """Settle what the specification leaves open, and look whether the job could run; see `Prepares`."""
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """What `start` creates. Pure."""
+
+    def object_name(self, spec: JobSpec, run: int) -> str:
+        """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
+
+    def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+        """Create a run's objects and their input.
+
+        Args:
+            plan: From `plan`.
+            key: The job's secret bytes.
+            run: Which run of the job; 2 and up are named `<name>-2`.
+            checkpoint: From which the run resumes; None to start from the beginning.
+
+        Raises:
+            JobExistsError: An object of this name exists. It may be the same job's: another follower was first.
+        """
+
+    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
+        """Send what did not fit into `start`'s objects. Called in a thread of the follower's; may return at once.
+
+        Args:
+            handle: The run.
+            key: The job's secret bytes.
+            on_progress: Called with a sentence such as `sent 120 of 200 MB`.
+        """
+
+    def look(self, handle: RunHandle) -> Look:
+        """How the run is now. Cheap: may be called several times a second."""
+
+    def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call `changed` whenever `look` may have a new answer, from any thread. Returns the end of the subscription."""
+
+    def head_output(self, handle: RunHandle, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
+        """What the head's container printed, from its beginning or what the place still has of it.
+
+        Args:
+            handle: The run.
+            follow: Whether to wait for more until the container ends.
+        """
+
+    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+        """The last bytes that a container printed, at most `limit`; empty where there are none any more."""
+
+    def connect(self, handle: RunHandle) -> Connection:
+        """Connect to the head's byte server.
+
+        Raises:
+            NoConnectionError: Rights or the network forbid it, now and later.
+            BackendError: Not possible now.
+        """
+
+    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Bring a file of an ended head (an outcome, `checkpoint`) here without a connection to it.
+
+        Args:
+            handle: The run.
+            name: Of the file in the head's folder.
+            target: Where to write it.
+
+        Returns:
+            Whether it is there now; False if the place has no such way or there is no such file.
+        """
+
+    def kill(self, handle: RunHandle, grace_s: float) -> None:
+        """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is."""
+
+    def remove(self, handle: RunHandle) -> None:
+        """Remove the run's objects and all that was made for them. What is gone already is no error.
+
+        Returns when its pods are gone too, or after their grace: what they held (quota, GPUs, names) is free then.
+        """
+
+    def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
+        """All jobs there are, oldest first; see `Selects`."""
+
+    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+        """Find a job that was submitted from another machine.
+
+        Args:
+            ref: The job.
+            trust: Whether its results may be loaded although another user submitted it.
+
+        Returns:
+            Its newest run with the full reference, and the job's key; None for a user who may not read it.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+    def describe(self, handle: RunHandle) -> dict[str, Any]:
+        """The object itself, as its API shows it."""
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the volumes that jobs can have, as the values of `volumes=` take them."""
+
+    def close(self) -> None:
+        """Close connections that are kept; the next call makes new ones."""

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kale_dist import records
-from kale_dist.backends import agent_client, job_reader
+from kale_dist.backends import agent_client
 from kale_dist.backends.agent_client import AgentClient, Fingerprint
 from kale_dist.backends.base import JobRef, Plan
-from kale_dist.backends.job_reader import JobReader
-from kale_dist.contract import JobOrder, LogLine
+from kale_dist.contract import LogLine, Order
 from kale_dist.errors import BackendError, BackendUnavailableError, JobNotFoundError
+from kale_dist.following import reader as job_reader
+from kale_dist.following.reader import JobReader
+from kale_dist.orders import order_of
 from kale_dist.records import Record
 from kale_dist.runtime import processes
 from kale_dist.snapshot import process
@@ -104,11 +106,10 @@ class LocalBackend:
         self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
     ) -> Iterator[LogLine]:
         """Lines of the log, of those there are only the last `tail`; with `follow` until the job has ended."""
-        wanted = None if ranks is None else frozenset(ranks)
         reader = self._reader(ref)
         return job_reader.lines(
             reader.open_log(),
-            lambda line: wanted is None or line.rank in wanted,
+            ranks,
             tail,
             lambda: reader.status().is_final,
             (lambda: self._wait_for_lines(reader)) if follow else None,
@@ -165,7 +166,7 @@ class LocalBackend:
         client.start()
         return client
 
-    def _hand_over(self, order: JobOrder, spec: JobSpec) -> None:
+    def _hand_over(self, order: Order, spec: JobSpec) -> None:
         """Give the order to the agent; if that one has died, to a new one, once."""
         with self._lock:
             self.warm_up()
@@ -244,26 +245,15 @@ def shared() -> LocalBackend:
     return LocalBackend()
 
 
-def _order(spec: JobSpec, folder: str, key: bytes) -> JobOrder:
+def _order(spec: JobSpec, folder: str, key: bytes) -> Order:
     inherited = process.capture_process(cuda=spec.cuda)
     environment = dict(inherited.environment) | dict(spec.environment)
-    return JobOrder(
-        job=spec.name,
-        world_size=spec.topology.number_of_processes,
-        local_world_size=spec.topology.number_of_processes,
+    return order_of(
+        spec,
         folder=folder,
         store=str(records.blobs_dir()),
-        snapshot=spec.snapshot,
         key=key.hex(),
         process=dataclasses.replace(inherited, environment=tuple(sorted(environment.items()))),
-        cuda=spec.cuda,
-        threads=spec.threads,
-        seed=spec.seed,
-        timeout_s=spec.policy.timeout_s,
-        stall_warn_s=spec.policy.stall_warn_s,
-        stall_timeout_s=spec.policy.stall_timeout_s,
-        max_restarts=spec.policy.max_restarts,
-        detach=spec.policy.detach,
     )
 
 

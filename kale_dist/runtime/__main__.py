@@ -28,6 +28,11 @@ def main(arguments: list[str]) -> int:
     kinds.add_parser("pod")
     given = parser.parse_args(arguments)
     if given.kind == "agent":
+        # First of all: importing torch takes longest, and the forkserver does it in a process of its own.
+        from kale_dist.runtime import forkserver, processes
+
+        lives = processes.is_running(given.kernel_pid, given.kernel_start)
+        launched = forkserver.launch() if lives else None
         from kale_dist.runtime.agent import Settings
         from kale_dist.runtime.agent import main as run_agent
 
@@ -37,10 +42,11 @@ def main(arguments: list[str]) -> int:
                 socket_path=given.socket,
                 kernel_pid=given.kernel_pid,
                 kernel_start=given.kernel_start,
-            )
+            ),
+            launched,
         )
     if given.kind == "pod":
-        from kale_dist.runtime.pod_agent import main as run_pod
+        from kale_dist.runtime.pod import main as run_pod
 
         return run_pod()
     from kale_dist.runtime.forkserver import main as run_forkserver

@@ -1,31 +1,31 @@
-"""The agent: takes jobs, runs their ranks, writes their folders, ends with its notebook. One thread, no torch."""
+"""The agent of one notebook kernel: takes jobs, runs their ranks, writes their folders, ends with its notebook. No torch."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
 import os
 import pathlib
-import select
 import shutil
 import signal
 import socket
-import time
 import traceback
 from typing import Any
 
-from kale_dist.contract import FailureCause, JobFiles, JobOrder, Op
+from kale_dist import contract
+from kale_dist.contract import FailureCause, JobFiles, Op, Order
 from kale_dist.runtime import processes
 from kale_dist.runtime.fork_pool import ForkPool
-from kale_dist.runtime.inbox import Connection
 from kale_dist.runtime.job_run import FAILURE_GRACE_S, JobRun
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.loop import Loop, Timer
+from kale_dist.runtime.writer import JobWriter
 
-WAKE_INTERVAL_S = 0.02
-"""Changes of one job are told at most this often."""
+_REMEMBERED = 100
+"""Jobs that have ended, and cancels that came before their jobs."""
 
-_REMEMBERED_CANCELS = 100
+_MAX_UNSENT_BYTES = 1 << 20
+"""A peer that does not read is told no more than this."""
+
+_LOOK_EACH_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,95 +46,80 @@ class Agent:
 
     Args:
         settings: See there.
+        forkserver: Socket and process id of a forkserver that was launched already.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, forkserver: tuple[socket.socket, int] | None = None) -> None:
         self._settings = settings
+        self._forkserver = forkserver
         self._folder = pathlib.Path(settings.socket_path).parent
-        self._loop = Loop()
+        self._loop = asyncio.get_running_loop()
         self._pool = ForkPool(self._loop)
         self._jobs: dict[str, JobRun] = {}
         self._early_cancels: dict[str, None] = {}
         self._ended: dict[str, None] = {}
-        self._wakes: dict[str, float] = {}
-        self._wake_timers: dict[str, Timer] = {}
-        self._connections: dict[int, Connection] = {}
-        self._kernel = Connection(socket.socket(fileno=settings.connection))
-        self._kernel.socket.set_inheritable(False)
+        self._peers: set[_Peer] = set()
+        self._kernel: _Peer | None = None
         self._kernel_lives = True
-        self._stopping = False
-        self._is_killed = False
+        self._is_stopping = False
+        self._news = asyncio.Event()
 
-    def run(self) -> None:
+    async def run(self) -> None:
         """Serve until there is nothing left to do, then leave no trace."""
         processes.become_subreaper()
-        self._watch_signals()
-        listener = self._listen()
-        self._add(self._kernel)
-        kernel = self._watch_kernel()
-        if self._kernel_lives:
-            self._pool.start()
-        while not self._is_finished():
-            self._loop.step()
-        self._pool.close()
-        processes.end_orphans(limit_s=2.0)
-        for connection in list(self._connections.values()):
-            self._drop(connection)
-        listener.close()
-        if kernel is not None:
-            os.close(kernel)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._loop.close()
-
-    def _is_finished(self) -> bool:
-        if self._jobs or self._pool.is_clearing:
-            return False
-        return self._stopping or not self._kernel_lives
-
-    # -- what the agent listens to ----------------------------------------------------------------------------------
-
-    def _watch_signals(self) -> None:
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.settimeout(0)
-        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-        # The handler does nothing: the byte that Python writes wakes the loop.
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+        self._loop.set_exception_handler(self._broken)
+        self._loop.add_signal_handler(signal.SIGCHLD, processes.reap_orphans)
+        self._loop.add_signal_handler(signal.SIGTERM, self._told_to_end)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        kernel = self._watch_kernel()
+        if self._forkserver is not None:
+            self._pool.adopt(*self._forkserver)
+        server = await self._loop.create_unix_server(lambda: _Peer(self), sock=self._listen(), backlog=64)
+        connection = socket.socket(fileno=self._settings.connection)
+        connection.set_inheritable(False)
+        self._kernel = _Peer(self)
+        await self._loop.create_connection(lambda: self._kernel, sock=connection)  # type: ignore[arg-type, return-value]
+        await self._serve()
+        self._pool.close()
+        processes.end_orphans(limit_s=2.0)
+        server.close()
+        for peer in list(self._peers):
+            peer.close()
+        if kernel is not None:
+            self._loop.remove_reader(kernel)
+            os.close(kernel)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-        def read() -> None:
-            numbers = reader.recv(1 << 12)
-            if signal.SIGCHLD in numbers:
-                processes.reap_orphans()
-            if signal.SIGTERM in numbers:
-                self._is_killed = True
-                self._stopping = True
-                for job in list(self._jobs.values()):
-                    job.cancel(
-                        FailureCause.USER, "The agent that ran the job was told to end (SIGTERM)", FAILURE_GRACE_S
-                    )
-
-        self._loop.when_readable(reader.fileno(), read)
+    async def _serve(self) -> None:
+        while not self._is_stopping and self._kernel_lives:
+            self._news.clear()
+            await self._news.wait()
+        while self._jobs or self._pool.is_clearing:  # noqa: ASYNC110 - of two things, one has no event, and it is short
+            await asyncio.sleep(_LOOK_EACH_S if self._jobs else 0.01)
 
     def _listen(self) -> socket.socket:
+        path = pathlib.Path(self._settings.socket_path)
+        path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(FileNotFoundError):
-            pathlib.Path(self._settings.socket_path).unlink()
-        listener.bind(self._settings.socket_path)
-        pathlib.Path(self._settings.socket_path).chmod(0o600)
-        listener.listen(64)
-        listener.settimeout(0)
+        listener.bind(str(path))
+        path.chmod(0o600)
         (self._folder / "process").write_text(f"{os.getpid()} {processes.start_time(os.getpid())}")
-
-        def accept() -> None:
-            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                peer, _ = listener.accept()
-                self._add(Connection(peer))
-
-        self._loop.when_readable(listener.fileno(), accept)
         return listener
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error of our own: no job may wait for ever because of it."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        told = f"The agent that ran the job failed: {type(error).__name__}: {error}"
+        for job in list(self._jobs.values()):
+            job.fail(FailureCause.AGENT_DIED, told)
+
+    def _told_to_end(self) -> None:
+        self._is_stopping = True
+        self._news.set()
+        for job in list(self._jobs.values()):
+            job.cancel(FailureCause.USER, "The agent that ran the job was told to end (SIGTERM)", FAILURE_GRACE_S)
 
     def _watch_kernel(self) -> int | None:
         """Watch the kernel's process; its connection alone would not do, as its children hold copies of it."""
@@ -148,77 +133,57 @@ class Agent:
             return descriptor
 
         def ended() -> None:
-            if select.select([descriptor], [], [], 0)[0]:
-                self._loop.forget(descriptor)
-                self._kernel_ended()
+            self._loop.remove_reader(descriptor)
+            self._kernel_ended()
 
-        self._loop.when_readable(descriptor, ended)
+        self._loop.add_reader(descriptor, ended)
         return descriptor
 
     def _kernel_ended(self) -> None:
-        if not self._kernel_lives:
-            return
-        self._kernel_lives = False
-        for job in list(self._jobs.values()):
-            if not job.order.detach:
-                job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
+        if self._kernel_lives:
+            self._kernel_lives = False
+            self._news.set()
+            for job in list(self._jobs.values()):
+                if not job.order.detach:
+                    job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def _add(self, connection: Connection) -> None:
-        descriptor = connection.socket.fileno()
-        self._connections[descriptor] = connection
-        self._loop.when_readable(descriptor, lambda: self._serve(connection))
+    def peer_came(self, peer: _Peer) -> None:
+        """A connection was made."""
+        self._peers.add(peer)
 
-    def _serve(self, connection: Connection) -> None:
-        connection.flush()
-        self._loop.also_writable(connection.socket.fileno(), wanted=connection.has_unsent)
-        for message in connection.receive():
-            try:
-                self._handle(connection, message)
-            except (KeyError, TypeError, ValueError):
-                # One message of another version must not end everybody's jobs.
-                traceback.print_exc()
-        if not connection.is_open:
-            self._drop(connection)
-            if connection is self._kernel and not self._stopping:
-                self._kernel_ended()
+    def peer_left(self, peer: _Peer) -> None:
+        """A connection has ended."""
+        self._peers.discard(peer)
+        if peer is self._kernel and not self._is_stopping:
+            self._kernel_ended()
 
-    def _drop(self, connection: Connection) -> None:
-        descriptor = connection.socket.fileno()
-        if self._connections.pop(descriptor, None) is not None:
-            self._loop.forget(descriptor)
-            connection.close()
-
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
+    def take_message(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """Do what a peer asks for."""
         match message.get("op"):
             case Op.TAKE:
-                self._take(connection, message.get("order") or {})
+                self._take(peer, message.get("order") or {})
             case Op.CANCEL:
                 self._cancel(str(message.get("job")), float(message.get("grace_s", 5.0)))
-            case Op.STOP if connection is self._kernel:
-                self._stopping = True
+            case Op.STOP if peer is self._kernel:
+                self._is_stopping = True
+                self._news.set()
 
-    def _take(self, connection: Connection, data: dict[str, Any]) -> None:
-        order = JobOrder.from_json(data)
+    def _take(self, peer: _Peer, data: dict[str, Any]) -> None:
+        order = Order.from_json(data)
         name = order.job
-        self._send(connection, {"op": Op.TAKEN, "job": name})
+        peer.send({"op": Op.TAKEN, "job": name})
         if name in self._jobs:
             return
         self._ended.pop(name, None)
         try:
-            writer = JobWriter(JobFiles(order.folder), order.attempt, self._loop, lambda: self._changed(name))
+            writer = JobWriter(JobFiles(order.folder), self._loop, lambda: self._wake(name))
         except OSError:
             # Without a folder there is nowhere to say so; who deleted it wants no job.
             self._wake(name)
             return
-
-        def ended() -> None:
-            with contextlib.suppress(OSError):
-                writer.close()
-            self._job_ended(name)
-
-        job = JobRun(order, self._loop, self._pool, writer, ended)
+        job = JobRun(order, self._loop, self._pool, writer, lambda: writer.close(lambda: self._job_ended(name)))
         self._jobs[name] = job
         if name in self._early_cancels:
             del self._early_cancels[name]
@@ -231,49 +196,80 @@ class Agent:
             self._jobs[name].cancel(FailureCause.USER, "The job was cancelled", max(0.0, grace_s))
         elif name not in self._ended:
             # The order may still be on its way, by another connection.
-            self._early_cancels[name] = None
-            while len(self._early_cancels) > _REMEMBERED_CANCELS:
-                del self._early_cancels[next(iter(self._early_cancels))]
+            _remember(self._early_cancels, name)
 
     def _job_ended(self, name: str) -> None:
+        """The job's last event is written."""
         self._jobs.pop(name, None)
-        self._ended[name] = None
-        while len(self._ended) > _REMEMBERED_CANCELS:
-            del self._ended[next(iter(self._ended))]
+        _remember(self._ended, name)
         self._wake(name)
         if not self._jobs:
             processes.end_orphans(limit_s=0.0, spare=self._pool.pid)
 
-    # -- wakes ------------------------------------------------------------------------------------------------------
-
-    def _changed(self, name: str) -> None:
-        """Tell of a change, but not more often than every `WAKE_INTERVAL_S`."""
-        if name in self._wake_timers:
-            return
-        wait_s = self._wakes.get(name, 0.0) + WAKE_INTERVAL_S - time.monotonic()
-        if wait_s <= 0:
-            self._wake(name)
-        else:
-            self._wake_timers[name] = self._loop.call_later(wait_s, lambda: self._wake(name))
-
     def _wake(self, name: str) -> None:
-        timer = self._wake_timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
-        if name in self._jobs:
-            self._wakes[name] = time.monotonic()
-        else:
-            self._wakes.pop(name, None)
-        for connection in list(self._connections.values()):
-            self._send(connection, {"op": Op.WAKE, "job": name}, optional=name in self._jobs)
-
-    def _send(self, connection: Connection, message: dict[str, Any], *, optional: bool = False) -> None:
-        connection.send(message, optional=optional)
-        if connection.is_open:
-            self._loop.also_writable(connection.socket.fileno(), wanted=connection.has_unsent)
+        """Tell everybody who listens that a job's files have changed; the writer's tick limits how often."""
+        for peer in list(self._peers):
+            peer.send({"op": Op.WAKE, "job": name}, optional=name in self._jobs)
 
 
-def main(settings: Settings) -> int:
+class _Peer(asyncio.Protocol):
+    """One connection: messages are JSON, one a line."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._transport: asyncio.Transport | None = None
+        self._parts: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio calls it."""
+        self._transport = transport  # type: ignore[assignment] # a socket's transport can write
+        self._agent.peer_came(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio calls it."""
+        del exc
+        self._transport = None
+        self._agent.peer_left(self)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio calls it."""
+        self._parts.append(data)
+        # Joined only at a line end: an order of some megabytes arrives in many pieces.
+        if b"\n" not in data:
+            return
+        whole, _, rest = b"".join(self._parts).rpartition(b"\n")
+        self._parts = [rest]
+        for message in contract.decode_json_lines(whole):
+            try:
+                self._agent.take_message(self, message)
+            except (KeyError, TypeError, ValueError):
+                # One message of another version must not end everybody's jobs.
+                traceback.print_exc()
+
+    def send(self, message: dict[str, Any], *, optional: bool = False) -> None:
+        """Send a message; an optional one only if the peer has read those before it. Never waits."""
+        if self._transport is not None:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent < _MAX_UNSENT_BYTES and not (optional and unsent):
+                self._transport.write(contract.encode_json(message))
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _remember(names: dict[str, None], name: str) -> None:
+    names[name] = None
+    while len(names) > _REMEMBERED:
+        del names[next(iter(names))]
+
+
+def main(settings: Settings, forkserver: tuple[socket.socket, int] | None) -> int:
     """Run an agent; gives the exit code."""
-    Agent(settings).run()
+
+    async def run() -> None:
+        await Agent(settings, forkserver).run()
+
+    asyncio.run(run())
     return 0

@@ -108,7 +108,7 @@ class _Channel:
         return False
 
     def _write(self, record: dict[str, Any]) -> None:
-        data = memoryview(contract.encode_record({"rank": self._rank, "attempt": self._attempt, **record}))
+        data = memoryview(contract.encode_json({"rank": self._rank, "attempt": self._attempt, **record}))
         # The agent may have gone; the rank is about to be killed then, and an error here would only confuse.
         with contextlib.suppress(OSError):
             while data:

@@ -1,14 +1,25 @@
-"""How a job ended, judged from how its ranks did. Pure."""
+"""How a job ended, judged from how its ranks did, and how a head says it last: termination message and exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kale_dist.contract import FailureCause, RankStateName, StateName
-from kale_dist.runtime.rank_run import Rank
+
+MAX_BYTES = 4096
+"""A kubelet reads no more of a termination message."""
+
+EXIT_OURS = 70
+"""Our own code failed; as EX_SOFTWARE."""
+
+EXIT_TOLD_TO_END = 143
+"""128 + SIGTERM."""
 
 BLAME_AFTER_S = 0.15
 """A rank that dies takes the others along with errors of their own; its end may be reported after theirs."""
@@ -17,6 +28,39 @@ BLAME_FAR_AFTER_S = 0.5
 """The same where ranks run in several pods."""
 
 _PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|nccl|peer|socket|store", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """How a rank's process ended."""
+
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: str = ""
+    """Why it never was, or why it went with what kept it; empty for an end of its own."""
+    memory_limit: str = ""
+    """What ran out, where the kernel killed it because memory ran out: `memory.limit_text`."""
+    tail: tuple[str, ...] = ()
+    """Its last lines: of stderr if there are any, else of stdout."""
+
+
+class Rank(Protocol):
+    """What is judged of a rank."""
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def done(self) -> dict[str, Any] | None:
+        """Its own account of how the call went, once the outcome is written."""
+        ...
+
+    @property
+    def end(self) -> End | None:
+        """How its process ended."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,14 +72,14 @@ class Verdict:
     reason: str
     """A sentence; empty if there is nothing to say."""
     rank: int | None = None
-    """The rank that failed first; None if none has, or if nobody can tell."""
+    """The rank that failed first; None if there is none, or it is unknown."""
     error_type: str = ""
     """Of its exception, if it raised one."""
     error_text: str = ""
     last_line: str = ""
     """The last line it wrote, if it died."""
     may_restart: bool = False
-    """Whether another attempt could end otherwise: a rank was lost, and not for want of memory."""
+    """Whether another attempt could end otherwise: a rank was lost, and memory did not run out."""
 
 
 def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
@@ -85,7 +129,7 @@ def _describe(rank: Rank) -> Verdict:
         what = f"was killed by {end.signal}{hint}"
     else:
         what = f"ended with exit code {end.exit_code} before its function returned (os._exit, or an exit in C code)"
-    last = f'. Its last lines: "{" / ".join(rank.tail)}"' if rank.tail else ", without a line of output"
+    last = f'. Its last lines: "{" / ".join(end.tail)}"' if end.tail else ", without a line of output"
     remedy = (
         ". Ask for more memory, or use less (smaller batches, fewer DataLoader workers)" if end.memory_limit else ""
     )
@@ -103,4 +147,49 @@ def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
 
 
 def _failed(cause: FailureCause, reason: str, rank: Rank) -> Verdict:
-    return Verdict(StateName.FAILED, cause, reason, rank=rank.rank, last_line=rank.tail[-1] if rank.tail else "")
+    tail = rank.end.tail if rank.end is not None else ()
+    return Verdict(StateName.FAILED, cause, reason, rank=rank.rank, last_line=tail[-1] if tail else "")
+
+
+# -- a head's last words ---------------------------------------------------------------------------------------------
+
+
+def exit_code(verdict: Verdict, *, told_to_end: bool) -> int:
+    """The exit code of a pod whose job has ended so.
+
+    Args:
+        verdict: How the job has ended.
+        told_to_end: Whether the pod got SIGTERM.
+    """
+    if verdict.state is StateName.SUCCEEDED:
+        return 0
+    return EXIT_TOLD_TO_END if told_to_end else 1
+
+
+def termination_message(verdict: Verdict) -> bytes:
+    """The verdict as JSON of at most `MAX_BYTES`: state, cause, rank, error_type, message, last_line."""
+    limit = MAX_BYTES
+    while True:
+        said = {
+            "state": str(verdict.state),
+            "cause": str(verdict.cause or ""),
+            "rank": verdict.rank,
+            "error_type": verdict.error_type[:200],
+            "message": _cut(verdict.reason, limit),
+            "last_line": _cut(verdict.last_line, limit // 8),
+        }
+        encoded = json.dumps(said, ensure_ascii=False).encode("utf-8", "replace")
+        if len(encoded) <= MAX_BYTES:
+            return encoded
+        limit = limit * 3 // 4
+
+
+def write_termination(path: pathlib.Path | None, data: bytes) -> None:
+    """Write a termination message, if one is read."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.write_bytes(data[:MAX_BYTES])
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: max(0, limit - 3)] + "..."

@@ -7,9 +7,12 @@ has dealt with what is left of its process group, so that the group's number can
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import gc
 import importlib
 import os
+import pathlib
 import select
 import signal
 import socket
@@ -51,6 +54,24 @@ def environment(base: dict[str, str]) -> dict[str, str]:
     return {**base, **dict.fromkeys(_SINGLE_THREAD, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
+_LIBRARY = str(pathlib.Path(__file__).parents[2])
+
+
+def launch() -> tuple[socket.socket, int]:
+    """Start a forkserver, which begins to import torch at once; gives our end of its socket, and its process id."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.set_inheritable(True)
+    # In a pod the library is on `sys.path` alone: the user's own subprocesses would inherit PYTHONPATH.
+    run = f"import runpy, sys; sys.path.insert(0, {_LIBRARY!r}); runpy.run_module('kale_dist.runtime', run_name='__main__')"
+    command = [
+        *(sys.executable, "-P", "-c", run, "forkserver"),
+        *("--connection", str(theirs.fileno()), "--agent-pid", str(os.getpid())),
+    ]
+    with contextlib.closing(theirs):
+        pid = os.posix_spawn(sys.executable, command, environment(dict(os.environ)))
+    return ours, pid
+
+
 class ForkServer:
     """Serves one agent until it ends.
 
@@ -60,6 +81,8 @@ class ForkServer:
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
+        self._unsent: collections.deque[bytes] = collections.deque()
+        """What the agent had no room for: this process never waits for it to read."""
         self._poll = select.poll()
         self._poll.register(agent, select.POLLIN)
         self._ranks: dict[int, int] = {}
@@ -77,10 +100,13 @@ class ForkServer:
         gc.freeze()
         self._say({"ready": True, "seconds": time.monotonic() - start})
         while True:
-            for descriptor, _ in self._poll.poll():
+            for descriptor, events in self._poll.poll():
                 if descriptor in self._ranks:
                     self._report_end(descriptor)
-                elif not self._serve_request():
+                    continue
+                if events & select.POLLOUT:
+                    self._flush()
+                if events & ~select.POLLOUT and not self._serve_request():
                     return
 
     def _serve_request(self) -> bool:
@@ -88,7 +114,7 @@ class ForkServer:
         data, descriptors, _, _ = socket.recv_fds(self._agent, MAX_MESSAGE_BYTES, 8)
         if not data:
             return False
-        for message in contract.decode_records(data):
+        for message in contract.decode_json_lines(data):
             if "fork" in message:
                 self._fork(message["fork"], descriptors)
             elif "reap" in message:
@@ -154,7 +180,15 @@ class ForkServer:
         self._say({"ended": pid, "status": ended.si_status, "by_signal": by_signal})
 
     def _say(self, message: dict[str, Any]) -> None:
-        self._agent.sendall(contract.encode_record(message))
+        self._unsent.append(contract.encode_json(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._agent.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._unsent.popleft()
+        self._poll.modify(self._agent, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
 
 def _spare_ranks_the_finalizers() -> None:
@@ -192,7 +226,7 @@ def main(connection: int, agent: int) -> int:
         return 0
     except Exception as error:  # noqa: BLE001 - told to the agent, which tells the user
         traceback.print_exc()
-        peer.sendall(contract.encode_record({"broken": f"{type(error).__name__}: {error}"[:2000]}))
+        peer.sendall(contract.encode_json({"broken": f"{type(error).__name__}: {error}"[:2000]}))
         return 1
     sys.stdout.flush()
     return 0

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist.contract import JobOrder
+from kale_dist.contract import Assignment
 from kale_dist.errors import ConfigError
 
 _TIMEOUT = dt.timedelta(days=7)
@@ -24,22 +24,21 @@ class KeptGroup:
     """The rank's default process group and the store it was made with.
 
     Args:
-        order: The job.
-        rank: This rank.
-        port: Where the store of rank 0 listens.
+        assignment: The rank's.
         listener: Descriptor of the listening socket, for rank 0; None for the others.
     """
 
-    def __init__(self, order: JobOrder, rank: int, port: int, listener: int | None) -> None:
+    def __init__(self, assignment: Assignment, listener: int | None) -> None:
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+        order, rank = assignment.order, assignment.rank
         self._order = order
         self._rank = rank
         self.backend = "cpu:gloo,cuda:nccl" if order.cuda else "gloo"
         self.store = TCPStore(
-            order.master_addr,
-            port,
+            assignment.master_addr,
+            assignment.port,
             is_master=listener is not None,
             timeout=_TIMEOUT,
             wait_for_workers=False,
@@ -47,7 +46,7 @@ class KeptGroup:
         )
         dist.init_process_group(
             self.backend,
-            store=PrefixStore(f"kale_dist/{order.attempt}", self.store),
+            store=PrefixStore(f"kale_dist/{assignment.attempt}", self.store),
             rank=rank,
             world_size=order.world_size,
             timeout=_TIMEOUT,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist.contract import EventKind, FailureCause, RankStateName
 from kale_dist.runtime import watchdog
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.loop import Loop, Timer
-from kale_dist.runtime.rank_run import Rank, RankRun
+from kale_dist.runtime.rank_run import RankRun
 from kale_dist.runtime.watchdog import Sample, StallClock
+from kale_dist.runtime.writer import JobWriter
 
-ANSWER_S = 0.15
-"""Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
+ANSWER_S = 0.2
+"""When the answers of near ranks are there; they have `near_rank.ANSWER_S`."""
 
-FAR_ANSWER_S = 0.6
-"""The same for ranks of other pods, whose agents hand the stacks on."""
+FAR_ANSWER_S = 0.7
+"""The same for ranks behind relays."""
 
 BETWEEN_LOOKS_S = 0.6
 
@@ -36,6 +36,7 @@ class HangWatch:
         ranks: All ranks of the job.
         loop: The agent's loop.
         writer: The job's files.
+        has_far_ranks: Whether relays look after some of them.
         stall_warn_s: Seconds without progress after which the stacks go into the log; None for never.
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
         fail: Called when the job has to end, with the cause and a sentence.
@@ -43,22 +44,24 @@ class HangWatch:
 
     def __init__(
         self,
-        ranks: Sequence[Rank],
-        loop: Loop,
+        ranks: Sequence[RankRun],
+        loop: asyncio.AbstractEventLoop,
         writer: JobWriter,
+        *,
+        has_far_ranks: bool,
         stall_warn_s: float | None,
         stall_timeout_s: float | None,
         fail: Fail,
     ) -> None:
         self._ranks = ranks
-        self._answer_s = ANSWER_S if all(isinstance(rank, RankRun) for rank in ranks) else FAR_ANSWER_S
+        self._answer_s = FAR_ANSWER_S if has_far_ranks else ANSWER_S
         self._loop = loop
         self._writer = writer
         self._stall_timeout_s = stall_timeout_s
         self._fail = fail
         self._clock = StallClock(stall_warn_s, stall_timeout_s, time.monotonic())
         self._last: dict[int, Sample] = {}
-        self._timers: dict[str, Timer] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._stopped = False
         self._said_waiting: list[int] = []
         self._in_first_step = False
@@ -85,7 +88,7 @@ class HangWatch:
     def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
         self._timers[name] = self._loop.call_later(delay_s, call)
 
-    def _unfinished(self) -> list[Rank]:
+    def _unfinished(self) -> list[RankRun]:
         return [rank for rank in self._ranks if rank.done is None and rank.end is None]
 
     def _look(self, then: Callable[[dict[int, Sample], dict[int, bytes]], None]) -> None:
@@ -97,7 +100,7 @@ class HangWatch:
         def answered() -> None:
             if not self._stopped:
                 present = [rank for rank in ranks if rank.done is None and rank.end is None]
-                then({rank.rank: rank.sample() for rank in present}, {rank.rank: rank.stacks for rank in present})
+                then({rank.rank: rank.sample() for rank in present}, {rank.rank: rank.dump for rank in present})
 
         self._loop.call_later(self._answer_s, answered)
 
@@ -185,10 +188,10 @@ class HangWatch:
         )
 
     def _write_stacks(self, title: str, stacks: dict[int, bytes]) -> None:
-        self._writer.log.say(title)
+        self._writer.say(title)
         for number, dump in stacks.items():
             text = dump.decode("utf-8", "backslashreplace") or "(it does not answer: it is starting, or was stopped)"
-            self._writer.log.say(f"Rank {number}:\n{text}")
+            self._writer.say(f"Rank {number}:\n{text}")
 
     def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
         self._said_waiting = waiting
@@ -197,7 +200,7 @@ class HangWatch:
         self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
         for number in waiting:
             frame = samples[number].user_frame
-            self._writer.log.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
+            self._writer.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
 
 
 def _capital(text: str) -> str:

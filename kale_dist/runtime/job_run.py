@@ -1,4 +1,4 @@
-"""One job with all its attempts, judged by the agent that speaks for it: from the order to the last event.
+"""One job with all its attempts, judged by the agent that is its head: from the order to the last event.
 
 When a rank is lost and the order allows another attempt, all ranks are ended, and once none is left all are started
 again. What a job's own code raises, a lack of memory, a deadline, a lost pod and a cancel end the job at once.
@@ -6,21 +6,24 @@ again. What a job's own code raises, a lack of memory, a deadline, a lost pod an
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import contextlib
+import pathlib
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from kale_dist.contract import EventKind, FailureCause, JobOrder, RankStateName, StateName
+from kale_dist.blobs import FolderStore
+from kale_dist.contract import Assignment, EndsWith, EventKind, FailureCause, JobFiles, Order, RankStateName, StateName
 from kale_dist.errors import KaleDistError
-from kale_dist.runtime import ending
+from kale_dist.runtime import ending, loading
 from kale_dist.runtime.ending import Verdict
-from kale_dist.runtime.fork_pool import ForkPool
+from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.local_ranks import LocalRanks
-from kale_dist.runtime.loop import Loop, Timer
-from kale_dist.runtime.rank_run import Rank, RankRun
+from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.usage_watch import UsageWatch
+from kale_dist.runtime.writer import JobWriter
 
 FAILURE_GRACE_S = 1.0
 """From SIGTERM to SIGKILL when a job has failed: all its ranks are gone within 2 s."""
@@ -29,35 +32,46 @@ EXIT_LIMIT_S = 7.0
 """A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
 
 
+class Relays(Protocol):
+    """What a head knows of its relays, if it has any."""
+
+    def spawn(self, rank: RankRun, attempt: int, port: int, seed: int) -> None:
+        """Have the rank's relay start it."""
+        ...
+
+    def explain_loss(self) -> str:
+        """Which relay is gone, as a sentence; empty if all are there."""
+        ...
+
+
 class JobRun:
     """Runs the ranks of a job and writes down what becomes of them.
 
     Args:
-        order: The job.
+        order: The job, with this agent's own folder, store, key and process.
         loop: The agent's loop.
-        pool: Where ranks come from.
-        writer: The job's files. Whoever opened it closes it.
-        on_end: Called once, when no rank is left and the last event is written.
-        others: The job's ranks that other agents run. They are judged, ended and let go like this agent's own;
-            whoever made them hands on what happens to `rank_changed`.
-        start_others: Starts those; called with the attempt, rank 0's seed and the port of its store.
-        ship: As for `LocalRanks`.
+        pool: Where this agent's ranks come from.
+        writer: The job's files. `on_end` has to close it.
+        on_end: Called once, when no rank is left and the last event is on its way.
+        relays: Who looks after the ranks of other agents; None: all ranks are this agent's.
+        holds_floods: Whether ranks' output is held to a rate.
+        before_end: Called when no rank is left, before the last event.
     """
 
     def __init__(
         self,
-        order: JobOrder,
-        loop: Loop,
+        order: Order,
+        loop: asyncio.AbstractEventLoop,
         pool: ForkPool,
         writer: JobWriter,
         on_end: Callable[[], None],
         *,
-        others: Sequence[Rank] = (),
-        start_others: Callable[[int, int, int], None] | None = None,
-        ship: Callable[[RankRun], bool] | None = None,
+        relays: Relays | None = None,
+        holds_floods: bool = False,
+        before_end: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
         self.order = order
-        """The job, with the attempt that it is at."""
+        self.attempt = 0
         self.seed = secrets.randbits(31) if order.seed is None else order.seed
         """That of rank 0."""
         self.verdict: Verdict | None = None
@@ -66,54 +80,85 @@ class JobRun:
         self._pool = pool
         self._writer = writer
         self._on_end = on_end
-        self._start_others = start_others
-        self._ship = ship
+        self._relays = relays
+        self._holds_floods = holds_floods
+        self._before_end = before_end
+        self._files = JobFiles(order.folder)
+        self._near = order.ranks_of(0)
+        self._port = order.port
         self._watch: HangWatch | None = None
-        self._deadline: Timer | None = None
-        self._timers: list[Timer] = []
-        self._failures: list[Rank] = []
+        self._usage: UsageWatch | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._failures: list[RankRun] = []
         self._loss: Verdict | None = None
         self._is_over = False
-        self._away: Callable[[], str] = str
-        self._others = others
-        self.local = self._make_ranks()
-        self._ranks: list[Rank] = [*self.local.ranks, *others]
+        self._all_forked = False
+        self.ranks = self._make_ranks()
 
-    def _make_ranks(self) -> LocalRanks:
-        return LocalRanks(
-            self.order,
-            self._loop,
-            self._pool,
-            self._writer,
-            on_change=self.rank_changed,
-            on_move=lambda _, event: self.moved(event),
-            on_refusal=lambda reason: self.fail(FailureCause.NOT_STARTED, reason),
-            on_all_forked=self._all_forked,
-            ship=self._ship,
-        )
+    def _make_ranks(self) -> list[RankRun]:
+        return [RankRun(rank, self._writer, self.rank_changed, self._moved) for rank in range(self.order.world_size)]
 
     def start(self) -> None:
         """Start the ranks. What cannot be done is told as an event of the job, never raised."""
         self._writer.event(EventKind.STATE, state=str(StateName.STARTING), reason="", cause="")
         if self.order.note:
-            self._writer.log.say(self.order.note)
+            self._writer.say(self.order.note)
             self._writer.event(EventKind.NOTE, text=self.order.note)
         self._start_ranks()
 
     def _start_ranks(self) -> None:
         try:
-            port = self.local.listen()
-            if self._start_others is not None:
-                self._start_others(self.order.attempt, self.seed, port)
-            self.local.start(self.seed)
+            listener = self._listen()
+            loading.stage_modules(FolderStore(pathlib.Path(self.order.store)), self.order.snapshot, self._files.modules)
         except (OSError, KaleDistError) as error:
             self.fail(FailureCause.NOT_STARTED, f"The ranks could not be started: {error}")
             return
+        self._usage = UsageWatch(self.order, self._loop, self._near_pids, self._tell_usage)
+        self._usage.start()
+        for run in self.ranks:
+            if run.rank not in self._near and self._relays is not None:
+                self._relays.spawn(run, self.attempt, self._port, self.seed)
+        for run in self.ranks[: len(self._near)]:
+            assignment = Assignment(
+                order=self.order, rank=run.rank, attempt=self.attempt, port=self._port, seed=self.seed
+            )
+            run.process = process = self._pool.take()
+            process.start(run, assignment, listener if run.rank == 0 else None, is_held=self._holds_floods)
         self._watch = HangWatch(
-            self._ranks, self._loop, self._writer, self.order.stall_warn_s, self.order.stall_timeout_s, self.fail
+            self.ranks,
+            self._loop,
+            self._writer,
+            has_far_ranks=self._relays is not None,
+            stall_warn_s=self.order.stall_warn_s,
+            stall_timeout_s=self.order.stall_timeout_s,
+            fail=self.fail,
         )
-        if self.verdict is not None or self._loss is not None:
-            self._watch.stop()
+
+    def _listen(self) -> socket.socket:
+        """Open the port of rank 0's store, so that no rank ever finds it closed.
+
+        Raises:
+            OSError: The port is taken. In an attempt after the first another one is opened instead.
+        """
+        backlog = max(128, self.order.world_size)
+        address = "" if self._port else "127.0.0.1"
+        try:
+            listener = open_port(address, self._port, backlog)
+        except OSError:
+            # A process that the lost rank has left behind may hold it.
+            if not self.attempt:
+                raise
+            listener = open_port(address, 0, backlog)
+        listener.settimeout(0)
+        self._port = listener.getsockname()[1]
+        return listener
+
+    def _near_pids(self) -> Mapping[int, int]:
+        return {run.pid: run.rank for run in self.ranks if run.rank in self._near and run.pid and run.end is None}
+
+    def _tell_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
+        self._writer.event(EventKind.USAGE, rank, **fields)
 
     def cancel(self, cause: FailureCause, reason: str, grace_s: float) -> None:
         """End the job, whatever it is at; a job that is ending already is only hastened.
@@ -133,23 +178,9 @@ class JobRun:
         if self.verdict is None:
             self._conclude(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
 
-    def moved(self, event: dict[str, Any] | None) -> None:
-        """A rank has given a sign of progress: an event, or (None) a line of output."""
+    def _moved(self, event: dict[str, Any] | None) -> None:
         if self._watch is not None:
             self._watch.moved(event)
-
-    def when_peers_are_lost(self, explain: Callable[[], str]) -> None:
-        """Have somebody explain errors that only say that another rank cannot be reached.
-
-        Args:
-            explain: Gives a sentence, or nothing if it knows of no reason.
-        """
-        self._away = explain
-
-    def _all_forked(self) -> None:
-        # The time of all attempts together is limited.
-        if self.order.timeout_s is not None and self._deadline is None:
-            self._deadline = self._loop.call_later(self.order.timeout_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self.fail(
@@ -160,41 +191,56 @@ class JobRun:
 
     # -- what ranks do ----------------------------------------------------------------------------------------------
 
-    def rank_changed(self, rank: Rank) -> None:
-        """A rank's `state`, `done`, `end` or `is_gone` has changed."""
-        if self.verdict is None and self._loss is None:
-            self._judge(rank)
-        elif rank.done is not None and rank.end is None:
-            rank.let_go()
+    def rank_changed(self, run: RankRun) -> None:
+        """A rank's `state`, `done`, `end` or `is_held` has changed."""
+        is_ending = self.verdict is not None or self._loss is not None
+        if run.end is not None and not run.is_held and run.state in _ALIVE:
+            has_failed = run in self._failures or (run.done is not None and not run.done["ok"])
+            run.record_end(ending.rank_state(run, stopped=is_ending and not has_failed))
+        if not self._all_forked and all(other.pid for other in self.ranks):
+            self._all_forked = True
+            self._pool.refill(REFILL_AFTER_S)
+            # The time of all attempts together is limited.
+            if self.order.timeout_s is not None and self._deadline is None:
+                self._deadline = self._loop.call_later(self.order.timeout_s, self._time_is_up)
+        if not is_ending:
+            self._judge(run)
+        elif run.done is not None and run.end is None:
+            run.let_go()
         self._go_on_if_all_are_gone()
 
-    def _judge(self, rank: Rank) -> None:
+    def _judge(self, run: RankRun) -> None:
         """Look at what a change of one rank means for the job."""
-        failed = rank.done is not None and not rank.done["ok"]
-        died = rank.end is not None and rank.done is None
+        failed = run.done is not None and not run.done["ok"]
+        died = run.end is not None and run.done is None
+        are_over = all(other.done is not None or other.end is not None for other in self.ranks)
         if failed or died:
-            if rank not in self._failures:
-                self._failures.append(rank)
+            if run not in self._failures:
+                self._failures.append(run)
             # Of several ranks that fail at once, the one that drew the others along may be heard of last.
-            if died or all(other.done is not None or other.end is not None for other in self._ranks):
+            if are_over or (died and self.order.ends_with is not EndsWith.ALL):
                 self._blame()
-            elif len(self._failures) == 1:
-                delay_s = ending.BLAME_AFTER_S if not self._others else ending.BLAME_FAR_AFTER_S
+            elif len(self._failures) == 1 and self.order.ends_with is not EndsWith.ALL:
+                delay_s = ending.BLAME_AFTER_S if self._relays is None else ending.BLAME_FAR_AFTER_S
                 self._timers.append(self._loop.call_later(delay_s, self._blame))
-        elif rank.done is not None:
-            if all(other.done is not None and other.done["ok"] for other in self._ranks):
+        elif run.done is not None:
+            if are_over and self._failures:
+                self._blame()
+            elif are_over or (run.rank == 0 and self.order.ends_with is EndsWith.RANK_0):
                 self._conclude(Verdict(StateName.SUCCEEDED, None, ""))
-            elif self._watch is not None:
+            elif self._watch is not None and self.order.ends_with is EndsWith.ANY_FAILURE:
                 self._watch.rank_done()
-        elif all(other.state is RankStateName.RUNNING for other in self._ranks):
+        elif all(other.state is RankStateName.RUNNING for other in self.ranks):
             self._writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
 
     def _blame(self) -> None:
         if self.verdict is not None or self._loss is not None:
             return
-        sentence = self._away() if all(ending.lost_peer(rank) for rank in self._failures) else ""
+        sentence = ""
+        if self._relays is not None and all(ending.lost_peer(run) for run in self._failures):
+            sentence = self._relays.explain_loss()
         if sentence:
-            self.fail(FailureCause.DIED, sentence)
+            self.fail(FailureCause.LOST, sentence)
         else:
             self._conclude(ending.blame(self._failures))
 
@@ -202,42 +248,43 @@ class JobRun:
 
     def _conclude(self, verdict: Verdict, grace_s: float = FAILURE_GRACE_S) -> None:
         """The job's fate is settled, or that of its attempt: let those go that are done, end the others."""
-        if verdict.may_restart and self._loss is None and self.order.attempt < self.order.max_restarts:
+        if verdict.may_restart and self._loss is None and self.attempt < self.order.max_restarts:
             self._loss = verdict
         else:
             self.verdict = verdict
-        self.local.end()
+        self._cancel_timers()
+        self._timers.append(self._loop.call_later(grace_s, self._kill_unfinished))
+        self._timers.append(self._loop.call_later(max(grace_s, EXIT_LIMIT_S), self._kill))
+        for run in self.ranks:
+            if run.done is not None:
+                run.let_go()
+            else:
+                run.terminate()
+        self._go_on_if_all_are_gone()
+
+    def _cancel_timers(self) -> None:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
         if self._watch is not None:
             self._watch.stop()
-        for rank in self._ranks:
-            if rank.done is not None:
-                rank.let_go()
-            else:
-                rank.terminate()
-        self._timers.append(self._loop.call_later(grace_s, self._kill_unfinished))
-        self._timers.append(self._loop.call_later(max(grace_s, EXIT_LIMIT_S), self._kill))
-        self._go_on_if_all_are_gone()
 
     def _kill_unfinished(self) -> None:
-        for rank in self._ranks:
-            if rank.done is None:
-                rank.kill()
+        for run in self.ranks:
+            if run.done is None:
+                run.kill()
 
     def _kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
+        for run in self.ranks:
+            run.kill()
 
     def _go_on_if_all_are_gone(self) -> None:
         if self._is_over or (self.verdict is None and self._loss is None):
             return
-        if all(rank.is_gone for rank in self._ranks):
-            for timer in self._timers:
-                timer.cancel()
-            self._timers.clear()
-            self.local.close()
+        if all(run.is_gone for run in self.ranks):
+            self._cancel_timers()
+            if self._usage is not None:
+                self._usage.stop()
             if self.verdict is not None:
                 self._finish(self.verdict)
             elif self._loss is not None:
@@ -247,15 +294,15 @@ class JobRun:
         """No rank of the lost attempt is left: start all again."""
         self._loss = None
         self._failures.clear()
-        self.order = dataclasses.replace(self.order, attempt=self.order.attempt + 1)
-        count = f"attempt {self.order.attempt + 1} of {self.order.max_restarts + 1}"
-        self._writer.begin_attempt(self.order.attempt)
-        self._writer.log.say(f"{loss.reason}. All ranks are started again: {count}")
+        self._all_forked = False
+        self.attempt += 1
+        count = f"attempt {self.attempt + 1} of {self.order.max_restarts + 1}"
+        self._writer.begin_attempt(self.attempt)
+        self._writer.say(f"{loss.reason}. All ranks are started again: {count}")
         self._writer.event(
             EventKind.STATE, state=str(StateName.STARTING), reason=f"Starting again, {count}: {loss.reason}", cause=""
         )
-        self.local = self._make_ranks()
-        self._ranks = [*self.local.ranks, *self._others]
+        self.ranks = self._make_ranks()
         self._start_ranks()
 
     def _finish(self, verdict: Verdict) -> None:
@@ -263,17 +310,38 @@ class JobRun:
         self._is_over = True
         if self._deadline is not None:
             self._deadline.cancel()
+        self._before_end(verdict)
+        reason = verdict.reason
         if verdict.may_restart and self.order.max_restarts:
-            count = f"This was attempt {self.order.attempt + 1} of {self.order.max_restarts + 1}"
-            verdict = self.verdict = dataclasses.replace(verdict, reason=f"{verdict.reason}. {count}")
-        self._writer.flush_progress()
-        if verdict.reason:
-            self._writer.log.say(verdict.reason)
+            reason = f"{reason}. This was attempt {self.attempt + 1} of {self.order.max_restarts + 1}"
+        if reason:
+            self._writer.say(reason)
         self._writer.event(
             EventKind.STATE,
             state=str(verdict.state),
-            reason=verdict.reason,
+            reason=reason,
             cause=str(verdict.cause or ""),
             failed_rank=verdict.rank,
         )
         self._on_end()
+
+
+_ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
+
+
+def open_port(host: str, port: int, backlog: int) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        host: Address to listen on; empty for all, of both IP versions.
+        port: Port; 0 for any that is free.
+        backlog: Connections that may wait.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)

@@ -1,4 +1,4 @@
-"""Output of ranks: cut into whole lines, numbered and framed for the job's log. Never waits for a reader.
+"""Output of ranks: cut into lines, made fit for a log, and held to a bearable rate. No I/O.
 
 A carriage return ends a line too, as progress bars use it; of many such lines in a row only some are kept, the first,
 about five a second, and the last.
@@ -7,158 +7,43 @@ about five a second, and the last.
 from __future__ import annotations
 
 import collections
-import os
-import pathlib
 import re
 import time
 from collections.abc import Callable
 
-from kale_dist import contract
-from kale_dist.contract import MAX_LINE_BYTES, Stream
-from kale_dist.runtime.log_segments import older
+from kale_dist.contract import MAX_LINE_BYTES, Stream, body_of, clean
 
 BAR_INTERVAL_S = 0.2
 """Lines that a carriage return ends are kept at most this often, for each rank and stream."""
 
-POD_LOG_BYTES = 1 << 30
-"""How much of its log a pod keeps."""
-
 TAIL_LINES = 3
 TAIL_LINE_BYTES = 200
 
+FLOOD_BYTES_PER_S = 2 << 20
+"""In a pod a rank may write this much, on average."""
+
+FLOOD_IN_HAND_BYTES = 16 << 20
+"""It may write this much at once."""
+
+FLOOD_TAIL_BYTES = 64 << 10
+"""Of what is too much, the end is kept: a rank's last words."""
+
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-_MAX_UNWRITTEN_BYTES = 16 << 20
 
+Body = tuple[bytes, int]
+"""Marked lines, and how many they are."""
 
-class LogWriter:
-    """Appends frames to a job's log and numbers them.
-
-    Args:
-        path: The log; made if it is not there.
-        attempt: The attempt that the lines belong to.
-        on_lines: Called after lines were written.
-        limit_bytes: How much of the log is kept on disk, in two files (`log_segments`): beyond it the oldest half
-            goes, and a line says so. None: all of it.
-    """
-
-    def __init__(
-        self, path: pathlib.Path, attempt: int, on_lines: Callable[[], None], limit_bytes: int | None = None
-    ) -> None:
-        self._path = path
-        self._limit_bytes = limit_bytes
-        self._descriptor = self._open(path)
-        self._size = os.fstat(self._descriptor).st_size
-        self._attempt = attempt
-        self._on_lines = on_lines
-        self._sequence = 0
-        self._unwritten = bytearray()
-        self._lost = 0
-
-    @property
-    def has_unwritten(self) -> bool:
-        """Whether a full disk keeps something out; `retry` tries again."""
-        return bool(self._unwritten) or self._lost > 0
-
-    def begin_attempt(self, attempt: int) -> None:
-        """What comes from here on belongs to another attempt."""
-        self._attempt = attempt
-
-    def lines(self, rank: int | None, stream: Stream, lines: list[bytes]) -> None:
-        """Append whole lines, none longer than `MAX_LINE_BYTES`."""
-        if lines:
-            self._append(
-                contract.frame_lines(self._sequence, _now_ms(), self._attempt, rank, stream, lines), len(lines)
-            )
-
-    def continued(self, rank: int, stream: Stream, part: bytes) -> None:
-        """Append a part of a line whose rest follows."""
-        self._append(contract.frame_continued(self._sequence, _now_ms(), self._attempt, rank, stream, part), 1)
-
-    def say(self, text: str) -> None:
-        """Append lines of the agent's own."""
-        self.lines(None, Stream.AGENT, [line.encode() for line in text.splitlines()])
-
-    def retry(self) -> bool:
-        """Try again to write what a full disk kept out.
-
-        Returns:
-            Whether something is still unwritten.
-        """
-        if self._unwritten:
-            self._write()
-        if self._lost and not self._unwritten:
-            lost, self._lost = self._lost, 0
-            self.say(f"{lost} lines of output were lost because the disk was full")
-        return bool(self._unwritten)
-
-    def close(self) -> None:
-        """Write what is left if that can be, and close the file."""
-        self.retry()
-        os.close(self._descriptor)
-
-    def _append(self, frames: bytes, count: int) -> None:
-        if len(self._unwritten) + len(frames) > _MAX_UNWRITTEN_BYTES:
-            self._lost += count
-            self._on_lines()
-            return
-        self._sequence += count
-        if not self._unwritten:
-            frames = frames[self._try_write(frames) :]
-            self._unwritten += frames
-        else:
-            self._unwritten += frames
-            self._write()
-        if self._limit_bytes is not None and self._size >= self._limit_bytes // 2 and not self._unwritten:
-            self._begin_anew(self._limit_bytes)
-        self._on_lines()
-
-    @staticmethod
-    def _open(path: pathlib.Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def _begin_anew(self, limit_bytes: int) -> None:
-        """Put the full file aside and begin another; what was put aside before is gone."""
-        aside, fresh = older(self._path), self._path.with_suffix(".new")
-        drops = aside.exists()
-        try:
-            descriptor = self._open(fresh)
-            self._path.replace(aside)
-            fresh.replace(self._path)
-        except OSError:
-            # Better a log that is too long than one that ends; the next line is another chance.
-            return
-        os.close(self._descriptor)
-        self._descriptor, self._size = descriptor, 0
-        if drops:
-            self.say(f"only the last {limit_bytes:,} bytes of this log are kept: older lines that nobody read are lost")
-
-    def _write(self) -> None:
-        del self._unwritten[: self._try_write(bytes(self._unwritten))]
-
-    def _try_write(self, data: bytes) -> int:
-        """Write as much as the disk takes; its size in bytes."""
-        done = 0
-        try:
-            while done < len(data):
-                done += os.write(self._descriptor, memoryview(data)[done:])
-        except OSError:
-            pass
-        self._size += done
-        return done
+NOTHING: Body = (b"", 0)
 
 
 class LineCutter:
-    """Cuts one stream of one rank into lines and hands them to the log.
+    """Cuts one stream of one rank into lines.
 
     Args:
-        log: Where lines go.
-        rank: The rank.
         stream: Its stdout or stderr.
     """
 
-    def __init__(self, log: LogWriter, rank: int, stream: Stream) -> None:
-        self._log = log
-        self._rank = rank
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._pending = b""
         self._bar: bytes | None = None
@@ -166,12 +51,12 @@ class LineCutter:
         self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
 
     @property
-    def tail(self) -> list[str]:
+    def tail(self) -> tuple[str, ...]:
         """The last lines, for the sentence that reports a rank's death."""
-        return [line[:TAIL_LINE_BYTES].decode("utf-8", "backslashreplace") for line in self._tail]
+        return tuple(line[:TAIL_LINE_BYTES].decode("utf-8", "backslashreplace") for line in self._tail)
 
-    def feed(self, data: bytes) -> None:
-        """Take bytes as they were read from the pipe."""
+    def feed(self, data: bytes) -> Body:
+        """Take bytes as they were read from the pipe; gives the lines that they complete."""
         data = self._pending + data
         if b"\r" in data:
             lines, self._pending = self._cut_bars(data)
@@ -181,30 +66,25 @@ class LineCutter:
             if lines and self._bar is not None:
                 lines.insert(0, self._bar)
                 self._bar = None
-        self._tail.extend(lines[-TAIL_LINES:])
-        if len(data) > MAX_LINE_BYTES:
-            self._put_long(lines)
-        else:
-            self._log.lines(self._rank, self._stream, lines)
+        return self._marked(lines)
 
-    def show_bar(self) -> bool:
-        """Put the held-back state of a progress bar into the log if its time has come.
-
-        Returns:
-            Whether one is still held back.
-        """
+    def show_bar(self) -> Body:
+        """The held-back state of a progress bar, if its time has come."""
         if self._bar is not None and time.monotonic() - self._bar_kept_at >= BAR_INTERVAL_S:
-            self._keep_bar()
+            return self._kept_bar()
+        return NOTHING
+
+    @property
+    def holds_bar(self) -> bool:
+        """Whether a state of a progress bar is held back."""
         return self._bar is not None
 
-    def finish(self) -> None:
+    def finish(self) -> Body:
         """The stream has ended: a last line without an end counts."""
-        if self._bar is not None:
-            self._keep_bar()
+        bar = self._kept_bar() if self._bar is not None else NOTHING
         rest, self._pending = self._pending.removesuffix(b"\r"), b""
-        if rest:
-            self._tail.append(rest)
-            self._log.lines(self._rank, self._stream, [rest])
+        last = self._marked([rest]) if rest else NOTHING
+        return bar[0] + last[0], bar[1] + last[1]
 
     def _cut_bars(self, data: bytes) -> tuple[list[bytes], bytes]:
         """Cut at every line end, and thin out what ends with a bare carriage return."""
@@ -232,23 +112,108 @@ class LineCutter:
             lines.append(line)
         return lines, data[start:]
 
-    def _keep_bar(self) -> None:
+    def _kept_bar(self) -> Body:
         bar, self._bar, self._bar_kept_at = self._bar, None, time.monotonic()
-        if bar is not None:
-            self._put_long([bar])
+        return self._marked([bar]) if bar is not None else NOTHING
 
-    def _put_long(self, lines: list[bytes]) -> None:
-        """Put lines of any length, and begin to put a pending one that is too long already."""
-        for whole in lines:
-            line = whole
-            while len(line) > MAX_LINE_BYTES:
-                self._log.continued(self._rank, self._stream, line[:MAX_LINE_BYTES])
-                line = line[MAX_LINE_BYTES:]
-            self._log.lines(self._rank, self._stream, [line])
+    def _marked(self, lines: list[bytes]) -> Body:
+        """Lines as they stand in a log, and the parts of a pending line that is too long already."""
+        is_short = len(self._pending) <= MAX_LINE_BYTES
+        if not lines and is_short:
+            return NOTHING
+        self._tail.extend(lines[-TAIL_LINES:])
+        whole = clean(b"\n".join(lines)) if lines else b""
+        if lines and len(whole) > MAX_LINE_BYTES:
+            lines = whole.split(b"\n")
+            if max(map(len, lines)) > MAX_LINE_BYTES:
+                parts = [self._parts(line) for line in lines]
+                body, count = b"".join(body for body, _ in parts), sum(count for _, count in parts)
+            else:
+                body, count = body_of(self._stream, lines), len(lines)
+        else:
+            body, count = (body_of(self._stream, [whole]), 1) if len(lines) == 1 else self._short(whole, len(lines))
         while len(self._pending) > MAX_LINE_BYTES:
-            self._log.continued(self._rank, self._stream, self._pending[:MAX_LINE_BYTES])
-            self._pending = self._pending[MAX_LINE_BYTES:]
+            cut = _boundary(self._pending)
+            more = self._parts(clean(self._pending[:cut]), is_continued=True)
+            body, count = body + more[0], count + more[1]
+            self._pending = self._pending[cut:]
+        return body, count
+
+    def _short(self, whole: bytes, count: int) -> Body:
+        mark = self._stream.value.encode()
+        return (mark + whole.replace(b"\n", b"\n" + mark) + b"\n", count) if count else NOTHING
+
+    def _parts(self, line: bytes, *, is_continued: bool = False) -> Body:
+        """One line of any length, or the start of one."""
+        parts = []
+        while len(line) > MAX_LINE_BYTES:
+            cut = _boundary(line)
+            parts.append(body_of(self._stream, [line[:cut]], continued=True))
+            line = line[cut:]
+        parts.append(body_of(self._stream, [line], continued=is_continued))
+        return b"".join(parts), len(parts)
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+def _boundary(line: bytes) -> int:
+    """Where to cut a line that is too long, not within a character."""
+    cut = MAX_LINE_BYTES
+    while cut > MAX_LINE_BYTES - 4 and line[cut] & 0xC0 == 0x80:  # noqa: PLR2004 - bytes of UTF-8 that go on a character
+        cut -= 1
+    return cut
+
+
+class FloodGate:
+    """Holds what one rank writes to a rate; whole lines go, and a line says how many.
+
+    Args:
+        now: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._in_hand = float(FLOOD_IN_HAND_BYTES)
+        self._looked_at = now()
+        self._lost = 0
+        self._held: collections.deque[Body] = collections.deque()
+        self._held_bytes = 0
+
+    def admit(self, body: bytes, count: int) -> Body:
+        """What of some lines may pass now, after those that were held back."""
+        now = self._now()
+        self._in_hand = min(FLOOD_IN_HAND_BYTES, self._in_hand + (now - self._looked_at) * FLOOD_BYTES_PER_S)
+        self._looked_at = now
+        # While lines are missing, enough has to be in hand that the next gap is not the next line's.
+        enough = self._held_bytes + len(body) + (FLOOD_TAIL_BYTES * 16 if self._held else 0)
+        if self._in_hand < enough:
+            self._hold(body, count)
+            return NOTHING
+        before = self.finish()
+        self._in_hand -= len(body)
+        return before[0] + body, before[1] + count
+
+    def finish(self) -> Body:
+        """What was held back last, and how many lines before it are missing."""
+        lost, self._lost = self._lost, 0
+        bodies, counts = [body for body, _ in self._held], sum(count for _, count in self._held)
+        self._held.clear()
+        self._in_hand -= self._held_bytes
+        self._held_bytes = 0
+        if lost:
+            limit = f"{FLOOD_BYTES_PER_S >> 20} MiB a second"
+            text = f"{lost:,} lines of this rank are missing here: it wrote more than {limit}"
+            bodies.insert(0, body_of(Stream.AGENT, [text.encode()]))
+        return b"".join(bodies), counts + (lost > 0)
+
+    def _hold(self, body: bytes, count: int) -> None:
+        if len(body) > FLOOD_TAIL_BYTES:
+            start = body.find(b"\n", len(body) - FLOOD_TAIL_BYTES) + 1
+            kept = body[start:] or body[body.rfind(b"\n", 0, -1) + 1 :]
+            lines = kept.count(b"\n")
+            self._lost += count - lines
+            body, count = kept, lines
+        self._held.append((body, count))
+        self._held_bytes += len(body)
+        while self._held_bytes > FLOOD_TAIL_BYTES and len(self._held) > 1:
+            old = self._held.popleft()
+            self._held_bytes -= len(old[0])
+            self._lost += old[1]

@@ -1,164 +1,220 @@
-"""Brings a snapshot's blobs into a pod, whichever way they come. Runs in a thread of its own."""
+"""Brings a snapshot's blobs, and the checkpoint to resume from, into a pod, whichever way they come. Blocks: for a thread."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import http.client
 import pathlib
 import shutil
-import threading
 import time
 from collections.abc import Callable
 
-from kale_dist import transport
+from kale_dist import contract
+from kale_dist.blobs import digest_of, unpack_blobs
+from kale_dist.contract import InputFiles, Source
 from kale_dist.errors import ContractError, StoreError
-from kale_dist.pod_order import InputFiles, PodOrder, Source
 from kale_dist.runtime import loading
-from kale_dist.runtime.pod_site import Site
-from kale_dist.runtime.uploads import Body, Conflict, Uploads, WrongDigest
+from kale_dist.runtime.pod import Pod, copy_whole
 
 _LOOK_EACH_S = 0.2
 _FETCH_LIMIT_S = 120.0
 _SILENCE_LIMIT_S = 30.0
+_PIECE_BYTES = 1 << 20
 
 
-class Bringer:
-    """Gets all blobs of a job and checks that this pod can load them.
+def missing(pod: Pod) -> list[str]:
+    """Digests of the blobs that are not there yet."""
+    return [digest for digest in pod.order.blobs if not pod.store.exists(digest)]
+
+
+def bring(pod: Pod, *, fetch_from: str = "", received: Callable[[str], int] = lambda _: 0) -> None:
+    """Get all blobs of a job and check that this pod can load them; returns when all are there.
 
     Args:
-        site: The pod.
-        uploads: Where streamed blobs arrive.
-        may_fetch: Whether the head has all blobs.
+        pod: The pod.
+        fetch_from: Host of the agent that passes streamed blobs on; empty for the head.
+        received: Bytes of a blob that have come so far, of those that the notebook streams.
+
+    Raises:
+        StoreError: They cannot be had; a sentence says why.
+        SnapshotDamagedError: A blob is not what its name says.
+        ContractError: This pod's Python or torch cannot load them.
     """
+    order = pod.order
+    match order.source:
+        case Source.INPUT:
+            unpack_blobs(InputFiles(pod.place.input).snapshot, pod.store.root)
+        case Source.FOLDER:
+            _wait(pod, f"{order.store} in pod {pod.place.pod}", received)
+        case Source.URL:
+            _download(pod)
+        case Source.STREAM if pod.place.pod == 0:
+            _wait(pod, "the notebook", received)
+        case Source.STREAM:
+            for digest in missing(pod):
+                _fetch(pod, fetch_from, digest)
+    if absent := missing(pod):
+        raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
+    if not loading.torch_version():
+        raise ContractError("The image has no torch. Give one that has, with image=")
+    if found := loading.version_differences(pod.store, order.snapshot):
+        told = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
+        raise ContractError(
+            f"The image does not fit the notebook: {told}. "
+            "Give an image with the notebook's versions, with image=, or run the notebook with the image's"
+        )
 
-    def __init__(self, site: Site, uploads: Uploads, may_fetch: Callable[[], bool]) -> None:
-        self._site = site
-        self._order: PodOrder = site.order
-        self._uploads = uploads
-        self._may_fetch = may_fetch
-        self._news = threading.Event()
 
-    def look_again(self) -> None:
-        """Something has arrived. From any thread."""
-        self._news.set()
-
-    def missing(self) -> list[str]:
-        """Digests of the blobs that are not there yet."""
-        return [digest for digest in self._order.blobs if not self._site.store.exists(digest)]
-
-    def bring(self) -> None:
-        """Get the blobs; returns when all are there.
-
-        Raises:
-            StoreError: They cannot be had; a sentence says why.
-            SnapshotDamagedError: A blob is not what its name says.
-            ContractError: This pod's Python or torch cannot load them.
-        """
-        match self._order.source:
-            case Source.INPUT:
-                transport.unpack_blobs(InputFiles(self._site.place.input).snapshot, self._site.store.root)
-            case Source.FOLDER:
-                self._wait(f"{self._order.store} in pod {self._site.place.pod}")
-            case Source.URL:
-                self._download()
-            case Source.STREAM if self._site.place.pod == 0:
-                self._wait("the notebook")
-            case Source.STREAM:
-                self._fetch_from_head()
-        if self._order.attempt and self._order.store and self._site.place.pod == 0:
-            self._bring_checkpoint()
-        if missing := self.missing():
+def _wait(pod: Pod, whence: str, received: Callable[[str], int]) -> None:
+    """Wait until the notebook has put everything there; as long as something arrives, it is there."""
+    limit_s, total = pod.order.input_wait_s, len(pod.order.blobs)
+    deadline, before = time.monotonic() + limit_s, -1
+    while absent := missing(pod):
+        now = sum(map(received, absent)) + total - len(absent)
+        if now != before:
+            deadline, before = time.monotonic() + limit_s, now
+        elif time.monotonic() > deadline:
             raise StoreError(
-                f"{len(missing)} of the {len(self._order.blobs)} parts of the snapshot are missing: {missing[0]}"
+                f"The notebook was gone before its bytes had arrived: {len(absent)} of {total} parts of the snapshot are "
+                f"missing, and nothing more came from {whence} for {limit_s:g} s (input_wait_s). "
+                "Keep the notebook running until the job has started, or give a store that both see (store=)"
             )
-        self._check_versions()
+        time.sleep(_LOOK_EACH_S)
 
-    def _wait(self, whence: str) -> None:
-        """Wait until the notebook has put everything there; as long as something arrives, it is there."""
-        limit_s = self._order.input_wait_s
-        deadline, before = time.monotonic() + limit_s, -1
-        while missing := self.missing():
-            now = sum(self._uploads.received(digest) for digest in missing) + (len(self._order.blobs) - len(missing))
-            if now != before:
-                deadline, before = time.monotonic() + limit_s, now
-            elif time.monotonic() > deadline:
-                raise StoreError(
-                    f"The notebook was gone before its bytes had arrived: {len(missing)} of {len(self._order.blobs)} parts "
-                    f"of the snapshot are missing, and nothing more came from {whence} for {limit_s:g} s (input_wait_s). "
-                    "Keep the notebook running until the job has started, or give a store that both see (store=)"
-                )
-            self._news.wait(_LOOK_EACH_S)
-            self._news.clear()
 
-    def _download(self) -> None:
+def _download(pod: Pod) -> None:
+    from kale_dist.url_store import UrlStore
+
+    source = UrlStore(pod.order.store)
+    pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for digest in missing(pod):
+        pod.store.put([source.open(digest)])
+
+
+def _fetch(pod: Pod, host: str, digest: str) -> None:
+    """Fetch a blob from another agent, where it was left off; after a failure from the head."""
+    whole = pod.store.path(digest)
+    whole.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = whole.with_name(f".{whole.name}.part")
+    deadline, seen = time.monotonic() + _FETCH_LIMIT_S, -1
+    while True:
+        size = part.stat().st_size if part.exists() else 0
+        if size != seen:
+            deadline, seen = time.monotonic() + _FETCH_LIMIT_S, size
+        try:
+            if _fetch_rest(pod, host, digest, part, size):
+                break
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() > deadline:
+                raise StoreError(f"Blob {digest} could not be fetched from {host}: {error}.") from error
+            host = pod.order.head
+            time.sleep(_LOOK_EACH_S)
+    with part.open("rb") as file:
+        is_intact = digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) == digest
+    if not is_intact:
+        part.unlink()
+        raise StoreError(f"Blob {digest} came damaged from {host}.")
+    part.chmod(0o444)
+    part.replace(whole)
+
+
+def _fetch_rest(pod: Pod, host: str, digest: str, part: pathlib.Path, offset: int) -> bool:
+    """Append what is missing; whether that is all."""
+    path = f"/blobs/{digest}"
+    peer = http.client.HTTPConnection(host, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
+    try:
+        mac = contract.sign_request(pod.key, "GET", path)
+        peer.request("GET", path, headers={contract.MAC_HEADER: mac, "Range": f"bytes={offset}-"})
+        answer = peer.getresponse()
+        # Nothing is left to ask for of a blob that is whole, or has no bytes.
+        if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            part.touch()
+            return True
+        if answer.status not in (http.client.OK, http.client.PARTIAL_CONTENT):
+            raise http.client.HTTPException(f"status {answer.status}")
+        size = int(answer.headers["Content-Length"])
+        with part.open("ab") as file:
+            while data := answer.read(min(_PIECE_BYTES, size)):
+                size -= len(data)
+                file.write(data)
+        return size == 0
+    finally:
+        peer.close()
+
+
+# -- the store: checkpoints and results --------------------------------------------------------------------------------
+
+
+def put_into_store(pod: Pod, path: pathlib.Path) -> None:
+    """Put a file of the job's folder into the store, below `jobs/<job>`.
+
+    Raises:
+        OSError, StoreError: It cannot be put there.
+    """
+    name = f"jobs/{pod.order.job}/{path.name}"
+    if "://" in pod.order.store:
         from kale_dist.url_store import UrlStore
 
-        source = UrlStore(self._order.store)
-        self._site.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for digest in self.missing():
-            self._site.store.put([source.open(digest)])
+        UrlStore(pod.order.store).put_file(name, path)
+    else:
+        copy_whole(path, pathlib.Path(pod.order.store, name))
 
-    def _bring_checkpoint(self) -> None:
-        """Get what earlier pods have left in the store, from which rank 0 goes on; without it the ranks begin anew."""
-        name, target = f"jobs/{self._order.job}/{self._site.files.checkpoint.name}", self._site.files.checkpoint
-        try:
-            if "://" in self._order.store:
-                from kale_dist.url_store import UrlStore
 
-                store = UrlStore(self._order.store)
-                if store.exists(name):
-                    store.get_file(name, target)
-            elif (kept := pathlib.Path(self._order.store, name)).exists():
-                shutil.copyfile(kept, target)
-        except (OSError, StoreError) as error:
+def put_checkpoint_into_store(pod: Pod) -> None:
+    """Put the last checkpoint into the store, and beside it whose it is: a later job of this name must not resume from it.
+
+    Raises:
+        OSError, StoreError: It cannot be put there.
+    """
+    put_into_store(pod, pod.files.checkpoint)
+    owner = pod.files.folder / "checkpoint.owner"
+    owner.write_text(_owner(pod))
+    put_into_store(pod, owner)
+
+
+def bring_checkpoint(pod: Pod) -> str:
+    """Get what an earlier run of this job has left; without it training starts from the beginning.
+
+    Returns:
+        What went wrong, as a sentence; empty for nothing.
+    """
+    given, target, order = InputFiles(pod.place.input).checkpoint, pod.files.checkpoint, pod.order
+    try:
+        if given.exists():
+            shutil.copyfile(given, target)
+            return ""
+        if not order.store:
+            return ""
+        base = order.job.removesuffix(f"-{order.run}") if order.run > 1 else order.job
+        names = [f"{base}-{number}" for number in range(order.run, 1, -1)] + [base]
+        for name in names:
+            is_ours = _read(pod, f"jobs/{name}/checkpoint.owner", target) and target.read_text() == _owner(pod)
+            if is_ours and _read(pod, f"jobs/{name}/{target.name}", target):
+                return ""
             target.unlink(missing_ok=True)
-            text = f"The last checkpoint could not be had from the store {self._order.store}: {error}"
-            self._site.mailbox.post(lambda: self._site.say(text))
+    except (OSError, StoreError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            target.unlink(missing_ok=True)
+        return f"The last checkpoint could not be read from the store {order.store}: {error}"
+    return ""
 
-    # -- from the head ----------------------------------------------------------------------------------------------
 
-    def _fetch_from_head(self) -> None:
-        while not self._may_fetch():
-            self._news.wait(_LOOK_EACH_S)
-            self._news.clear()
-        for digest in self.missing():
-            self._fetch(digest)
+def _owner(pod: Pod) -> str:
+    return hashlib.sha256(b"checkpoint\n" + pod.key).hexdigest()
 
-    def _fetch(self, digest: str) -> None:
-        deadline, received = time.monotonic() + _FETCH_LIMIT_S, -1
-        while not self._site.store.exists(digest):
-            try:
-                self._fetch_rest(digest, self._uploads.received(digest))
-            except (OSError, http.client.HTTPException, Conflict, WrongDigest) as error:
-                if self._uploads.received(digest) != received:
-                    deadline, received = time.monotonic() + _FETCH_LIMIT_S, self._uploads.received(digest)
-                if time.monotonic() > deadline:
-                    raise StoreError(f"Blob {digest} could not be fetched from {self._order.head}: {error}.") from error
-                time.sleep(_LOOK_EACH_S)
 
-    def _fetch_rest(self, digest: str, offset: int) -> None:
-        path = f"/blobs/{digest}"
-        peer = http.client.HTTPConnection(self._order.head, self._order.port + 2, timeout=_SILENCE_LIMIT_S)
-        try:
-            mac = transport.sign_request(self._site.key, "GET", path)
-            peer.request("GET", path, headers={transport.MAC_HEADER: mac, "Range": f"bytes={offset}-"})
-            answer = peer.getresponse()
-            # A server closes the connection of a request that it refuses, and the socket goes with the answer.
-            connection = peer.sock
-            # Nothing is left of a blob of zero bytes to ask for.
-            if answer.status not in (200, 206, 416) or connection is None:
-                raise http.client.HTTPException(f"status {answer.status}")
-            size = int(answer.headers["Content-Length"])
-            body = Body(answer, size)
-            self._uploads.take(digest, offset, offset + size, connection, body, digest=digest, mode=0o444)
-        finally:
-            peer.close()
+def _read(pod: Pod, name: str, target: pathlib.Path) -> bool:
+    if "://" in pod.order.store:
+        from kale_dist.url_store import UrlStore
 
-    def _check_versions(self) -> None:
-        if not loading.torch_version():
-            raise ContractError("The image has no torch. Give one that has, with image=")
-        if found := loading.version_differences(self._site.store, self._order.snapshot):
-            told = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
-            raise ContractError(
-                f"The image does not fit the notebook: {told}. "
-                "Give an image with the notebook's versions, with image=, or run the notebook with the image's"
-            )
+        store = UrlStore(pod.order.store)
+        if not store.exists(name):
+            return False
+        store.get_file(name, target)
+        return True
+    kept = pathlib.Path(pod.order.store, name)
+    if kept.exists():
+        shutil.copyfile(kept, target)
+        return True
+    return False

@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 
-from kale_dist.contract import JobOrder, ProcessState
+from kale_dist.contract import Assignment, ProcessState
 from kale_dist.errors import ContractError
 from kale_dist.runtime import processes, torch_flags
 
@@ -49,41 +49,39 @@ def apply(state: ProcessState, modules: pathlib.Path) -> None:
     torch_flags.apply(state.torch_flags)
 
 
-def set_torchrun_environment(order: JobOrder, rank: int, port: int) -> None:
+def set_torchrun_environment(assignment: Assignment) -> None:
     """Set the variables that torchrun sets, so that code written for it finds what it looks for.
 
     Args:
-        order: The job.
-        rank: This rank, among all.
-        port: Where rank 0's store listens.
+        assignment: The rank's.
     """
-    local_rank = rank - order.first_rank
+    order, rank = assignment.order, assignment.rank
     os.environ.update(
         {
             "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
+            "LOCAL_RANK": str(assignment.local_rank),
             "WORLD_SIZE": str(order.world_size),
-            "LOCAL_WORLD_SIZE": str(order.local_world_size),
-            "GROUP_RANK": str(order.group),
-            "GROUP_WORLD_SIZE": str(order.groups),
+            "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+            "GROUP_RANK": str(assignment.agent),
+            "GROUP_WORLD_SIZE": str(order.agents),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(order.world_size),
-            "MASTER_ADDR": order.master_addr,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": assignment.master_addr,
+            "MASTER_PORT": str(assignment.port),
             "TORCHELASTIC_RUN_ID": order.job,
-            "TORCHELASTIC_RESTART_COUNT": str(order.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(assignment.attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
             # Who makes a store from the environment shall join rank 0's, not open another at the same port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
-    if order.world_size == order.local_world_size:
-        # The machine's name may resolve to an address that nobody listens on.
+    if order.agents == 1:
+        # The machine's name may resolve to an address that is not listened on.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def set_threads(order: JobOrder) -> int:
+def set_threads(assignment: Assignment) -> int:
     """Set the number of threads for tensor work. Has to come before any: libgomp cannot change its mind after a fork.
 
     The user's `threads` argument decides, else the user's OMP_NUM_THREADS, else a fair share of the cores.
@@ -93,9 +91,9 @@ def set_threads(order: JobOrder) -> int:
     """
     import torch
 
-    fair = max(1, processes.available_cores() // order.local_world_size)
+    fair = max(1, processes.available_cores() // assignment.local_world_size)
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    threads = order.threads or (int(wanted) if wanted.isdigit() and int(wanted) else fair)
+    threads = assignment.order.threads or (int(wanted) if wanted.isdigit() and int(wanted) else fair)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if threads > 1:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import time
 
-from kale_dist.pod_order import PodVariable
+from kale_dist.contract import PodVariable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -1,4 +1,4 @@
-"""One rank of a running job, as its agent sees it: output, events, how it ended."""
+"""One rank of a running job, as the head sees it, near or far: what it says is recorded, how it ended is known."""
 
 from __future__ import annotations
 
@@ -7,116 +7,65 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kale_dist import contract
-from kale_dist.contract import EventKind, RankStateName, Stream
-from kale_dist.runtime import context, processes, rank_process
-from kale_dist.runtime.fork_pool import End, ForkPool
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.loop import Loop
-from kale_dist.runtime.output import BAR_INTERVAL_S, LineCutter
+from kale_dist.contract import EventKind, RankStateName
+from kale_dist.runtime import context
+from kale_dist.runtime.ending import End
 from kale_dist.runtime.watchdog import Sample, parse_main_thread
-from kale_dist.runtime.worker import STACKS_SIGNAL
+from kale_dist.runtime.writer import JobWriter
 
 
-class Rank(Protocol):
-    """What a job's judge knows of a rank and can do to it, wherever it runs."""
-
-    rank: int
-    state: RankStateName
-    done: dict[str, Any] | None
-    """Its own account of how the call went, once the outcome is written."""
-    end: End | None
-    """How its process ended."""
-
-    @property
-    def tail(self) -> list[str]:
-        """Its last lines of output."""
-        ...
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nothing more will come of it."""
-        ...
-
-    @property
-    def stacks(self) -> bytes:
-        """The answer to `ask_stacks`; empty if there is none."""
-        ...
-
-    def ask_stacks(self) -> None:
-        """Ask for the stacks; `stacks` and `sample` have the answer a moment later."""
-        ...
-
-    def sample(self) -> Sample:
-        """What the answer to `ask_stacks` shows."""
-        ...
+class Process(Protocol):
+    """What can be done to a rank's process: a `NearRank`, or one that a relay looks after."""
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
         ...
 
-    def terminate(self) -> None:
-        """End a rank that is at work; it may still clean up."""
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the rank."""
         ...
 
-    def kill(self) -> None:
-        """End it at once."""
+    def ask_stacks(self) -> None:
+        """Ask for its stacks."""
         ...
 
 
 class RankRun:
-    """Reads everything a rank says and keeps what is known of it.
+    """Records everything a rank says and keeps what is known of it.
 
     Args:
         rank: The rank.
-        attempt: The job's attempt.
-        loop: The agent's loop.
         writer: The job's files.
-        on_change: Called when the rank's `state`, `done` or `end` has changed.
-        on_move: Called at each sign of progress.
+        on_change: Called when the rank's `state`, `done`, `end` or `is_held` has changed.
+        on_move: Called at each sign of progress, with the event or None for a line of output.
     """
 
     def __init__(
         self,
         rank: int,
-        attempt: int,
-        loop: Loop,
         writer: JobWriter,
         on_change: Callable[[RankRun], None],
         on_move: Callable[[dict[str, Any] | None], None],
     ) -> None:
         self.rank = rank
-        self.attempt = attempt
         self.state = RankStateName.PENDING
-        self.received = False
-        """Whether it has its assignment, and so answers the signal for its stacks."""
+        self.pid = 0
+        """Process id on its machine; 0 before the fork."""
         self.done: dict[str, Any] | None = None
         """Its own account of how the call went, once the outcome is written."""
         self.end: End | None = None
         """How its process ended."""
-        self.moves = 0
-        self.process: rank_process.RankProcess | None = None
+        self.process: Process | None = None
         self.is_held = False
-        """Whether its outcome is still on its way to where it is wanted: till then the rank is not gone."""
-        self._pool: ForkPool | None = None
-        self._loop = loop
+        """Whether its outcome is still on its way to the head: till then the rank is not gone."""
+        self.dump = b""
+        """Its last answer to `ask_stacks`; empty if there is none."""
+        self._received = False
+        self._moves = 0
+        self._ticks = 0
         self._writer = writer
         self._on_change = on_change
         self._on_move = on_move
-        self._pending_events = b""
-        self._stacks = b""
-        self._bar_due = False
-        self._watched: list[int] = []
-        self._cutters = {stream: LineCutter(writer.log, rank, stream) for stream in (Stream.STDOUT, Stream.STDERR)}
-
-    @property
-    def pid(self) -> int:
-        """Process id, 0 before the fork."""
-        return self.process.pid if self.process is not None else 0
-
-    @property
-    def tail(self) -> list[str]:
-        """Its last lines of output: of stderr if there are any, else of stdout."""
-        return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
 
     @property
     def is_gone(self) -> bool:
@@ -129,142 +78,84 @@ class RankRun:
             self.process.let_go()
 
     def terminate(self) -> None:
-        """End a rank that is at work; one that has not been forked yet never will be."""
-        if self.process is None or self.end is not None:
-            return
-        if not self.pid and self._pool is not None:
-            self._pool.discard(self.process)
-            self.process = None
-            return
-        self.process.signal_group(signal.SIGTERM)
-        # A stopped process gets no other signal before it goes on.
-        self.process.signal_group(signal.SIGCONT)
+        """End a rank that is at work; it may still clean up."""
+        if self.process is not None and self.end is None:
+            self.process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it at once."""
         if self.process is not None and self.end is None:
-            self.process.signal_group(signal.SIGKILL)
-
-    def start(self, pool: ForkPool, on_forked: Callable[[RankRun], None]) -> None:
-        """Get a process.
-
-        Raises:
-            OSError: None is to be had.
-        """
-
-        def forked() -> None:
-            # The pool calls this before `take` returns if the rank was forked ahead.
-            if self.process is not None:
-                on_forked(self)
-
-        self._pool = pool
-        process = pool.take(forked, self._ended)
-        self.process = process
-        if process.pid:
-            on_forked(self)
-
-    def assign(self, assignment: dict[str, Any], listener: int | None) -> None:
-        """Hand the rank its work and begin to read it.
-
-        Raises:
-            OSError: It does not take it.
-        """
-        if self.process is None:
-            return
-        self.process.assign(assignment, listener)
-        process = self.process
-        for descriptor, read in (
-            (process.stdout, lambda: self._read_output(Stream.STDOUT, process.stdout)),
-            (process.stderr, lambda: self._read_output(Stream.STDERR, process.stderr)),
-            (process.events, self._read_events),
-            (process.stacks, self._read_stacks),
-            (process.control, self._read_control),
-        ):
-            self._loop.when_readable(descriptor, read)
-            self._watched.append(descriptor)
-        self.state = RankStateName.STARTING
-        self._writer.event(EventKind.RANK, self.rank, state=str(self.state), pid=self.pid, exit_code=None, signal=None)
+            self.process.signal(signal.SIGKILL)
 
     def ask_stacks(self) -> None:
-        """Ask for the stacks; `stacks` and `sample` have the answer a moment later."""
-        self._stacks = b""
-        if self.process is not None and self.received and self.end is None:
-            self.process.signal_leader(STACKS_SIGNAL)
-
-    @property
-    def stacks(self) -> bytes:
-        """The answer to `ask_stacks`; empty if there is none."""
-        return self._stacks
+        """Ask for the stacks; `dump` and `sample` have the answer a moment later."""
+        self.dump = b""
+        if self.process is not None and self._received and self.end is None:
+            self.process.ask_stacks()
 
     def sample(self) -> Sample:
         """What the answer to `ask_stacks` shows."""
-        frames = parse_main_thread(self._stacks)
-        return Sample(frames=frames, cpu_ticks=processes.cpu_ticks(self.pid), moves=self.moves)
+        return Sample(frames=parse_main_thread(self.dump), cpu_ticks=self._ticks, moves=self._moves)
 
-    def _read_output(self, stream: Stream, descriptor: int) -> None:
-        data = rank_process.read_some(descriptor)
-        if data is None:
-            self._forget(descriptor)
-        elif data:
-            self._moved(None)
-            cutter = self._cutters[stream]
-            cutter.feed(data)
-            if not self._bar_due and cutter.show_bar():
-                self._bar_due = True
-                self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
+    def record_end(self, state: RankStateName) -> None:
+        """Write the rank's last event."""
+        self.state = state
+        end = self.end or End()
+        self._writer.event(
+            EventKind.RANK, self.rank, state=str(state), pid=self.pid or None, exit_code=end.exit_code,
+            signal=end.signal,
+        )  # fmt: skip
 
-    def _show_bars(self) -> None:
-        self._bar_due = False
-        held = [cutter.show_bar() for cutter in self._cutters.values()] if self.end is None else []
-        if any(held):
-            self._bar_due = True
-            self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
+    # -- what it does: the methods of `near_rank.Listener` ------------------------------------------------------------
 
-    def _read_events(self) -> None:
-        if self.process is None:
-            return
-        data = rank_process.read_some(self.process.events)
-        if data is None:
-            self._forget(self.process.events)
-        elif data:
-            self._take_events(data)
+    @property
+    def has_room(self) -> bool:
+        """Whether more events may come."""
+        return self._writer.has_room
 
-    def _take_events(self, data: bytes) -> None:
-        whole, _, self._pending_events = (self._pending_events + data).rpartition(b"\n")
-        for event in contract.decode_records(whole):
-            self._moved(event)
+    def forked(self, pid: int) -> None:
+        """It has a process, which has its assignment."""
+        self.pid = pid
+        self._set_state(RankStateName.STARTING)
+
+    def output(self, body: bytes, count: int) -> None:
+        """It has written lines."""
+        self._moved(None)
+        self._writer.lines(self.rank, body, count)
+
+    def events(self, data: bytes) -> None:
+        """It has sent events."""
+        for event in contract.decode_json_lines(data):
+            if event.get("event") != EventKind.USAGE:
+                self._moved(event)
             if event.get("event") != context.ALIVE:
                 self._writer.record(event)
 
-    def _read_stacks(self) -> None:
-        if self.process is None:
-            return
-        data = rank_process.read_some(self.process.stacks)
-        if data is None:
-            self._forget(self.process.stacks)
-        else:
-            self._stacks += data
-
-    def _read_control(self) -> None:
-        messages = self.process.receive() if self.process is not None else None
-        if messages is None:
-            if self.process is not None:
-                self._forget(self.process.control)
-            return
-        for message in messages:
-            self._take_message(message)
-
-    def _take_message(self, message: dict[str, Any]) -> None:
+    def message(self, message: dict[str, Any]) -> None:
+        """It has said something over its control socket."""
         if "received" in message:
-            self.received = True
+            self._received = True
         elif "running" in message:
             self._set_state(RankStateName.RUNNING)
         elif "done" in message and self.done is None:
-            # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
-            self._read_all()
             self.done = message
             error = {} if message["ok"] else {name: message.get(name, "") for name in ("error_type", "error_text")}
             self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
+            self._on_change(self)
+
+    def stacks(self, dump: bytes, cpu_ticks: int) -> None:
+        """The answer to `ask_stacks`."""
+        self.dump, self._ticks = dump, cpu_ticks
+
+    def ended(self, end: End) -> None:
+        """Its process is over."""
+        self.end = end
+        self._on_change(self)
+
+    def outcome_arrived(self) -> None:
+        """Its outcome lies in the job's folder, or will never come."""
+        self.is_held = False
+        if self.end is not None:
             self._on_change(self)
 
     def _set_state(self, state: RankStateName) -> None:
@@ -273,47 +164,6 @@ class RankRun:
         self._writer.event(EventKind.RANK, self.rank, state=str(state), pid=self.pid, exit_code=None, signal=None)
         self._on_change(self)
 
-    def _read_all(self) -> None:
-        """Read what is in the pipes without waiting."""
-        if self.process is None or not self._watched:
-            return
-        for stream, descriptor in ((Stream.STDOUT, self.process.stdout), (Stream.STDERR, self.process.stderr)):
-            if data := rank_process.read_rest(descriptor):
-                self._cutters[stream].feed(data)
-        if data := rank_process.read_rest(self.process.events):
-            self._take_events(data)
-
-    def _ended(self, end: End) -> None:
-        """The process is over, whoever still holds its pipes."""
-        if self.process is not None and self.done is None and self._watched:
-            for message in self.process.receive() or []:
-                self._take_message(message)
-        self._read_all()
-        for cutter in self._cutters.values():
-            cutter.finish()
-        for descriptor in list(self._watched):
-            self._forget(descriptor)
-        self.end = end
-        self._on_change(self)
-
-    def record_end(self, state: RankStateName) -> None:
-        """Write the rank's last event."""
-        self.state = state
-        end = self.end or End()
-        self._writer.event(
-            EventKind.RANK,
-            self.rank,
-            state=str(state),
-            pid=self.pid or None,
-            exit_code=end.exit_code,
-            signal=end.signal,
-        )
-
     def _moved(self, event: dict[str, Any] | None) -> None:
-        self.moves += 1
+        self._moves += 1
         self._on_move(event)
-
-    def _forget(self, descriptor: int) -> None:
-        if descriptor in self._watched:
-            self._watched.remove(descriptor)
-            self._loop.forget(descriptor)

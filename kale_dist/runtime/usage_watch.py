@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kale_dist.contract import EventKind, JobOrder
-from kale_dist.pod_order import PodVariable
+from kale_dist.contract import Order, PodVariable
 from kale_dist.runtime import memory, nvml
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.loop import Loop, Timer
-from kale_dist.runtime.rank_run import RankRun
 
 LOOK_EACH_S = 0.5
 """How soon what was measured is told."""
@@ -39,30 +36,36 @@ class _Measured:
 
 
 class UsageWatch:
-    """Records an event of kind usage for each rank whose use has changed.
+    """Tells the use of each rank of one agent when it has changed.
 
     Memory and GPUs are read in threads of their own: a look at DataLoader workers takes some 35 ms for each GiB that
     they have inherited, and a driver may not answer at all.
 
     Args:
         order: The job.
-        ranks: Those of this agent.
         loop: The agent's loop.
-        writer: The job's files.
+        pids: Gives the process ids of the agent's ranks that live, and their numbers.
+        tell: Called with a rank and the fields of an event of kind usage.
     """
 
-    def __init__(self, order: JobOrder, ranks: Sequence[RankRun], loop: Loop, writer: JobWriter) -> None:
+    def __init__(
+        self,
+        order: Order,
+        loop: asyncio.AbstractEventLoop,
+        pids: Callable[[], Mapping[int, int]],
+        tell: Callable[[int, dict[str, int | str | None]], None],
+    ) -> None:
         self._order = order
-        self._ranks = ranks
         self._loop = loop
-        self._writer = writer
+        self._ranks = pids
+        self._say = tell
         self._node = _node(os.environ)
         self._environment = dict(order.process.environment) if order.process is not None else dict(os.environ)
         self._gpus = nvml.GpuWatch()
         self._pids: tuple[int, ...] = ()
         self._measured: dict[int, _Measured] = {}
         self._told: dict[int, dict[str, int | str | None]] = {}
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -95,7 +98,7 @@ class UsageWatch:
 
     def _look(self) -> None:
         gpus, measured = self._gpus.latest, self._measured
-        ranks = {rank.pid: rank.rank for rank in self._ranks if rank.pid and rank.end is None}
+        ranks = self._ranks()
         self._pids = tuple(ranks)
         for pid, rank in ranks.items():
             seen = measured.get(pid)
@@ -105,7 +108,7 @@ class UsageWatch:
         self._timer = self._loop.call_later(LOOK_EACH_S, self._look)
 
     def _describe(self, rank: int, seen: _Measured, gpus: Sequence[nvml.Gpu]) -> dict[str, int | str | None]:
-        local_rank = rank - self._order.first_rank
+        local_rank = rank % self._order.processes_per_agent
         assigned = nvml.assigned_gpu(gpus, self._environment, local_rank) if self._order.cuda else None
         gpu = nvml.use_of(gpus, seen.members, assigned)
         return {
@@ -121,7 +124,7 @@ class UsageWatch:
         before = self._told.get(rank)
         if before is None or any(_differs(name, before[name], value) for name, value in now.items()):
             self._told[rank] = now
-            self._writer.event(EventKind.USAGE, rank, **now)
+            self._say(rank, now)
 
 
 def _node(environment: Mapping[str, str]) -> str | None:

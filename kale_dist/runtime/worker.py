@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from kale_dist import contract
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import JobFiles, JobOrder
+from kale_dist.contract import Assignment, JobFiles
 from kale_dist.errors import ContractError
 from kale_dist.runtime import context, process_state, sources
 from kale_dist.runtime.references import References
@@ -61,23 +61,20 @@ def run(descriptors: Descriptors) -> NoReturn:
         os._exit(0)
     control.say({"received": True})
     assignment, listener = received
-    order = JobOrder.from_json(assignment["order"])
-    rank = assignment["rank"]
-    code = _carry_out(control, descriptors.events, order, rank, assignment, listener)
+    code = _carry_out(control, descriptors.events, assignment, listener)
     _end(code)
 
 
-def _carry_out(
-    control: _Control, events: int, order: JobOrder, rank: int, assignment: dict[str, Any], listener: int | None
-) -> int:
+def _carry_out(control: _Control, events: int, assignment: Assignment, listener: int | None) -> int:
     """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
     from kale_dist.runtime import group, loading, outcome
 
+    order, rank, attempt = assignment.order, assignment.rank, assignment.attempt
     files = JobFiles(order.folder)
     place: dict[str, Any] = {
         "key": bytes.fromhex(order.key),
         "job": order.job,
-        "attempt": order.attempt,
+        "attempt": attempt,
         "rank": rank,
     }
     references = References()
@@ -85,17 +82,17 @@ def _carry_out(
     error: BaseException | None = None
     try:
         try:
-            _settle(order, rank, assignment, events, files)
+            _settle(assignment, events, files)
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
-            kept = group.KeptGroup(order, rank, assignment["port"], listener)
+            kept = group.KeptGroup(assignment, listener)
             control.say({"running": True})
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
-            outcome.write_success(files.outcome(order.attempt, rank), value=value, references=references, **place)
+            outcome.write_success(files.outcome(attempt, rank), value=value, references=references, **place)
         except BaseException as raised:  # noqa: BLE001 - whatever the user's code raises is the outcome
             error = raised
             _print_error(raised)
-            outcome.write_failure(files.outcome(order.attempt, rank), error=raised, references=references, **place)
+            outcome.write_failure(files.outcome(attempt, rank), error=raised, references=references, **place)
     except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
         if error is None:
             error = second
@@ -111,18 +108,18 @@ def _carry_out(
     return 0 if error is None else 1
 
 
-def _settle(order: JobOrder, rank: int, assignment: dict[str, Any], events: int, files: JobFiles) -> None:
+def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
     """All that has to be as it should before anything is unpickled."""
+    order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
     if order.version != contract.VERSION:
         raise ContractError(f"The notebook speaks contract version {order.version}, this worker {contract.VERSION}")
     if order.process is not None:
         process_state.apply(order.process, files.modules)
     else:
         sys.path.insert(0, str(files.modules))
-    process_state.set_torchrun_environment(order, rank, assignment["port"])
-    process_state.set_threads(order)
-    process_state.set_seeds(assignment["seed"] + rank)
-    local_rank = rank - order.first_rank
+    process_state.set_torchrun_environment(assignment)
+    process_state.set_threads(assignment)
+    process_state.set_seeds(assignment.seed + rank)
     device = "cpu"
     if order.cuda:
         import torch
@@ -138,10 +135,10 @@ def _settle(order: JobOrder, rank: int, assignment: dict[str, Any], events: int,
         rank=rank,
         local_rank=local_rank,
         world_size=order.world_size,
-        local_world_size=order.local_world_size,
+        local_world_size=assignment.local_world_size,
         device=device,
         job=order.job,
-        attempt=order.attempt,
+        attempt=assignment.attempt,
         max_restarts=order.max_restarts,
         in_job=True,
         folder=files.folder,
@@ -166,7 +163,7 @@ class _Control:
         self._socket = socket.socket(fileno=descriptor)
         self._pending = b""
 
-    def receive_assignment(self) -> tuple[dict[str, Any], int | None] | None:
+    def receive_assignment(self) -> tuple[Assignment, int | None] | None:
         """The assignment and, for rank 0, the descriptor its store listens on. None if the agent has no use for us."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
         while data and not data.endswith(b"\n"):
@@ -174,12 +171,12 @@ class _Control:
             data = data + more if more else b""
         if not data:
             return None
-        return json.loads(data), (descriptors[0] if descriptors else None)
+        return Assignment.from_json(json.loads(data)), (descriptors[0] if descriptors else None)
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the agent. Without an agent this process is about to be killed."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(contract.encode_record(message))
+            self._socket.sendall(contract.encode_json(message))
 
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone."""

@@ -11,7 +11,8 @@ from typing import Any
 from kale_dist import contract
 from kale_dist.backends.agent_client import AgentClient
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles, JobOrder, LogLine, StateName
+from kale_dist.contract import EventKind, JobFiles, LogLine, Order, StateName
+from kale_dist.following.reader import LogReader
 from kale_dist.runtime import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.process import capture_process
@@ -22,14 +23,14 @@ FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 class RunningJob:
     """A job in a folder, read as everybody else would read it."""
 
-    def __init__(self, order: JobOrder) -> None:
+    def __init__(self, order: Order) -> None:
         self.order = order
         self.files = JobFiles(order.folder)
 
     def events(self, kind: EventKind | None = None) -> list[dict[str, Any]]:
         if not self.files.events.exists():
             return []
-        found = contract.decode_records(self.files.events.read_bytes())
+        found = contract.decode_json_lines(self.files.events.read_bytes())
         return [event for event in found if kind is None or event["event"] == kind]
 
     def state(self) -> dict[str, Any]:
@@ -50,8 +51,7 @@ class RunningJob:
     def log(self) -> list[LogLine]:
         if not self.files.log.exists():
             return []
-        *whole, _ = self.files.log.read_bytes().split(b"\n")
-        return [contract.parse_line(line) for line in whole]
+        return list(LogReader(self.files).read())
 
     def log_text(self, rank: int | None = None) -> str:
         return "\n".join(line.text for line in self.log() if rank is None or line.rank == rank)
@@ -78,15 +78,15 @@ class Jobs:
         self.client = client
         self.store = FolderStore(root / "blobs")
 
-    def order(self, function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> JobOrder:
+    def order(self, function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> Order:
         name = options.pop("job", f"t-{secrets.token_hex(4)}")
         folder = self.root / "jobs" / name
         folder.mkdir(parents=True, mode=0o700)
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__).snapshot.digest
-        return JobOrder(
+        return Order(
             job=name,
             world_size=ranks,
-            local_world_size=ranks,
+            processes_per_agent=ranks,
             folder=str(folder),
             store=str(self.store.root),
             snapshot=snapshot,

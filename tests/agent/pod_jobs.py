@@ -16,14 +16,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist import contract, transport
-from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles
-from kale_dist.pod_order import InputFiles, PodOrder, PodVariable, Source
+from kale_dist import contract
+from kale_dist.blobs import FolderStore, pack_blobs
+from kale_dist.contract import (
+    BlockReader,
+    EventBlock,
+    EventKind,
+    Foreign,
+    InputFiles,
+    JobFiles,
+    Order,
+    OutcomePart,
+    PodVariable,
+    Record,
+    Source,
+)
 from kale_dist.runtime import outcome
-from kale_dist.runtime.pod_site import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE
+from kale_dist.runtime.pod import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE
 from kale_dist.snapshot.capture import capture
-from kale_dist.transport import EventItem, FrameReader, Line, OutcomeItem, Plain
 
 
 def free_ports() -> int:
@@ -41,7 +51,7 @@ def free_ports() -> int:
 class Pod:
     """One pod's process and what it has written."""
 
-    def __init__(self, number: int, folder: pathlib.Path, key: bytes, job: PodJob, environment: dict[str, str]) -> None:
+    def __init__(self, number: int, folder: pathlib.Path, job: PodJob, environment: dict[str, str]) -> None:
         self.number = number
         self.folder = folder
         self.address = f"127.0.0.{number + 1}"
@@ -64,13 +74,13 @@ class Pod:
             stdout=subprocess.PIPE,
             cwd=folder,
         )
-        self._reader = FrameReader(key, number)
+        self._reader = BlockReader()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         while data := os.read(self.process.stdout.fileno(), 1 << 16):
-            self.items.extend(self._reader.feed_block(data))
+            self.items.extend(self._reader.feed(data))
 
     def end(self, timeout_s: float = 60.0) -> int:
         """Wait for the end of the process and of its output; the exit code."""
@@ -81,9 +91,9 @@ class Pod:
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """A signed request to the pod's server."""
         digest = "" if method != "POST" else contract_digest(body or b"")
-        headers = {transport.MAC_HEADER: transport.sign_request(self.job.key, method, path, digest)}
+        headers = {contract.MAC_HEADER: contract.sign_request(self.job.key, method, path, digest)}
         if method == "PUT":
-            headers[transport.SIZE_HEADER] = str(len(body))
+            headers[contract.SIZE_HEADER] = str(len(body))
         peer = http.client.HTTPConnection(self.address, self.job.order.port + 2, timeout=30)
         try:
             peer.request(method, path, body, headers)
@@ -97,7 +107,7 @@ class Pod:
         return json.loads(self.termination_log.read_bytes())
 
     def pids(self) -> dict[int, int]:
-        found = [item.event for item in self.items if isinstance(item, EventItem)]
+        found = [item.event for item in self.items if isinstance(item, EventBlock)]
         return {event["rank"]: event["pid"] for event in found if event["event"] == "rank" and event["pid"]}
 
 
@@ -120,16 +130,16 @@ class PodJob:
         self.key = secrets.token_bytes(32)
         self.input = InputFiles(self.root / "input")
         values: dict[str, Any] = {
-            "job": self.root.name, "world_size": ranks, "processes_per_pod": 1, "head": "127.0.0.1",
+            "job": self.root.name, "world_size": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
             "collect_wait_s": 20.0, "stall_warn_s": None,
         }  # fmt: skip
-        self.order = PodOrder(**values | options)
+        self.order = Order(**values | options)
         self.pods: list[Pod] = []
 
     @property
     def number_of_pods(self) -> int:
-        return -(-self.order.world_size // self.order.processes_per_pod)
+        return -(-self.order.world_size // self.order.processes_per_agent)
 
     def put_input(self) -> PodJob:
         """What the Secret would bring, all at once."""
@@ -139,12 +149,12 @@ class PodJob:
         files.key.write_bytes(self.key)
         files.order.write_text(json.dumps(self.order.to_json()))
         if self.order.source is Source.INPUT:
-            files.snapshot.write_bytes(transport.pack_blobs(self.store, self.order.blobs))
+            files.snapshot.write_bytes(pack_blobs(self.store, self.order.blobs))
         parts.rename(self.input.folder)
         return self
 
-    def start(self, number: int, key: bytes | None = None, **environment: str) -> Pod:
-        pod = Pod(number, self.root / f"pod-{number}-{len(self.pods)}", key or self.key, self, environment)
+    def start(self, number: int, **environment: str) -> Pod:
+        pod = Pod(number, self.root / f"pod-{number}-{len(self.pods)}", self, environment)
         self.pods.append(pod)
         return pod
 
@@ -170,19 +180,20 @@ class PodJob:
         return [item for pod in self.pods for item in pod.items if isinstance(item, kind)]
 
     def events(self, kind: EventKind) -> list[dict[str, Any]]:
-        return [item.event for item in self.items(EventItem) if item.event["event"] == kind]
+        return [item.event for item in self.items(EventBlock) if item.event["event"] == kind]
 
     def state(self) -> dict[str, Any]:
         states = self.events(EventKind.STATE)
         return states[-1] if states else {"state": "pending"}
 
     def text(self) -> str:
-        return "\n".join(str(contract.parse_line(item.framed)) for item in self.items(Line))
+        return "\n".join(str(line) for item in self.items(Record) for line in item.lines())
 
     def outcome(self, rank: int, attempt: int = 0) -> outcome.Outcome:
-        """From the frames; as a notebook that has only the pods' logs reads it."""
-        (item,) = [item for item in self.items(OutcomeItem) if (item.rank, item.attempt) == (rank, attempt)]
-        return self.read_outcome(rank, item.data, attempt)
+        """From the head's stdout; as a notebook without a connection reads it."""
+        parts = [item for item in self.items(OutcomePart) if (item.rank, item.attempt) == (rank, attempt)]
+        assert [part.index for part in parts] == list(range(parts[0].count))
+        return self.read_outcome(rank, b"".join(part.data for part in parts), attempt)
 
     def read_outcome(self, rank: int, data: bytes, attempt: int = 0) -> outcome.Outcome:
         path = JobFiles(self.root).outcome(attempt, rank)
@@ -197,7 +208,7 @@ class PodJob:
             if found := condition():
                 return found
             time.sleep(0.02)
-        plain = [item.text for item in self.items(Plain)]
+        plain = [item.text for item in self.items(Foreign)]
         raise AssertionError(f"not in {timeout_s} s; state: {self.state()}; log: {self.text()}; plain: {plain}")
 
     def until_running(self) -> None:

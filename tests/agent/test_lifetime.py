@@ -45,11 +45,11 @@ def start_kernel(root, *, detach, seconds):
 
 
 def read_job(root):
-    from kale_dist.contract import JobOrder
+    from kale_dist.contract import Order
 
     return RunningJob(
-        JobOrder(
-            job="one", world_size=2, local_world_size=2, folder=str(root / "jobs/one"), store="", snapshot="", key=""
+        Order(
+            job="one", world_size=2, processes_per_agent=2, folder=str(root / "jobs/one"), store="", snapshot="", key=""
         )
     )
 

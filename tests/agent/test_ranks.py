@@ -135,7 +135,7 @@ def test_output_of_python_c_and_children_in_whole_lines(jobs):
     job.wait()
     lines = [(line.stream.value, line.text) for line in job.log()]
     assert sorted(lines) == sorted(
-        [("o", "from C"), ("o", "from a child"), ("e", "from stderr"), ("e", "no end"), ("o", "\\xff\x00raw")]
+        [("|", "from C"), ("|", "from a child"), ("!", "from stderr"), ("!", "no end"), ("|", "\\xff\\x00raw")]
     )
     assert [line.sequence for line in job.log()] == list(range(5))
 
@@ -187,7 +187,7 @@ def test_reports_and_progress_of_every_rank(jobs):
         "event": "metrics", "time": 0, "rank": 0, "attempt": 0, "values": {"loss": 0.5}, "source": "report", "epoch": 1,
     }  # fmt: skip
     assert job.events(EventKind.PROGRESS) == []
-    (progress,) = contract.decode_records(job.files.progress.read_bytes())
+    (progress,) = contract.decode_json_lines(job.files.progress.read_bytes())
     assert {rank: progress[rank]["step"] for rank in "01"} == {"0": 100, "1": 100}
 
 

@@ -39,4 +39,4 @@ def test_usage_goes_through_the_logs_of_pods_into_the_folder_of_the_job(tmp_path
     kept = json.loads(files.progress.read_bytes())
     last = {f"usage {item.event['rank']}": item.event for item in told}
     assert kept == last
-    assert not [event for event in contract.decode_records(files.events.read_bytes()) if event["event"] == "usage"]
+    assert not [event for event in contract.decode_json_lines(files.events.read_bytes()) if event["event"] == "usage"]

@@ -7,16 +7,9 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.manifests.settings import ATTEMPT_ANNOTATION
-
-JOB_LABEL = "training.kubeflow.org/job-name"
-_TYPE_LABEL = "training.kubeflow.org/replica-type"
-_INDEX_LABEL = "training.kubeflow.org/replica-index"
+from kale_dist.manifests.settings import CONTAINER, REPLICA_INDEX_LABEL, REPLICA_TYPE_LABEL
 
 _NOTHING: Mapping[str, Any] = {}
-
-MAIN = "pytorch"
-"""Name of the container that runs the agent; the operator demands it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +49,6 @@ class PodView:
     """Within its replica type."""
     owner: str = ""
     """UID of its PyTorchJob."""
-    attempt: int = 0
-    """The first one that it makes, where pods before it were lost."""
     created: float = 0.0
     """Seconds since 1970."""
     phase: str = "Pending"
@@ -70,9 +61,9 @@ class PodView:
     disruption: str = ""
     """Why the cluster ends it, in the cluster's words: `Reason: message`."""
     is_ending: bool = False
-    """Whether somebody has deleted it; its processes may run on for their grace period."""
+    """Whether it is being deleted; its processes may run on for their grace period."""
     is_gone: bool = False
-    """Whether it was deleted and is no longer there; the rest is as last seen."""
+    """Whether it no longer exists; the rest is as last seen."""
     containers: tuple[ContainerView, ...] = ()
     claims: tuple[str, ...] = ()
     """Names of the claims it mounts."""
@@ -80,7 +71,7 @@ class PodView:
     @property
     def main(self) -> ContainerView:
         """The agent's container."""
-        return next((item for item in self.containers if item.name == MAIN), ContainerView(name=MAIN))
+        return next((item for item in self.containers if item.name == CONTAINER), ContainerView(name=CONTAINER))
 
     @property
     def is_running(self) -> bool:
@@ -141,15 +132,15 @@ class JobView:
     events: tuple[EventView, ...] = ()
     """About the job, its pods and their claims; oldest first."""
     nodes: tuple[NodeView, ...] | None = None
-    """None where they were not asked for, or nobody may list them."""
+    """None where they were not asked for, or may not be listed."""
     is_deleted: bool = False
     """Whether the PyTorchJob is known to be gone."""
     healthy: bool = True
     """Whether this is up to date."""
     problem: str = ""
     """Why it is not, in a sentence."""
-    degraded: tuple[str, ...] = ()
-    """What cannot be seen with the user's rights, and what that costs; a sentence each."""
+    lacks_events: bool = False
+    """Whether this user may not read events, so that it cannot be said why pods are refused."""
 
     @property
     def latest_pods(self) -> tuple[PodView, ...]:
@@ -162,26 +153,19 @@ class JobView:
         return pod.index + (1 if has_master and pod.replica_type != "master" else 0)
 
 
-def attempt_of(data: Mapping[str, Any]) -> int:
-    """The first attempt that a pod makes, or the pods of a PyTorchJob; 0 for those that a job begins with."""
-    said = ((data.get("metadata") or {}).get("annotations") or {}).get(ATTEMPT_ANNOTATION, "")
-    return int(said) if said.isdecimal() else 0
-
-
 def pod_view(data: Mapping[str, Any]) -> PodView:
     """A pod of the API."""
     meta, spec, status = data["metadata"], data.get("spec") or {}, data.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {item["type"]: item for item in status.get("conditions") or ()}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
-    index = labels.get(_INDEX_LABEL, "0")
+    index = labels.get(REPLICA_INDEX_LABEL, "0")
     return PodView(
         uid=meta.get("uid", ""),
         name=meta["name"],
-        replica_type=labels.get(_TYPE_LABEL, "worker").lower(),
+        replica_type=labels.get(REPLICA_TYPE_LABEL, "worker").lower(),
         index=int(index) if index.isdigit() else 0,
         owner=next((item["uid"] for item in meta.get("ownerReferences") or () if item.get("controller")), ""),
-        attempt=attempt_of(data),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",

@@ -1,0 +1,1 @@
+"""What is wrong, in one sentence with a remedy: `table` holds every fact once, `api` and `pods` recognise them."""

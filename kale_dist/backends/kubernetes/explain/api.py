@@ -1,0 +1,127 @@
+"""From an exception of a request to the error that tells a user what happened and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+from kale_dist.backends.kubernetes import roles
+from kale_dist.backends.kubernetes.explain import table
+from kale_dist.backends.kubernetes.explain.sentences import Found, cut, tell
+from kale_dist.backends.kubernetes.explain.table import Seen
+from kale_dist.errors import BackendError
+
+FORBIDDEN = HTTPStatus.FORBIDDEN.value
+NOT_FOUND = HTTPStatus.NOT_FOUND.value
+CONFLICT = HTTPStatus.CONFLICT.value
+JOBS = "pytorchjobs"
+_SHOWN = 600
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Doing:
+    """What was asked of the cluster."""
+
+    verb: str
+    """As RBAC has it, such as `create`."""
+    resource: str
+    """Plural, with its subresource: `pods/log`. With the verb `reach`, the server's URL."""
+    namespace: str = ""
+    """Empty for what is asked of all namespaces."""
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Such as `create pytorchjobs/train-net in the namespace 'team-a'`."""
+        if self.verb == "reach":
+            return f"reach {self.resource}"
+        whole, _, part = self.resource.partition("/")
+        thing = f"{whole}/{self.name}" if self.name else whole
+        everywhere = "" if self.name else " in all namespaces"
+        where = f" in the namespace {self.namespace!r}" if self.namespace else everywhere
+        return f"{self.verb} {thing}{f' ({part})' if part else ''}{where}"
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status in an error, or in what caused it; 0 if no server answered."""
+    status = getattr(error, "status", None) or getattr(error, "status_code", None)
+    if isinstance(status, int) and status:
+        return int(status)
+    return 0
+
+
+def explain(error: BaseException, doing: Doing) -> BackendError:
+    """The error to raise.
+
+    Args:
+        error: From the kubernetes client, urllib3, websocket-client or the operating system.
+        doing: What was asked.
+    """
+    if isinstance(error, BackendError):
+        return error
+    found = look_up(error, doing)
+    return found.entry.error(f"Cannot {doing}: {found.words}. {found.trouble.remedy}", found.trouble.heals)
+
+
+def look_up(error: BaseException, doing: Doing) -> Found:
+    """What the table says of an error."""
+    facts = {"namespace": doing.namespace, "name": doing.name, "job": doing.name, "resource": doing.resource}
+    status = status_of(error)
+    if not status:
+        chain = tuple(_chain(error))
+        names = " ".join(dict.fromkeys(kind.__name__ for link in chain for kind in type(link).__mro__[:-2]))
+        last = cut(str(chain[-1]), _SHOWN) or type(chain[-1]).__name__
+        matched = table.match(Seen.CONNECTION, f"{names}: {' '.join(map(str, chain))}")
+        return tell((matched or (table.named("no-answer"), {}))[0], {**facts, "detail": last})
+    message, reason, fields, retry_after = _answer(error)
+    matched = table.match(Seen.API, f"{status} {doing.verb} {doing.resource} {reason}: {message}")
+    entry, groups = matched or (table.named("answer"), {})
+    facts |= {
+        "detail": cut(fields if entry.name == "invalid" and fields else message or "no reason is given", _SHOWN),
+        "status": str(status),
+        "retry_after": f"in {retry_after} s" if retry_after else "in a moment",
+        **{name: cut(value, _SHOWN) for name, value in groups.items()},
+    }
+    if entry.name == "rights":
+        facts |= _rights(groups, doing)
+    return tell(entry, facts)
+
+
+def _rights(groups: dict[str, str], doing: Doing) -> dict[str, str]:
+    """A Role that grants all that this library needs: otherwise one refusal would follow the other."""
+    group = "kubeflow.org" if groups["resource"] == JOBS else ""
+    denied = roles.Right(group=group, resource=groups["resource"], verbs=(groups["verb"],), without="")
+    where = f"in the namespace {doing.namespace!r}" if doing.namespace else "in all namespaces"
+    return {"role": roles.role_yaml(doing.namespace, groups["user"], (*roles.RIGHTS, denied)), "where": where}
+
+
+def _answer(error: BaseException) -> tuple[str, str, str, str]:
+    """Message, reason, fields that are wrong, and seconds after which to try again, from whichever library's error."""
+    body = getattr(error, "body", None) or getattr(error, "resp_body", None) or b""
+    text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body)
+    headers = getattr(error, "headers", None) or getattr(error, "resp_headers", None) or {}
+    retry_after = str(next((value for name, value in headers.items() if name.lower() == "retry-after"), ""))
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict) or said.get("kind") != "Status":
+        return text.strip() or str(getattr(error, "reason", "")), "", "", retry_after
+    details: dict[str, Any] = said.get("details") or {}
+    causes = ((cause.get("field", ""), cause.get("message", "")) for cause in details.get("causes") or ())
+    fields = "; ".join(f"{field}: {what}" for field, what in causes if field)
+    retry_after = retry_after or str(details.get("retryAfterSeconds") or "")
+    return said.get("message") or "", said.get("reason") or "", fields, retry_after
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what lies behind it, the first cause last."""
+    link: BaseException | None = error
+    for _ in range(10):
+        if link is None:
+            return
+        yield link
+        reason = getattr(link, "reason", None)
+        link = reason if isinstance(reason, BaseException) else link.__cause__ or link.__context__

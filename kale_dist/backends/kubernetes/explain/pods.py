@@ -1,0 +1,262 @@
+"""From what the cluster says of a job and its pods to sentences with remedies. Pure; the sentences are in `table`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kale_dist import quantities
+from kale_dist.backends.kubernetes.explain import table
+from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, tell, without_repetition
+from kale_dist.backends.kubernetes.explain.table import Seen
+from kale_dist.backends.kubernetes.views import ContainerView, JobView, PodView
+from kale_dist.manifests.settings import CONTAINER
+
+_GAVE_UP = 70
+"""Exit code of an agent that could not begin, as `runtime.termination` has it."""
+
+_TOLD_TO_END = (137, 143)
+"""Exit codes of a container whose pod is deleted: SIGTERM, and SIGKILL after the grace period."""
+
+_INIT = "init-pytorch"
+_SCHEDULER_SAYS = re.compile(r"^\w+: \d+/(?P<all>\d+) nodes? (is|are) available: (?P<groups>.*?)(\. |\.?$)", re.DOTALL)
+_WORDS = (
+    (re.compile(r"Insufficient (\S+)"), r"too little free \1"),
+    (re.compile(r"node\(s\) had untolerated taint(\(s\))?( \{(?P<taint>.*?)\})?"), r"a taint that the pod does not tolerate"),
+    (re.compile(r"node\(s\) didn't match Pod's node affinity(/selector)?"), "other labels than asked for"),
+    (re.compile(r"node\(s\) (didn't match PersistentVolume's node affinity|had volume node affinity conflict)"),
+     "no way to the volume"),
+    (re.compile(r"node\(s\) were unschedulable"), "been closed"),
+    (re.compile(r"node\(s\) unavailable due to PersistentVolumeClaim with ReadWriteOncePod.*"), "another pod with the claim"),
+    (re.compile(r"Too many pods"), "as many pods as it can hold"),
+)  # fmt: skip
+"""The scheduler's words for a group of nodes, and what follows "n has" or "n have" in ours."""
+
+
+def hindrance(pod: PodView, view: JobView) -> Found | None:
+    """What keeps a pod from running; None if nothing is known to, or if it runs or has ended."""
+    if pod.has_ended or pod.is_running:
+        return None
+    if pod.scheduling and not pod.node:
+        return _match(Seen.SCHEDULING, pod.scheduling, pod, view, _scheduling_facts(pod))
+    for container in pod.containers:
+        said = f"{container.reason}: {container.message}"
+        if container.is_init and container.state == "running" and container.name == _INIT:
+            return _named("waits-for-master", pod, view, container=container)
+        if (
+            container.state == "terminated"
+            and (container.is_init or container.name == CONTAINER)
+            and container.exit_code
+        ):
+            # The pause before another start begins a little later.
+            found = _match(Seen.ENDED, said, pod, view, container=container)
+            return found if found is not None and not container.is_init else None
+        if container.state == "waiting":
+            pulling = _last_event(pod, view, "Failed") if container.reason == "ImagePullBackOff" else ""
+            found = _match(Seen.WAITING, f"{said} {pulling}", pod, view, container=container)
+            if found is not None:
+                return found
+    said = _last_event(pod, view)
+    return _match(Seen.POD_EVENT, said, pod, view, {"detail": detail(said)}) if said else None
+
+
+def progress(pod: PodView, view: JobView) -> str:
+    """What a pod without a hindrance does before it runs, as a sentence without its full stop."""
+    if not pod.node:
+        return f"Pod {pod.name} waits for a node"
+    mine = [event for event in view.events if event.object_uid == pod.uid]
+    last = max(mine, key=lambda event: event.time, default=None)
+    if last is not None and last.reason == "Pulling":
+        return f"Pod {pod.name} pulls the image {pod.main.image} on node {pod.node}"
+    return f"Pod {pod.name} is being prepared on node {pod.node}"
+
+
+def end(pod: PodView, view: JobView) -> Found | None:
+    """Why a pod has failed; None if it has not."""
+    main = pod.main
+    said = f"{pod.reason}: {pod.message}"
+    if pod.disruption and (found := _match(Seen.DISRUPTION, pod.disruption, pod, view)):
+        return found if pod.has_ended else None
+    # Before the containers: they only know of a signal.
+    if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, said, pod, view, {"detail": detail(said)})):
+        return found
+    for container in pod.containers:
+        if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
+            name = "init-gave-up" if container.name == _INIT else "init-failed"
+            return _match_end(container, pod, view) or _named(name, pod, view, container=container)
+    if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and told(pod) is None:
+        return _named("pod-deleted", pod, view)
+    if main.exit_code == _GAVE_UP and main.message and told(pod) is None:
+        return _named("agent-gave-up", pod, view, {"said": cut(main.message.removeprefix("kale_dist: "))})
+    if main.state == "terminated" and main.exit_code:
+        return _match_end(main, pod, view) or _named("ended", pod, view, container=main)
+    if pod.is_gone and pod.has_started and not main.exit_code == 0:  # noqa: SIM201 - None is not an end without fault
+        return _named("pod-deleted", pod, view)
+    if pod.phase == "Failed":
+        return _match(Seen.POD, said, pod, view, {"detail": detail(said) or "no reason is given"})
+    return None
+
+
+def told(pod: PodView | None) -> dict[str, Any] | None:
+    """What an agent has left in its container's termination message, if that is the verdict of a job."""
+    text = "" if pod is None else pod.main.message
+    try:
+        said = json.loads(text) if text.startswith("{") else None
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and "state" in said else None
+
+
+def refusal(view: JobView, expected: int) -> Found | None:
+    """Why the operator has not made all pods of the job; None if it has, or if no event says why."""
+    there = [pod for pod in view.latest_pods if not pod.is_gone]
+    uid = ((view.job or {}).get("metadata") or {}).get("uid", "")
+    events = [
+        event for event in view.events
+        if event.object_uid == uid and event.is_warning and "FailedCreate" in event.reason
+    ]  # fmt: skip
+    if len(there) >= expected or not events:
+        return None
+    said = without_repetition(events[-1].message)
+    name = re.search(r'(?:pods|services) "([^"]+)"', said)
+    rest = expected - len(there)
+    what = f"pod {name[1]}" if name else "the job's pod" if expected == 1 else f"{rest} of {expected} pods"
+    found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {said}")
+    if found is None:
+        return None
+    facts = {"namespace": view.namespace, "job": view.name, "detail": cut(said)}
+    return tell(found[0], facts | _cut(found[1]), prefix=f"{what} cannot be made: ")
+
+
+def sidecar(pod: PodView, view: JobView) -> Found | None:
+    """What keeps a pod alive whose ranks have ended."""
+    if pod.is_gone or pod.phase in ("Succeeded", "Failed") or pod.main.state != "terminated":
+        return None
+    others = [item.name for item in pod.containers if item.name != CONTAINER and item.state == "running"]
+    return _named("sidecar", pod, view, {"sidecar": " and ".join(others)}) if others else None
+
+
+def of_job(name: str, view: JobView, facts: Mapping[str, str] | None = None) -> Found:
+    """A trouble of the whole job by its name in the table."""
+    return _named(name, None, view, facts)
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _match(
+    seen: Seen,
+    said: str,
+    pod: PodView,
+    view: JobView,
+    facts: Mapping[str, str] | None = None,
+    container: ContainerView | None = None,
+) -> Found | None:
+    found = table.match(seen, said, "" if container is None else container.name)
+    if found is None:
+        return None
+    entry, groups = found
+    wanted = _resource_facts(groups["resource"], pod, view) if "resource" in groups else {}
+    return tell(entry, _pod_facts(pod, view, container) | _cut(groups | dict(facts or {})) | wanted)
+
+
+def _match_end(container: ContainerView, pod: PodView, view: JobView) -> Found | None:
+    return _match(Seen.ENDED, f"{container.reason}: {container.message}", pod, view, container=container)
+
+
+def _named(
+    name: str,
+    pod: PodView | None,
+    view: JobView,
+    facts: Mapping[str, str] | None = None,
+    container: ContainerView | None = None,
+) -> Found:
+    known = {"namespace": view.namespace, "job": view.name} if pod is None else _pod_facts(pod, view, container)
+    return tell(table.named(name), known | _cut(facts or {}))
+
+
+def _cut(facts: Mapping[str, str]) -> dict[str, str]:
+    return {name: cut(value) for name, value in facts.items()}
+
+
+def _pod_facts(pod: PodView, view: JobView, container: ContainerView | None) -> dict[str, str]:
+    container = pod.main if container is None else container
+    about_claims = [event for event in view.events if event.kind == "PersistentVolumeClaim" and event.is_warning]
+    last = container.last_message or (container.message if container.exit_code is not None else "")
+    exit_code = container.exit_code if container.exit_code is not None else container.last_exit_code
+    return {
+        "namespace": view.namespace,
+        "job": view.name,
+        "pod": f"pod {pod.name}",
+        "pod_name": pod.name,
+        "node": pod.node or "of an unknown name",
+        "container": container.name,
+        "image": container.image,
+        "claims": " or ".join(pod.claims) or "of an unknown name",
+        "claim_said": f" ({cut(about_claims[-1].message)})" if about_claims else "",
+        "memory_limit": dict(container.limits).get("memory", "the node's whole memory"),
+        "restarts": str(container.restarts),
+        "last_exit": _exit(exit_code),
+        "exit": _exit(container.exit_code),
+        "last_said": f"; it said: {_last_line(last)}" if last else "",
+        "disruption": pod.disruption.partition(":")[0],
+        "detail": detail(f"{container.reason}: {container.message}"),
+        "cluster_has": "",
+        "nodes": "",
+    }
+
+
+def _exit(code: int | None) -> str:
+    if code is None:
+        return "an unknown exit code"
+    # A shell and the container runtime say so of a process that a signal ended.
+    signals = {
+        128 + number: name for number, name in ((6, "SIGABRT"), (9, "SIGKILL"), (11, "SIGSEGV"), (15, "SIGTERM"))
+    }
+    return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
+
+
+def _scheduling_facts(pod: PodView) -> dict[str, str]:
+    """The scheduler's message in words, without its second half, which is about preemption."""
+    found = _SCHEDULER_SAYS.match(pod.scheduling)
+    if found is None:
+        return {"nodes": detail(pod.scheduling)}
+    parts = []
+    for group in found["groups"].split(", "):
+        count, _, rest = group.partition(" ")
+        for words, ours in _WORDS:
+            if count.isdigit() and (said := words.match(rest)):
+                parts.append(f"{count} {'has' if count == '1' else 'have'} {said.expand(ours)}")
+                break
+        else:
+            parts.append(group)
+    return {"nodes": f"of {found['all']} node{'s' * (found['all'] != '1')}, {' and '.join(parts)}"}
+
+
+def _resource_facts(resource: str, pod: PodView, view: JobView) -> dict[str, str]:
+    """How much a pod wants of something, and how much the cluster has."""
+    wanted = dict(pod.main.requests).get(resource) or dict(pod.main.limits).get(resource) or "some"
+    if not view.nodes:
+        return {"wanted": wanted}
+    amounts = [
+        amount for node in view.nodes if (amount := quantities.amount(dict(node.allocatable).get(resource, "0")))
+    ]
+    if not amounts:
+        return {"wanted": wanted, "cluster_has": "; the cluster has none at all"}
+    total, largest = (quantities.amount_text(resource, amount) for amount in (sum(amounts), max(amounts)))
+    return {"wanted": wanted, "cluster_has": f"; the cluster has {total} in all, the largest node {largest}"}
+
+
+def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:
+    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed."""
+    mine = [event for event in view.events if event.object_uid == pod.uid and reason in ("", event.reason)]
+    # What is said in one second has no order; then a warning counts, and not that the pod got its node.
+    last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
+    return f"{last.reason}: {last.message}" if last is not None and last.is_warning else ""
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return cut(lines[-1].strip()) if lines else ""

@@ -1,0 +1,276 @@
+"""The `Backend` protocol for jobs in containers, over a `Place`: a job's folder here, a follower for each unfinished job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kale_dist import records
+from kale_dist.backends.base import JobRef, Place, Plan, RunHandle
+from kale_dist.contract import LogLine
+from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
+from kale_dist.following import reader, verdict
+from kale_dist.following.follower import Follower, handle_of
+from kale_dist.following.reader import JobReader
+from kale_dist.records import Record, Run
+from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
+
+WAIT_S = 0.5
+"""How often a reader of a log looks for lines that another process has copied; its own follower wakes it."""
+
+
+class FollowedBackend:
+    """Runs jobs at a place and follows them. One instance serves a whole process; it is safe to use from threads.
+
+    Args:
+        place: Where containers run.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        """Where containers run."""
+        self._lock = threading.RLock()
+        self._followers: dict[str, Follower] = {}
+        self._readers: dict[str, JobReader] = {}
+        self._listeners: list[Callable[[JobRef], None]] = []
+        self._changed = threading.Condition()
+        self._changes = 0
+
+    @property
+    def name(self) -> str:
+        """The word that `on=` takes."""
+        return self.place.name
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:
+        """Call `callback` from a thread of this backend whenever a job may have changed."""
+        self._listeners.append(callback)
+
+    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
+        """Settle what a specification leaves open, and look whether the job could run."""
+        return self.place.prepare(spec, submit=submit)
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """What would be created."""
+        return self.place.plan(spec)
+
+    def submit(self, plan: Plan, key: bytes) -> JobRef:
+        """Create the job's objects, write the job down, and begin to follow it.
+
+        Raises:
+            JobExistsError: The name is taken, here or at the place.
+            StoreError: The job's folder cannot be written.
+            BackendError: The place cannot be reached or refused.
+        """
+        spec = plan.spec
+        name = f"{spec.cluster.namespace}/{spec.name}" if spec.cluster.namespace else spec.name
+        ref = JobRef(self.name, name)
+        records.create(ref.record_name, key)
+        try:
+            handle = self.place.start(plan, key)
+            try:
+                self._write_record(handle, created=time.time())
+            except BaseException:
+                self.place.remove(handle)
+                raise
+        except BaseException:
+            records.withdraw(ref.record_name)
+            raise
+        self._follow(ref)
+        return ref
+
+    def status(self, ref: JobRef) -> JobStatus:
+        """What heads have said, and what the place says of pods whose agents say nothing (yet)."""
+        job = self._reader(ref)
+        status = job.status()
+        if status.is_final:
+            return status
+        follower = self._follow(ref)
+        return verdict.overlay(
+            status,
+            follower.look,
+            job.record().spec,
+            self.place.noun,
+            activity=follower.activity,
+            problem=follower.problem,
+        )
+
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of all ranks, of those there are only the last `tail`; with `follow` until the job has ended."""
+        job = self._reader(ref)
+        if not job.status().is_final:
+            self._follow(ref)
+        return reader.lines(
+            job.open_log(),
+            ranks,
+            tail,
+            lambda: job.status().is_final,
+            (lambda: self._wait_for_change(ref)) if follow else None,
+        )
+
+    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+        """End a job: its head ends the ranks; where it cannot be reached, its place ends the containers."""
+        if not self._reader(ref).status().is_final:
+            self._follow(ref).cancel(grace_s)
+
+    def delete(self, ref: JobRef) -> None:
+        """End the job and remove every trace of it, at its place and here.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: The place cannot be reached or refused.
+        """
+        record = self._reader(ref).record()
+        with self._lock:
+            follower = self._followers.pop(ref.record_name, None)
+        if follower is not None:
+            follower.stop()
+        for run in records.runs(ref.record_name):
+            self.place.remove(handle_of(self.place, record, run))
+        if follower is not None:
+            follower.join()
+        with self._lock:
+            self._readers.pop(ref.record_name, None)
+        records.delete(ref.record_name)
+        self._tell(ref)
+
+    def list(self) -> Sequence[JobRef]:
+        """Jobs of this user's records, and those of the place, oldest first.
+
+        Where jobs have namespaces, those of the configured one that the place has.
+
+        Raises:
+            BackendError: The place does not answer, and there is no record that could be listed without it.
+        """
+        known = [JobRef.parse(ref) for ref in records.refs(self.name) if "/" not in ref.partition("://")[2]]
+        try:
+            known += [ref for ref in self.place.list(None, {}) if ref not in known]
+        except BackendError:
+            if not known:
+                raise
+        return known
+
+    def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
+        """Jobs of this library at the place, oldest first, from all users."""
+        if namespace is None and not labels:
+            return self.list()
+        return self.place.list(namespace, labels or {})
+
+    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+        """Make a record of a job that was submitted from another machine, or by another user."""
+        self._check(ref)
+        if records.exists(ref.record_name) and not (trust and records.read_key(ref.record_name) is None):
+            return ref
+        handle, key = self.place.adopt(ref, trust=trust)
+        name = handle.ref.record_name
+        if records.exists(name) and (not trust or records.read_key(name) is not None):
+            return handle.ref
+        if records.exists(name):
+            self._forget(handle.ref)
+            records.withdraw(name)
+        with records.keeping_blobs(), contextlib.suppress(JobExistsError):
+            records.create(name, key or b"")
+            self._write_record(handle, created=time.time())
+        return handle.ref
+
+    def fetch(self, ref: JobRef, name: str) -> None:
+        """Bring the checkpoint or an outcome of a job here.
+
+        Raises:
+            StoreError: An ended job's file cannot be had.
+        """
+        ended = self._reader(ref).status().is_final
+        try:
+            came = self._follow(ref).fetch(name)
+        except (BackendError, StoreError):
+            if ended:
+                raise
+            return
+        if ended and not came and name != "checkpoint":
+            raise StoreError(
+                f"{name} of {ref} is not there any more: the job's {self.place.noun}s have ended or are gone"
+            )
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the volumes that jobs can have."""
+        return self.place.volumes()
+
+    def close(self) -> None:
+        """Follow no job any more. They run on."""
+        with self._lock:
+            followers, self._followers = list(self._followers.values()), {}
+        for follower in followers:
+            follower.stop()
+        for follower in followers:
+            follower.join()
+        self.place.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _write_record(self, handle: RunHandle, *, created: float) -> None:
+        name = handle.ref.record_name
+        records.write(
+            Record(
+                ref=str(handle.ref), name=name, created=created, spec=handle.spec, kernel_pid=os.getpid(), detach=True,
+                place=handle.place,
+            )
+        )  # fmt: skip
+        for number in range(1, handle.run + 1):
+            # Of the runs before a job was adopted only their number is known.
+            run = Run(number=number, files=records.files(name).run(number), first_attempt=number - 1)
+            records.write_run(dataclasses.replace(run, object=handle.object) if number == handle.run else run)
+
+    def _follow(self, ref: JobRef) -> Follower:
+        """The follower of a job."""
+        with self._lock:
+            found = self._followers.get(ref.record_name)
+            if found is None or not found.is_alive:
+                found = self._followers[ref.record_name] = Follower(
+                    place=self.place,
+                    record=self._reader(ref).record(),
+                    key=records.read_key(ref.record_name),
+                    on_change=lambda: self._tell(ref),
+                )
+            return found
+
+    def _forget(self, ref: JobRef) -> None:
+        with self._lock:
+            follower = self._followers.pop(ref.record_name, None)
+            self._readers.pop(ref.record_name, None)
+        if follower is not None:
+            follower.stop()
+            follower.join()
+
+    def _reader(self, ref: JobRef) -> JobReader:
+        self._check(ref)
+        with self._lock:
+            found = self._readers.get(ref.record_name)
+            if found is None or not found.exists:
+                self._readers.pop(ref.record_name, None)
+                found = self._readers[ref.record_name] = JobReader(ref.record_name, lambda _: True)
+            return found
+
+    def _check(self, ref: JobRef) -> None:
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
+
+    def _tell(self, ref: JobRef) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+        for callback in tuple(self._listeners):
+            callback(ref)
+
+    def _wait_for_change(self, ref: JobRef) -> None:
+        # A follower that failed (a full disk) is made again.
+        with contextlib.suppress(JobNotFoundError):
+            self._follow(ref)
+        with self._changed:
+            seen = self._changes
+            self._changed.wait_for(lambda: self._changes != seen, WAIT_S)

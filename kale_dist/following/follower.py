@@ -1,0 +1,619 @@
+"""Follows one unfinished job from this process: copies what its heads say, decides how it ended, starts its next run.
+
+All that is learnt goes into the job's folder on this machine, so that every reader of a job reads files. One process
+follows a job at a time (a lock in its folder); the others read, and one of them takes over when that one ends.
+
+A head's UID is the run. A run that lost pods through no fault of the job is followed by another one, from the last
+checkpoint, as long as `max_restarts` allows it; a suspended run by one that costs nothing. The next run's object is named
+`<name>-2`: if that name is taken, the follower of another machine was first, and its run is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import getpass
+import socket
+import threading
+from collections.abc import Callable
+from typing import TextIO
+
+from kale_dist import records
+from kale_dist.backends.base import JobRef, Look, Part, Place, RunHandle
+from kale_dist.contract import EventKind, FailureCause, JobFiles, StateName
+from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
+from kale_dist.following.client import HeadClient
+from kale_dist.following.copy import RunCopy
+from kale_dist.following.head_reader import Clock, HeadReader
+from kale_dist.following.reader import JobReader
+from kale_dist.following.verdict import Verdict, closing_events, judge, judge_part, judge_trouble, lost_part
+from kale_dist.records import Record, Run
+from kale_dist.spec import JobSpec
+
+LOOK_S = 1.0
+"""How often a place is looked at that has not said that something changed."""
+
+LOCK_S = 2.0
+"""How often a process that only reads looks whether the one that follows has ended."""
+
+HEAD_S = 40.0
+"""A head learns within 30 s (TCP's) that another pod is gone, and ends the run. One that has not said so 10 s later never
+will: that pod ended before it reached the head."""
+
+GIVE_UP_S = 5.0
+"""A trouble that does not heal ends the job when it has been seen for so long: a first look may see half of it."""
+
+EXPLAIN_S = 10.0
+"""A place may need so long to say what became of a pod that the head has lost."""
+
+CANCEL_MARGIN_S = 10.0
+"""A cancelled job whose pods still run so long after its ranks' grace is killed."""
+
+MAX_LAST_WORDS, MAX_LAST_LINES, LAST_WORDS_BYTES = 3, 20, 1 << 14
+"""Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
+
+_MIB = 1 << 20
+_CANCELLED = "cancelled"
+_LOCK = "follower.lock"
+
+
+def identity() -> str:
+    """The user and machine that submit or cancel a job: `ann@laptop`."""
+    person = "somebody"
+    with contextlib.suppress(Exception):
+        person = getpass.getuser()
+    return f"{person}@{socket.gethostname()}"
+
+
+def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
+    """What a place needs to find a run."""
+    return RunHandle(
+        ref=JobRef.parse(record.ref),
+        object=run.object or place.object_name(record.spec, run.number),
+        run=run.number,
+        spec=record.spec,
+        place=run.place or record.place,
+    )
+
+
+def mark_cancelled(files: JobFiles) -> None:
+    """Write down that this user cancelled a job: it is then not started again, in whatever way its pods end."""
+    with contextlib.suppress(OSError):
+        (files.folder / _CANCELLED).write_text(identity())
+
+
+def canceller(files: JobFiles) -> str:
+    """Who cancelled a job on this machine; empty if nobody did."""
+    try:
+        return (files.folder / _CANCELLED).read_text() or "its user"
+    except OSError:
+        return ""
+
+
+class Follower:
+    """One job's follower; its thread ends with the job.
+
+    Args:
+        place: Where the job runs.
+        record: The job.
+        key: Its secret bytes; None if this user has none.
+        on_change: Called when something about the job may have changed.
+        clock: Time; tests have one of their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        record: Record,
+        key: bytes | None,
+        on_change: Callable[[], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self.look = Look(fresh=False)
+        """What the place saw last."""
+        self.problem = ""
+        """Why the place does not answer, or why nothing can be written here, as a sentence."""
+        self.activity = ""
+        """What it does that takes time, as a sentence."""
+        self._place = place
+        self._record = record
+        self._spec: JobSpec = record.spec
+        self._key = key
+        self._on_change = on_change
+        self._clock = clock or Clock()
+        self._files = records.files(record.name)
+        self._status = JobReader(record.name, lambda _: True)
+        self._run = records.runs(record.name)[-1]
+        self._handle = handle_of(place, record, self._run)
+        self._opened: RunCopy | None = None
+        self._reader: HeadReader | None = None
+        self._input: threading.Thread | None = None
+        self._input_error: KaleDistError | None = None
+        self._kill_at: float | None = None
+        self._seen_s: dict[str, float] = {}
+        self._looked_at = self._clock.monotonic()
+        self._between_looks_s = 0.0
+        self._decided: Verdict | None = None
+        self._heard: set[str] = set()
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._woken = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"kale_dist follow {record.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still follows."""
+        return self._thread.is_alive()
+
+    @property
+    def handle(self) -> RunHandle:
+        """The newest run."""
+        return self._handle
+
+    @property
+    def _copy(self) -> RunCopy:
+        if self._opened is None:
+            raise StoreError(f"{self._files.folder} is followed by another process")
+        return self._opened
+
+    def client(self) -> HeadClient | None:
+        """For requests to the head of the newest run; None where this user has no key."""
+        handle = self._handle
+        return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
+
+    def wake(self) -> None:
+        """Look at once."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Follow no more; what the job does from here on is found later."""
+        self._stopped.set()
+        self._woken.set()
+
+    def join(self, timeout_s: float = 10.0) -> None:
+        """Wait until it has stopped."""
+        self._thread.join(timeout_s)
+
+    def cancel(self, grace_s: float) -> None:
+        """End the job: by its head, which ends the ranks well; else by its place.
+
+        Args:
+            grace_s: Seconds that ranks may take to end by themselves.
+
+        Raises:
+            BackendError: The place cannot be reached either.
+        """
+        mark_cancelled(self._files)
+        self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
+        client = self.client()
+        asked = False
+        if client is not None:
+            with contextlib.suppress(BackendError, StoreError):
+                client.cancel(grace_s)
+                asked = True
+        if not asked:
+            self._place.kill(self._handle, grace_s)
+        self.wake()
+
+    def fetch(self, name: str) -> bool:
+        """Bring a file of the newest run here, as it is now.
+
+        Args:
+            name: Of an outcome, or `checkpoint`.
+
+        Returns:
+            Whether it came.
+
+        Raises:
+            StoreError: It cannot be written here.
+        """
+        target = self._run.files.folder / name
+        head, client = self.look.head, self.client()
+        if client is not None and head is not None and head.state == "running":
+            with contextlib.suppress(BackendError):
+                try:
+                    client.fetch_file(name, target, self._show_fetching)
+                except StoreError:
+                    if not self._run.files.folder.exists():
+                        raise
+                else:
+                    return True
+                finally:
+                    self.activity = ""
+        return self._place.fetch(self._handle, name, target)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        self._listen()
+        try:
+            with _opened_lock(self._files) as lock:
+                while not _try_lock(lock):
+                    # Another process follows. This one only looks, for what it shows until then.
+                    self._run = records.runs(self._record.name)[-1]
+                    self._handle = handle_of(self._place, self._record, self._run)
+                    self._look()
+                    self._kill_if_due()
+                    if self._stopped.is_set() or self._status.status().is_final:
+                        return
+                    self._wait(LOCK_S)
+                self._open_newest_run()
+                while not self._stopped.is_set() and not self._step():
+                    self._wait(LOOK_S)
+        except KaleDistError as error:
+            # The disk is full: the next question about the job tries again. Or the job was deleted.
+            self.problem = f"{error}"
+        finally:
+            self._close_run()
+            self._unsubscribe()
+            self.activity = ""
+            self._on_change()
+
+    def _listen(self) -> None:
+        self._unsubscribe()
+        self._unsubscribe = lambda: None
+        with contextlib.suppress(BackendError):
+            self._unsubscribe = self._place.listen(self._handle, self._woken.set)
+
+    def _wait(self, seconds: float) -> None:
+        self._clock.wait(self._woken, seconds)
+        self._woken.clear()
+
+    def _look(self) -> None:
+        now = self._clock.monotonic()
+        self._looked_at, self._between_looks_s = now, min(now - self._looked_at, 2 * LOOK_S)
+        before = self.look, self.problem
+        try:
+            self.look, self.problem = self._place.look(self._handle), ""
+        except BackendError as error:
+            self.problem = f"{error}"
+        if (self.look, self.problem) != before:
+            self._on_change()
+
+    def _step(self) -> bool:
+        """Look at everything once; whether the job is over."""
+        if self._status.status().is_final:
+            return True
+        if not self._run.is_started:
+            return self._start_run()
+        self._look()
+        self._kill_if_due()
+        if self._reader is not None and self._reader.error is not None:
+            raise self._reader.error
+        if self.problem:
+            return False
+        head = self.look.head
+        if head is not None and not self._run.uid:
+            self._run = dataclasses.replace(self._run, uid=head.uid)
+            records.write_run(self._run)
+        if head is not None and head.uid != self._run.uid:
+            return self._follow_new_head(head)
+        if head is not None and head.state == "running" and self._run.is_suspended and not self.look.suspended:
+            # It was resumed before its pods were gone.
+            self._run = dataclasses.replace(self._run, is_suspended=False)
+            records.write_run(self._run)
+        if head is not None and head.state != "waiting" and self._reader is None:
+            self._reader = self._read_head()
+        if head is not None and head.state == "running" and self._input is None:
+            self._send_input()
+        return self._end_if_ended()
+
+    # -- one run ------------------------------------------------------------------------------------------------------
+
+    def _open_newest_run(self) -> None:
+        self._run = records.runs(self._record.name)[-1]
+        self._handle = handle_of(self._place, self._record, self._run)
+        self._listen()
+        self._opened = RunCopy(self._run.files, self._spec.topology.number_of_processes, self._on_change)
+        if not self._run.files.run_facts.exists():
+            records.write_run(dataclasses.replace(self._run, object=self._handle.object))
+
+    def _close_run(self) -> None:
+        if self._reader is not None:
+            self._reader.stop()
+        if self._opened is not None:
+            self._opened.close()
+        self._reader = self._opened = self._input = self._input_error = self._decided = None
+        self._seen_s.clear()
+
+    def _read_head(self) -> HeadReader:
+        uid = self._run.uid
+
+        def has_ended() -> bool:
+            head = self.look.head
+            if head is not None:
+                return head.uid != uid or head.state == "ended"
+            # A head that is missing in a look which lags may only not have been seen yet.
+            return self.look.fresh
+
+        return HeadReader(
+            place=self._place, handle=self._handle, client=self.client(), copy=self._copy, has_ended=has_ended,
+            on_change=self._woken.set, clock=self._clock,
+        )  # fmt: skip
+
+    def _send_input(self) -> None:
+        handle, key = self._handle, self._key
+
+        def send() -> None:
+            try:
+                if key is not None:
+                    self._place.send_input(handle, key, self._show)
+            except KaleDistError as error:
+                self._input_error = error
+            self._show("")
+
+        self._input = threading.Thread(target=send, name=f"kale_dist input {handle.object}", daemon=True)
+        self._input.start()
+
+    def _show(self, activity: str) -> None:
+        if activity != self.activity:
+            self.activity = activity
+            self._on_change()
+
+    def _show_fetching(self, done: int, total: int) -> None:
+        if total > _MIB:
+            self._show(f"Fetching results: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+
+    def _kill_if_due(self) -> None:
+        if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
+            self._kill_at = None
+            with contextlib.suppress(BackendError):
+                self._place.kill(self._handle, 0.0)
+
+    # -- the end of a run ---------------------------------------------------------------------------------------------
+
+    def _end_if_ended(self) -> bool:
+        look, copy, reader = self.look, self._copy, self._reader
+        head = look.head
+        if look.suspended and self._run.uid and not self._run.is_suspended:
+            self._run = dataclasses.replace(self._run, is_suspended=True)
+            records.write_run(self._run)
+        if not look.fresh:
+            return False
+        is_read = reader is None or reader.is_drained
+        if self._decided is not None:
+            return (is_read or self._lasts("decided", CANCEL_MARGIN_S)) and self._end(self._decided)
+        if copy.verdict is not None:
+            if not copy.is_complete and not is_read:
+                return False
+            is_lost = copy.verdict.get("cause") == FailureCause.LOST
+            knows_why = lost_part(look) is not None or len(look.parts) < self._spec.topology.number_of_pods
+            if is_lost and not knows_why and not self._lasts("lost", EXPLAIN_S):
+                return False
+            return self._end(judge(copy.verdict, look, self._spec, canceller=canceller(self._files)))
+        if head.state == "ended" if head is not None else bool(self._run.uid or look.gone or look.finished):
+            if not is_read and reader is not None:
+                reader.hurry()
+                return False
+            return self._end(judge(None, look, self._spec, canceller=canceller(self._files)))
+        self._decided = self._hopeless(look)
+        if self._decided is not None:
+            with contextlib.suppress(BackendError):
+                self._place.kill(self._handle, 0.0)
+        return False
+
+    def _hopeless(self, look: Look) -> Verdict | None:
+        """How a run ends that its head will never end."""
+        error = self._input_error
+        if error is not None and not getattr(error, "retryable", False):
+            reason = f"The snapshot could not be sent to the job: {error}"
+            return Verdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
+        if error is not None:
+            self._input = self._input_error = None
+        waits = look.head is None or any(part.state == "waiting" for part in look.parts)
+        trouble = look.trouble if waits and not look.suspended else None
+        if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
+            return judge_trouble(trouble)
+        part = lost_part(look)
+        if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
+            return judge_part(part, look, self._spec)
+        return None
+
+    def _lasts(self, name: str, seconds: float, *, seen: bool = True) -> bool:
+        """Whether something was seen at each look for that long; to be asked at each look.
+
+        Time in which this machine slept does not count: what it has seen before it slept is old.
+        """
+        if not seen:
+            self._seen_s.pop(name, None)
+            return False
+        self._seen_s[name] = self._seen_s.get(name, -self._between_looks_s) + self._between_looks_s
+        return self._seen_s[name] >= seconds
+
+    def _end(self, verdict: Verdict) -> bool:
+        """End the job, or have its next run."""
+        if self._run.is_suspended and (verdict.is_suspended or verdict.is_lost):
+            # The next run begins with the next head in the same object, however long that takes.
+            return False
+        if self._reader is not None:
+            self._reader.stop()
+        if verdict.state is StateName.FAILED:
+            self._keep_last_words()
+        copy = self._copy
+        if verdict.is_lost and not canceller(self._files):
+            if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
+                self._plan_run(verdict.reason)
+                return False
+            if verdict.cause is FailureCause.LOST and not self.look.gone:
+                with contextlib.suppress(BackendError):
+                    # The other pods would hold their GPUs for ever.
+                    self._place.kill(self._handle, 0.0)
+        if not self._fetch_results(verdict):
+            return False
+        if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
+            copy.release()
+        else:
+            if copy.verdict is None or verdict.reason not in str(copy.verdict.get("reason")):
+                copy.say(verdict.reason)
+            copy.release(closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time()))
+        client = self.client()
+        if client is not None and self.look.head is not None and self.look.head.state == "running":
+            with contextlib.suppress(BackendError, StoreError):
+                client.ack()
+        return True
+
+    def _keep_last_words(self) -> None:
+        """Copy what other pods printed that ended badly: what they could not hand to their head."""
+        ended = [part for part in self.look.parts if part.number and part.state == "ended" and part.exit_code]
+        for part in ended[:MAX_LAST_WORDS]:
+            if part.uid in self._heard:
+                continue
+            self._heard.add(part.uid)
+            with contextlib.suppress(BackendError):
+                said = self._place.last_words(self._handle, part, LAST_WORDS_BYTES).decode(errors="replace")
+                for line in [text for text in said.splitlines() if text.strip()][-MAX_LAST_LINES:]:
+                    self._copy.say(f"pod {part.number}: {line}")
+
+    def _fetch_results(self, verdict: Verdict) -> bool:
+        """Bring outcomes here before the end is shown; whether all are here that will ever be."""
+        copy = self._copy
+        if self._key is None:
+            return True
+        attempt, files = copy.last_attempt, self._run.files
+        ranks = range(self._spec.topology.number_of_processes) if verdict.state is StateName.SUCCEEDED else ()
+        names = [files.outcome(attempt, rank).name for rank in ranks]
+        if verdict.failed_rank is not None and copy.verdict is not None:
+            names.append(files.outcome(attempt, verdict.failed_rank).name)
+        if verdict.state is not StateName.SUCCEEDED and self._status.status().checkpoint_epoch is not None:
+            names.append(files.checkpoint.name)
+        missing = []
+        for name in names:
+            if not (files.folder / name).exists():
+                with contextlib.suppress(BackendError):
+                    self.fetch(name)
+                if not (files.folder / name).exists():
+                    missing.append(name)
+        head = self.look.head
+        if missing and head is not None and head.state == "running" and verdict.state is StateName.SUCCEEDED:
+            # Its results are worth waiting for: it keeps them for `collect_wait_s`.
+            self._show("The results could not be fetched yet")
+            return False
+        if missing and verdict.state is StateName.SUCCEEDED:
+            what = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")  # noqa: PLR2004 - enough to see which
+            copy.say(f"Results could not be brought here, because the head ended before they were fetched: {what}")
+        return True
+
+    # -- the next run -------------------------------------------------------------------------------------------------
+
+    def _used_restarts(self) -> int:
+        """How many restarts all runs have used, in their heads and as runs of their own."""
+        last = self._copy.last_attempt
+        free = sum(run.is_free for run in records.runs(self._record.name))
+        return self._run.first_attempt + last - free
+
+    def _plan_run(self, reason: str, *, uid: str = "", is_free: bool = False) -> None:
+        """End the present run and write down the next one, so that it is begun whatever happens to this process.
+
+        Args:
+            reason: Why the present run ended.
+            uid: Of the next run's head, if it is there already, in the same object.
+            is_free: Whether the next run does not count against `max_restarts`.
+        """
+        copy, run = self._copy, self._run
+        if not uid and not run.files.checkpoint.exists():
+            with contextlib.suppress(BackendError, StoreError):
+                self.fetch(run.files.checkpoint.name)
+        fresh = Run(
+            number=run.number + 1,
+            files=self._files.run(run.number + 1),
+            object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
+            uid=uid,
+            first_attempt=run.first_attempt + copy.last_attempt + 1,
+            is_started=bool(uid),
+            is_free=is_free,
+            place=self._handle.place if uid else (),
+        )
+        text = f"Run {run.number} of the job ended: {reason.rstrip('.')}. Run {fresh.number} starts"
+        if not uid:
+            text += " from the last checkpoint" if self._newest_checkpoint() else " from the beginning"
+        copy.say(text)
+        common = {"time": self._clock.time(), "attempt": copy.last_attempt + 1, "rank": None}
+        note = {**common, "event": EventKind.NOTE, "text": text}
+        state = {**common, "event": EventKind.STATE, "state": StateName.PENDING, "reason": text, "cause": ""}
+        copy.release([note, state])
+        records.write_run(fresh)
+        self._close_run()
+        self._open_newest_run()
+        self.look = Look(fresh=False)
+        self.wake()
+
+    def _newest_checkpoint(self) -> bool:
+        return any(run.files.checkpoint.exists() for run in records.runs(self._record.name))
+
+    def _start_run(self) -> bool:
+        """Create the objects of the run that was planned; whether the job is over because that cannot be."""
+        runs = records.runs(self._record.name)
+        if who := canceller(self._files):
+            reason = f"The job was cancelled by {who}"
+            return self._end(Verdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
+        if self._key is None:
+            return True
+        checkpoints = [run.files.checkpoint for run in runs if run.files.checkpoint.exists()]
+        policy = self._spec.policy
+        used = self._run.first_attempt - sum(run.is_free for run in runs)
+        spec = dataclasses.replace(
+            self._spec, policy=dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used))
+        )
+        self._show(f"Run {self._run.number} is being started")
+        try:
+            # What the run before it holds (GPUs, quota) is what this one needs.
+            self._place.remove(handle_of(self._place, self._record, runs[-2]))
+            try:
+                self._handle = self._place.start(
+                    self._place.plan(spec),
+                    self._key,
+                    run=self._run.number,
+                    checkpoint=checkpoints[-1] if checkpoints else None,
+                )
+            except JobExistsError:
+                # The follower of another machine was first, or this one before it was killed: it is the same run.
+                self._handle = handle_of(self._place, self._record, self._run)
+        except BackendError as error:
+            self.problem = f"{error}"
+            self._on_change()
+            if error.retryable:
+                return False
+            reason = f"Run {self._run.number} of the job could not be started: {error}"
+            return self._end(Verdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason))
+        finally:
+            self._show("")
+        place = () if self._handle.place == self._record.place else self._handle.place
+        self._run = dataclasses.replace(self._run, is_started=True, object=self._handle.object, place=place)
+        records.write_run(self._run)
+        self._listen()
+        return False
+
+    def _follow_new_head(self, head: Part) -> bool:
+        """The object has another head: it was resumed after a suspension, or its operator made a deleted pod again."""
+        reader = self._reader
+        if reader is not None and not reader.is_drained:
+            reader.hurry()
+            return False
+        is_free = self._run.is_suspended
+        if is_free or self._used_restarts() < self._spec.policy.max_restarts:
+            why = "it was suspended, and now it is resumed" if is_free else "its first pod was lost and made again"
+            self._plan_run(why, uid=head.uid, is_free=is_free)
+            return False
+        with contextlib.suppress(BackendError):
+            self._place.kill(self._handle, 0.0)
+        reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
+        return self._end(Verdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))
+
+
+def _opened_lock(files: JobFiles) -> TextIO:
+    try:
+        return (files.folder / _LOCK).open("a")
+    except OSError as error:
+        raise StoreError(f"{files.folder} could not be written: {error.strerror or error}") from error
+
+
+def _try_lock(file: TextIO) -> bool:
+    """Whether this process is the one that follows the job, until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,354 @@
+"""Reads a job's folder, from any process and for all backends: its status and its log.
+
+A job's runs are read in order as one log. A line's `sequence` is its position there; an attempt counts through all runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from kale_dist import contract, records
+from kale_dist.contract import (
+    INDEX_AGENT,
+    INDEX_ENTRY_BYTES,
+    BlockReader,
+    FailureCause,
+    JobFiles,
+    LogLine,
+    RankStateName,
+    StateName,
+)
+from kale_dist.contract import Record as LogRecord
+from kale_dist.errors import JobNotFoundError
+from kale_dist.records import Record
+from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
+
+_PIECE_BYTES = 1 << 20
+INDEX_ENTRY = struct.Struct(">QQII")
+"""Number of the first line, offset in the log, count of lines, rank; as `contract.INDEX_ENTRY_BYTES` says."""
+
+
+class LogReader:
+    """Reads a job's log, each line once.
+
+    Args:
+        job: The files of the job; they may not be there yet.
+    """
+
+    def __init__(self, job: JobFiles) -> None:
+        self._job = job
+        self._sequence = self._offset = 0
+        self._begin(1)
+
+    def read(self, ranks: Iterable[int] | None = None) -> Iterator[LogLine]:
+        """The lines that came since the last call. What is damaged (a disk was full) is left out.
+
+        Args:
+            ranks: Only these ranks' lines; None for all, and what agents say.
+        """
+        yield from self._lines(self._records(), None if ranks is None else frozenset(ranks))
+
+    def tail(self, count: int, ranks: Iterable[int] | None = None) -> Sequence[LogLine]:
+        """The last lines of those there are; `read` then gives what comes after them.
+
+        The index finds them: a long log costs no more than a short one, and neither does a rank that was silent since.
+
+        Args:
+            count: How many lines at most.
+            ranks: As in `read`.
+        """
+        wanted = None if ranks is None else frozenset(ranks)
+        last = 1
+        while self._job.run(last + 1).run_facts.exists():
+            last += 1
+        indexes = [read_index(self._job.run(number)) for number in range(1, last + 1)]
+        sizes = [sum(entry[2] for entry in index) for index in indexes]
+        found: list[LogLine] = []
+        end: tuple[int, int] | None = None
+        for number in range(last, 0, -1):
+            self._begin(number)
+            self._sequence = sum(sizes[: number - 1])
+            found = [*self._tail_of_run(indexes[number - 1], count - len(found), wanted), *found]
+            end = end or (self._sequence, self._offset)
+            if len(found) >= count:
+                break
+        self._begin(last)
+        self._sequence, self._offset = end or (0, 0)
+        return tuple(found)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int) -> None:
+        self._number = number
+        self._files = self._job.run(number)
+        self._first_attempt = 0 if number == 1 else _first_attempt(self._files)
+        self._offset = 0
+        self._next = 0
+        self._inode: int | None = None
+
+    def _lines(self, found: Iterable[LogRecord], wanted: frozenset[int] | None) -> Iterator[LogLine]:
+        for record in found:
+            first, self._sequence = self._sequence, self._sequence + record.count
+            if wanted is None or record.rank in wanted:
+                yield from self._of_run(record).lines(first)
+
+    def _of_run(self, record: LogRecord) -> LogRecord:
+        """With its attempt counted through all runs."""
+        shift = self._first_attempt
+        return dataclasses.replace(record, attempt=record.attempt + shift) if shift else record
+
+    def _records(self) -> Iterator[LogRecord]:
+        while True:
+            # Asked before reading: once a run has begun, nothing is added to the one before.
+            is_over = self._job.run(self._number + 1).run_facts.exists()
+            yield from self._records_of_run()
+            if not is_over:
+                return
+            self._begin(self._number + 1)
+
+    def _records_of_run(self) -> Iterator[LogRecord]:
+        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._inode is not None and inode != self._inode:
+                # The oldest part of a long log was dropped: another file has the rest.
+                self._offset = 0
+            self._inode = inode
+            file.seek(self._offset)
+            start, blocks = self._offset, BlockReader()
+            while piece := file.read(_PIECE_BYTES):
+                for block in blocks.feed(piece):
+                    self._offset = start + blocks.whole_bytes
+                    if not isinstance(block, LogRecord):
+                        continue
+                    if block.first is not None:
+                        if block.first < self._next:
+                            continue
+                        self._next = block.first + block.count
+                    yield block
+
+    def _tail_of_run(
+        self, index: Sequence[tuple[int, int, int, int]], count: int, wanted: frozenset[int] | None
+    ) -> list[LogLine]:
+        """The last lines of one run; leaves the reader at its end."""
+        # The index may lack what was appended just now: from its last entry on, the log itself is read.
+        known = index[:-1]
+        sequence = self._sequence = self._sequence + sum(entry[2] for entry in known)
+        self._offset = index[-1][1] if index else 0
+        late = list(self._lines(self._records_of_run(), wanted))
+        missing, chosen = count - len(late), list[tuple[int, int]]()
+        for _, offset, lines_there, rank in reversed(known):
+            if missing <= 0:
+                break
+            sequence -= lines_there
+            if wanted is None or (rank != INDEX_AGENT and rank in wanted):
+                chosen.append((sequence, offset))
+                missing -= lines_there
+        early: list[LogLine] = []
+        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
+            for first, offset in reversed(chosen):
+                record = _record_at(file, offset)
+                if record is not None:
+                    early += self._of_run(record).lines(first)
+        return [*early, *late][-count:] if count else []
+
+
+def lines(
+    log: LogReader,
+    ranks: Iterable[int] | None,
+    tail: int | None,
+    is_final: Callable[[], bool],
+    wait: Callable[[], None] | None,
+) -> Iterator[LogLine]:
+    """Lines of a log, of those there are only the last `tail`.
+
+    Args:
+        log: At its first line.
+        ranks: Only these ranks' lines; None for all.
+        tail: How many of those there are; None for all.
+        is_final: Whether no more will come.
+        wait: Waits for more; None: those there are will do.
+    """
+    wanted = None if ranks is None else frozenset(ranks)
+    if tail is not None:
+        yield from log.tail(tail, wanted)
+    while wait is not None or tail is None:
+        # Asked before reading: what a job has written before it ended is then read for certain.
+        final = wait is None or is_final()
+        yield from log.read(wanted)
+        if final or wait is None:
+            return
+        wait()
+
+
+class JobReader:
+    """The status of one job, kept up to date with as little reading as can be. Safe to use from threads.
+
+    Args:
+        name: The name of its record.
+        lives: Tells from the record whether the process that writes the job's files still does.
+
+    Raises:
+        JobNotFoundError: There is no such job.
+    """
+
+    def __init__(self, name: str, lives: Callable[[Record], bool]) -> None:
+        self._name = name
+        self._lives = lives
+        self._files = records.files(name)
+        self._lock = threading.Lock()
+        self._record = records.read(name)
+        self._identity = self._identify_job()
+        self._record_identity = _identify(self._files.record)
+        self._begin(1)
+        spec = self._record.spec
+        self._status = JobStatus(
+            ref=self._record.ref,
+            created=self._record.created,
+            replicas=tuple(ReplicaStatus(rank=rank) for rank in range(spec.topology.number_of_processes)),
+        )
+
+    @property
+    def exists(self) -> bool:
+        """Whether this very job is still there; false after its deletion, even if its name was taken again."""
+        return self._files.folder.exists() and self._identify_job() == self._identity
+
+    def record(self) -> Record:
+        """The job's record as it is now: a replaced agent changes it.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+        """
+        identity = _identify(self._files.record)
+        if identity != self._record_identity:
+            self._record = records.read(self._name)
+            self._record_identity = identity
+        return self._record
+
+    def open_log(self) -> LogReader:
+        """A reader of the log, from its first line."""
+        return LogReader(self._files)
+
+    def status(self) -> JobStatus:
+        """What is known now.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+        """
+        with self._lock:
+            if not self.exists:
+                raise JobNotFoundError(f"{self._record.ref} was deleted")
+            # Asked first: an agent that has ended since has written all that it had to say by then.
+            agent_lives = self._status.is_final or self._lives(self.record())
+            while True:
+                # Asked before reading: once a run has begun, nothing is added to the one before.
+                is_over = self._files.run(self._number + 1).run_facts.exists()
+                self._read_events()
+                if not is_over:
+                    break
+                self._begin(self._number + 1)
+            self._read_progress()
+            return self._status if agent_lives or self._status.is_final else self._died()
+
+    def _begin(self, number: int) -> None:
+        self._number = number
+        self._run = self._files.run(number)
+        self._first_attempt = 0 if number == 1 else _first_attempt(self._run)
+        self._events_offset = 0
+        self._progress_identity: tuple[int, int] | None = None
+
+    def _read_events(self) -> None:
+        try:
+            if self._run.events.stat().st_size <= self._events_offset:
+                return
+        except OSError:
+            return
+        with self._run.events.open("rb") as file:
+            file.seek(self._events_offset)
+            pending = b""
+            while piece := file.read(_PIECE_BYTES):
+                whole, newline, pending = (pending + piece).rpartition(b"\n")
+                if newline:
+                    self._events_offset += len(whole) + 1
+                    self._reduce(contract.decode_json_lines(whole))
+
+    def _read_progress(self) -> None:
+        identity = _identify(self._run.progress)
+        if identity is None or identity == self._progress_identity:
+            return
+        self._progress_identity = identity
+        # A damaged file tells nothing; the next one replaces it.
+        with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
+            last: dict[str, dict[str, Any]] = json.loads(self._run.progress.read_bytes())
+            self._reduce(last.values())
+
+    def _reduce(self, events: Iterable[dict[str, Any]]) -> None:
+        if self._first_attempt:
+            events = [{**event, "attempt": (event.get("attempt") or 0) + self._first_attempt} for event in events]
+        self._status = reduce_events(self._status, events)
+
+    def _died(self) -> JobStatus:
+        ended = None
+        with contextlib.suppress(OSError):
+            ended = max(path.stat().st_mtime for path in (self._files.record, self._files.events) if path.exists())
+        running = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
+        return dataclasses.replace(
+            self._status,
+            state=StateName.FAILED,
+            cause=FailureCause.AGENT_DIED,
+            reason="The agent that ran the job was killed, and its ranks with it",
+            ended=ended,
+            replicas=tuple(
+                dataclasses.replace(replica, state=RankStateName.STOPPED) if replica.state in running else replica
+                for replica in self._status.replicas
+            ),
+        )
+
+    def _identify_job(self) -> tuple[tuple[int, int] | None, int]:
+        """Tells this job from a later one of the same name: its key is written once, and the folder's inode recurs."""
+        with contextlib.suppress(OSError):
+            return _identify(self._files.key), self._files.folder.stat().st_ino
+        return None, 0
+
+
+def _first_attempt(run: JobFiles) -> int:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(run.run_facts.read_bytes())["first_attempt"])
+    return 0
+
+
+def read_index(run: JobFiles) -> list[tuple[int, int, int, int]]:
+    """Entries of a run's index that belong to its log as it is."""
+    try:
+        data, size = run.log_index.read_bytes(), run.log.stat().st_size
+    except OSError:
+        return []
+    entries = list(INDEX_ENTRY.iter_unpack(data[: len(data) // INDEX_ENTRY_BYTES * INDEX_ENTRY_BYTES]))
+    while entries and entries[-1][1] >= size:
+        entries.pop()
+    return entries
+
+
+def _record_at(file: BinaryIO, offset: int) -> LogRecord | None:
+    file.seek(offset)
+    blocks = BlockReader()
+    while piece := file.read(1 << 16):
+        for block in blocks.feed(piece):
+            return block if isinstance(block, LogRecord) else None
+    return None
+
+
+def _identify(path: pathlib.Path) -> tuple[int, int] | None:
+    """Tells one file of a name from another that replaced it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns)

@@ -1,0 +1,422 @@
+"""The byte server of a head (and, for blobs alone, of a relay): signed HTTP requests, each in a thread of its own.
+
+Every request bears `contract.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
+but for bytes. What fails for another reason comes back as `{"error": sentence}`.
+
+    GET  /stream?line=N&event=M   blocks (`contract`) from line N and event M on, as they come; ends after the last one of
+                                  a job that has ended. No Content-Length
+    GET  /status                  state ("waiting-for-input", "running" or "ended"), missing (digests that have to come),
+                                  verdict ({state, reason} or None), outcomes (bytes by "attempt-rank"), checkpoint
+                                  (bytes or None), next_line, next_event
+    GET  /blobs/<digest>          the bytes; with `Range: bytes=N-` those from N on
+    GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
+    PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come. 409 with
+                                  {"received"} if N is not where the last one ended. 422: wrong digest, begin again at 0
+    GET  /files/<name>            outcome-A-R or checkpoint, like a blob
+    POST /ack                     the notebook has all it wants
+    POST /cancel {"grace_s": s}   end the job
+
+A PUT says in `contract.SIZE_HEADER` how large the whole is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import re
+import select
+import socket
+import struct
+import threading
+import urllib.parse
+from typing import Any, Protocol
+
+from kale_dist import contract
+from kale_dist.blobs import FolderStore, digest_of
+from kale_dist.contract import INDEX_ENTRY_BYTES, MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, Record, check_request
+from kale_dist.errors import StoreError
+from kale_dist.runtime.job_run import open_port
+from kale_dist.runtime.writer import JobWriter
+
+SILENCE_LIMIT_S = 60.0
+"""A connection on which nothing moves for so long is closed."""
+
+_MAX_BODY_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
+_OUTCOME = re.compile(r"outcome-(\d{1,6}-\d{1,6})", re.ASCII)
+_INDEX = struct.Struct(">QQII")
+
+
+class Handler(Protocol):
+    """What the head does about requests. Called in the server's threads."""
+
+    @property
+    def writer(self) -> JobWriter:
+        """What writes the job's folder."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """State, missing, verdict."""
+        ...
+
+    def cancel_requested(self, grace_s: float) -> None:
+        """The notebook wants the job to end."""
+        ...
+
+    def acknowledged(self) -> None:
+        """The notebook has all it wants."""
+        ...
+
+
+class ByteServer:
+    """Serves until it is closed.
+
+    Args:
+        host: Address to listen on; empty for all, of both IP versions.
+        port: Port; 0 for any that is free.
+        key: The job's secret.
+        files: The job's folder.
+        store: Where blobs go and come from.
+        handler: The head; None: only blobs are served.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, key: bytes, files: JobFiles, store: FolderStore, handler: Handler | None = None
+    ) -> None:
+        self.key = key
+        self.files = files
+        self.store = store
+        self.handler = handler
+        self.news = threading.Condition()
+        """Notified when the files have grown, or a blob has come."""
+        self.uploads: dict[str, socket.socket] = {}
+        self.upload_locks: dict[str, threading.Lock] = {}
+        self._server = _Server(open_port(host, port, 1024), self)
+        self.port: int = self._server.socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """The files have grown."""
+        with self.news:
+            self.news.notify_all()
+
+    def received(self, digest: str) -> int:
+        """Bytes of a blob that have come so far."""
+        with contextlib.suppress(OSError):
+            return _part(self.store.path(digest)).stat().st_size
+        return 0
+
+    def status(self, handler: Handler) -> dict[str, Any]:
+        """What `GET /status` answers."""
+        outcomes = {}
+        for path in self.files.folder.glob("outcome-*"):
+            if (named := _OUTCOME.fullmatch(path.name)) is not None:
+                outcomes[named[1]] = path.stat().st_size
+        checkpoint, written = self.files.checkpoint, handler.writer.written
+        return {
+            "outcomes": outcomes,
+            "checkpoint": checkpoint.stat().st_size if checkpoint.exists() else None,
+            "next_line": written.next_line,
+            "next_event": written.events,
+            **handler.status(),
+        }
+
+    def close(self) -> None:
+        """Stop listening. Replies under way are cut when the process ends."""
+        # Wakes the thread in `serve_forever`, which else would look for the end only now and then.
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Threads for requests on a socket that listens already."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, owner: ByteServer) -> None:
+        super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.owner = owner
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a broken connection is its peer's affair."""
+
+
+class _Request(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_LIMIT_S
+    disable_nagle_algorithm = True
+    wbufsize = -1
+    server: _Server
+
+    def handle_one_request(self) -> None:
+        """As the base class, but a connection that breaks just ends."""
+        try:
+            super().handle_one_request()
+        except OSError:
+            self.close_connection = True
+
+    def do_GET(self) -> None:
+        """Answer with bytes or facts."""
+        self._answer()
+
+    def do_PUT(self) -> None:
+        """Take bytes."""
+        self._answer()
+
+    def do_POST(self) -> None:
+        """Take an instruction."""
+        self._answer()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - as the base class calls it
+        """Rejects malformed requests without a word."""
+        self._refuse()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so
+        """Write nothing: stderr is the pod's log."""
+
+    def _answer(self) -> None:
+        owner = self.server.owner
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or (
+            self.command == "POST" and int(length) > _MAX_BODY_BYTES
+        ):
+            self._refuse()
+            return
+        text, digest, self._left = b"", "", int(length)
+        if self.command == "POST":
+            text, self._left = self.rfile.read(int(length)), 0
+            digest = hashlib.sha256(text).hexdigest()
+        if not check_request(owner.key, self.command, self.path, digest, self.headers.get(MAC_HEADER, "")):
+            self._refuse()
+            return
+        target = urllib.parse.urlsplit(self.path)
+        try:
+            self._route(target.path.split("/")[1:], dict(urllib.parse.parse_qsl(target.query)), text)
+        except FileNotFoundError:
+            self._reply(404, {"error": f"{self.path} is not there"})
+        except StoreError as error:
+            self._reply(507, {"error": str(error)})
+        except (ValueError, TypeError, LookupError) as error:
+            self._reply(400, {"error": f"{self.path}: {error}"})
+        self.wfile.flush()
+        if self._left:
+            # A peer that is still sending would not see the reply otherwise.
+            self.close_connection = True
+            while self._left and (data := self.rfile.read1(min(self._left, _PIECE_BYTES))):
+                self._left -= len(data)
+
+    def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
+        """Do what is asked.
+
+        Raises:
+            ValueError: It makes no sense.
+            FileNotFoundError: There is no such thing.
+        """
+        owner = self.server.owner
+        match self.command, *path:
+            case "GET", "blobs", digest:
+                self._send_file(owner.store.path(digest))
+                return
+            case "GET", "blobs", digest, "size":
+                whole = owner.store.path(digest)
+                is_whole = whole.exists()
+                received = whole.stat().st_size if is_whole else owner.received(digest)
+                self._reply(200, {"received": received, "complete": is_whole})
+                return
+        handler = owner.handler
+        if handler is None:
+            raise FileNotFoundError
+        match self.command, *path:
+            case "GET", "stream":
+                self._stream(handler.writer, int(query.get("line", "0")), int(query.get("event", "0")))
+            case "GET", "status":
+                self._reply(200, owner.status(handler))
+            case "PUT", "blobs", digest:
+                self._take(digest, int(query.get("offset", "0")))
+            case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
+                self._send_file(owner.files.folder / name)
+            case "POST", "ack":
+                self._reply(200, {})
+                handler.acknowledged()
+            case "POST", "cancel":
+                grace_s = float(json.loads(body)["grace_s"])
+                if not grace_s >= 0:
+                    raise ValueError("grace_s has to be 0 or more")
+                self._reply(200, {})
+                handler.cancel_requested(grace_s)
+            case _:
+                raise FileNotFoundError
+
+    # -- the stream -------------------------------------------------------------------------------------------------
+
+    def _stream(self, writer: JobWriter, line: int, event: int) -> None:
+        """Send all blocks from some numbers on, until the job has ended."""
+        owner = self.server.owner
+        self.close_connection = True
+        self.send_response_only(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        with owner.files.log.open("rb") as log, owner.files.events.open("rb") as events:
+            written = writer.written
+            log.seek(max(written.log_start, _offset_of(owner.files, line)))
+            # The first record may begin before the line that is wanted.
+            first: BlockReader | None = BlockReader()
+            for _ in range(event):
+                if not events.readline().endswith(b"\n"):
+                    break
+            number, sent_progress = event, dict[str, bytes]()
+            while True:
+                written = writer.written
+                while log.tell() < written.log_bytes:
+                    if log.tell() < written.log_start:
+                        log.seek(written.log_start)
+                    data = log.read(min(_PIECE_BYTES, written.log_bytes - log.tell()))
+                    if first is not None:
+                        records = [block for block in first.feed(data) if isinstance(block, Record)]
+                        records = [record for record in records if (record.next or 0) > line]
+                        data = b"".join(record.since(line).encode() for record in records)
+                        if records:
+                            data += first.rest
+                            first = None
+                    self.wfile.write(data)
+                while events.tell() < written.event_bytes:
+                    self.wfile.write(contract.encode_event(number, events.readline()))
+                    number += 1
+                progress = writer.progress
+                for name, encoded in progress.items():
+                    if sent_progress.get(name) != encoded:
+                        self.wfile.write(contract.encode_progress(encoded))
+                sent_progress = dict(progress)
+                self.wfile.flush()
+                if written.is_last:
+                    return
+                with owner.news:
+                    if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4) and self._is_gone():
+                        return
+
+    def _is_gone(self) -> bool:
+        """Whether the reader has closed its end, which a stream without news would not notice."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def _take(self, digest: str, offset: int) -> None:
+        """Take the body of a PUT, append it, and answer."""
+        owner, whole = self.server.owner, self.server.owner.store.path(digest)
+        size, part = int(self.headers.get(SIZE_HEADER, "")), _part(whole)
+        # A later request ends one that hangs since its connection was cut.
+        if (before := owner.uploads.get(digest)) is not None:
+            with contextlib.suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)
+        with owner.upload_locks.setdefault(digest, threading.Lock()):
+            if whole.exists():
+                self._reply(200, {"received": size, "complete": True})
+                return
+            received = part.stat().st_size if part.exists() else 0
+            if not 0 <= offset <= offset + self._left <= size:
+                raise ValueError(f"{self._left} bytes from {offset} on do not fit into {size}")
+            if offset != received:
+                self._reply(409, {"received": received})
+                return
+            owner.uploads[digest] = self.connection
+            try:
+                part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with part.open("ab") as file:
+                    while self._left:
+                        if not (data := self.rfile.read1(min(self._left, _PIECE_BYTES))):
+                            raise ConnectionResetError
+                        self._left -= len(data)
+                        file.write(data)
+                    received = file.tell()
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise StoreError(f"The pod cannot keep a part of the snapshot: {error.strerror}.") from error
+            finally:
+                owner.uploads.pop(digest, None)
+            if received < size:
+                self._reply(200, {"received": received, "complete": False})
+                return
+            if not _is_intact(part, digest):
+                part.unlink()
+                self._reply(422, {"error": f"The bytes that came for {digest} have another digest"})
+                return
+            part.chmod(0o444)
+            part.replace(whole)
+        self._reply(201, {"received": size, "complete": True})
+        owner.notify()
+
+    def _send_file(self, path: pathlib.Path) -> None:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            wanted = re.fullmatch(r"bytes=(\d{1,15})-", self.headers.get("Range", ""), re.ASCII)
+            if wanted is None:
+                first = 0
+                self._head(200, size)
+            elif (first := int(wanted[1])) < size:
+                self._head(206, size - first, ("Content-Range", f"bytes {first}-{size - 1}/{size}"))
+            else:
+                first = size
+                self._head(416, 0, ("Content-Range", f"bytes */{size}"))
+            self.wfile.flush()
+            if first < size:
+                self.connection.sendfile(file, first, size - first)
+
+    def _reply(self, code: int, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self._head(code, len(data))
+        self.wfile.write(data)
+
+    def _head(self, code: int, size: int, *headers: tuple[str, str]) -> None:
+        self.send_response_only(code)
+        for name, value in (("Content-Length", str(size)), *headers):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _refuse(self) -> None:
+        """Answer 403 and end the connection, whose body has not been read."""
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def _offset_of(files: JobFiles, line: int) -> int:
+    """Where in the log the record with a line begins, or one before it."""
+    with contextlib.suppress(OSError), files.log_index.open("rb") as index:
+        low, high = 0, os.fstat(index.fileno()).st_size // INDEX_ENTRY_BYTES
+        while low < high:
+            middle = (low + high) // 2
+            index.seek(middle * INDEX_ENTRY_BYTES)
+            if _INDEX.unpack(index.read(INDEX_ENTRY_BYTES))[0] <= line:
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            index.seek((low - 1) * INDEX_ENTRY_BYTES)
+            return int(_INDEX.unpack(index.read(INDEX_ENTRY_BYTES))[1])
+    return 0
+
+
+def _part(whole: pathlib.Path) -> pathlib.Path:
+    return whole.with_name(f".{whole.name}.part")
+
+
+def _is_intact(path: pathlib.Path, digest: str) -> bool:
+    with path.open("rb") as file:
+        return digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) == digest

@@ -1,0 +1,375 @@
+"""One rank beside its agent: pipes, control socket, process group. Reads what it says; cuts its output into lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kale_dist import contract
+from kale_dist.contract import Assignment, Stream
+from kale_dist.runtime import memory, processes
+from kale_dist.runtime.ending import End
+from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter
+from kale_dist.runtime.worker import STACKS_SIGNAL
+
+PIPE_BYTES = 1 << 18
+"""Room in each pipe, so that a rank seldom waits for the agent."""
+
+READ_BYTES = 1 << 16
+
+MAX_LAST_READ_BYTES = 4 << 20
+"""How much is read of a pipe once its rank has ended: a process it left behind could write for ever."""
+
+ANSWER_S = 0.15
+"""Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
+
+_LOOK_AGAIN_S = 0.1
+
+
+class Listener(Protocol):
+    """Who hears what a rank does: the head's `RankRun`, or a relay's link to the head."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more events may come; else they stay in the rank's pipe."""
+        ...
+
+    def forked(self, pid: int) -> None:
+        """It has a process."""
+        ...
+
+    def output(self, body: bytes, count: int) -> None:
+        """It has written lines; marked as a log has them."""
+        ...
+
+    def events(self, data: bytes) -> None:
+        """It has sent events: whole JSON lines."""
+        ...
+
+    def message(self, message: dict[str, Any]) -> None:
+        """It has said something over its control socket; see `worker`."""
+        ...
+
+    def stacks(self, dump: bytes, cpu_ticks: int) -> None:
+        """The answer to `ask_stacks`; an empty one where it does not answer."""
+        ...
+
+    def ended(self, end: End) -> None:
+        """Its process is over, whoever still holds its pipes. Nothing follows."""
+        ...
+
+
+class NearRank:
+    """A rank that is to be forked, runs, or has ended.
+
+    Args:
+        loop: The agent's loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.pid = 0
+        self.is_discarded = False
+        self._loop = loop
+        self._listener: Listener | None = None
+        self._assignment: tuple[bytes, socket.socket | None] | None = None
+        self._child: list[int] = []
+        self._own: list[int] = []
+        self._control: socket.socket | None = None
+        self._unsent = b""
+        self._pending_message = b""
+        self._pending_events = b""
+        self._stacks = b""
+        self._readers: set[int] = set()
+        self._bar_due = False
+        self._was_signalled = False
+        self._kills = 0
+        self._gate: FloodGate | None = None
+        self._cutters = {stream: LineCutter(stream) for stream in (Stream.STDOUT, Stream.STDERR)}
+
+    # -- the pool's side ---------------------------------------------------------------------------------------------
+
+    def open(self) -> tuple[int, ...]:
+        """Make pipes and socket; gives the rank's ends, in the order of `worker.Descriptors`.
+
+        Raises:
+            OSError: No more descriptors are to be had.
+        """
+        for size in (PIPE_BYTES, PIPE_BYTES, 0, 0):
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            self._own.append(reader)
+            self._child.append(writer)
+            os.set_blocking(reader, False)
+            if size:
+                # Beyond the user's share of pipe memory the usual 64 KiB have to do.
+                with contextlib.suppress(PermissionError):
+                    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, size)
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(0)
+        self._child.append(theirs.detach())
+        return tuple(self._child)
+
+    def close_child_side(self) -> None:
+        """Close our copies of the rank's ends, once they are on their way."""
+        for descriptor in self._child:
+            os.close(descriptor)
+        self._child.clear()
+
+    def was_forked(self, pid: int) -> None:
+        """It has a process: now it gets its work, if there is some for it already."""
+        self.pid = pid
+        if self.is_discarded:
+            self.signal(signal.SIGKILL)
+        elif self._assignment is not None:
+            self._begin()
+
+    def has_ended(self, end: End) -> None:
+        """Its process is over, or there never was one."""
+        if self._listener is not None and not self.is_discarded:
+            if self._readers:
+                for message in self._receive() or []:
+                    self._take_message(message)
+            self._read_rest()
+            for cutter in self._cutters.values():
+                self._put(*cutter.finish())
+            if self._gate is not None:
+                self._put_now(*self._gate.finish())
+            if end.signal == "SIGKILL" and not end.reason and not self._was_signalled and memory.kills() > self._kills:
+                end = dataclasses.replace(end, memory_limit=memory.limit_text())
+            tail = self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
+            self._listener.ended(dataclasses.replace(end, tail=tail))
+        self.close()
+
+    def close(self) -> None:
+        """Close our ends. A rank that is still a spare ends by this."""
+        for descriptor in list(self._readers):
+            self._forget(descriptor)
+        self.close_child_side()
+        for descriptor in self._own:
+            os.close(descriptor)
+        self._own.clear()
+        if self._control is not None:
+            self._loop.remove_writer(self._control)
+            self._control.close()
+            self._control = None
+        if self._assignment is not None and self._assignment[1] is not None:
+            self._assignment[1].close()
+            self._assignment = None
+
+    # -- its owner's side --------------------------------------------------------------------------------------------
+
+    def start(
+        self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_held: bool = False
+    ) -> None:
+        """Give it its work, as soon as it has a process.
+
+        Args:
+            listener: Who hears of it.
+            assignment: What it is told.
+            port: The socket that rank 0's store listens on; closed here once it is the rank's.
+            is_held: Whether its output is held to a rate.
+        """
+        self._listener = listener
+        self._gate = FloodGate() if is_held else None
+        self._assignment = (contract.encode_json(assignment.to_json()), port)
+        if self.pid:
+            # Not at once: the caller is still starting others.
+            self._loop.call_soon(self._begin)
+
+    def let_go(self) -> None:
+        """Tell a rank that is done to end."""
+        self._send(b"g")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the rank; one that was not forked yet never will be."""
+        if not self.pid:
+            if not self.is_discarded:
+                self.is_discarded = True
+                if self._listener is not None:
+                    end = End(signal="SIGKILL", reason="the job ended before it was started")
+                    self._loop.call_soon(self._listener.ended, end)
+            return
+        self._was_signalled = True
+        processes.signal_group(self.pid, number)
+        if number == signal.SIGTERM:
+            # A stopped process gets no other signal before it goes on.
+            processes.signal_group(self.pid, signal.SIGCONT)
+
+    def ask_stacks(self) -> None:
+        """Ask for the stacks; the listener has the answer `ANSWER_S` later."""
+        self._stacks = b""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, STACKS_SIGNAL)
+        self._loop.call_later(ANSWER_S, self._answer)
+
+    def _answer(self) -> None:
+        if self._listener is not None and self._readers:
+            self._listener.stacks(self._stacks, processes.cpu_ticks(self.pid))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Hand over the assignment and begin to read."""
+        if self._assignment is None or self._control is None or self._listener is None:
+            return
+        (data, port), self._assignment = self._assignment, None
+        self._kills = memory.kills()
+        sent = 0
+        # A rank that has just been killed does not take it; its end follows.
+        with contextlib.suppress(OSError):
+            sent = socket.send_fds(self._control, [data], [port.fileno()] if port is not None else [])
+        if port is not None:
+            # From here the port belongs to rank 0 alone: with it, it closes.
+            port.close()
+        stdout, stderr, events, stacks = self._own
+        self._read(stdout, lambda: self._read_output(Stream.STDOUT, stdout))
+        self._read(stderr, lambda: self._read_output(Stream.STDERR, stderr))
+        self._read(events, lambda: self._read_events(events))
+        self._read(stacks, lambda: self._read_stacks(stacks))
+        self._read(self._control.fileno(), self._read_control)
+        if sent:
+            self._send(data[sent:])
+        self._listener.forked(self.pid)
+
+    def _send(self, data: bytes) -> None:
+        """Send without ever waiting for the rank."""
+        self._unsent += data
+        if self._control is None:
+            return
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._control.send(self._unsent) :]
+        except BlockingIOError:
+            self._loop.add_writer(self._control, lambda: self._send(b""))
+            return
+        except OSError:
+            self._unsent = b""
+        self._loop.remove_writer(self._control)
+
+    def _read(self, descriptor: int, call: Callable[[], None]) -> None:
+        self._readers.add(descriptor)
+        self._loop.add_reader(descriptor, call)
+
+    def _forget(self, descriptor: int) -> None:
+        self._readers.discard(descriptor)
+        self._loop.remove_reader(descriptor)
+
+    def _read_output(self, stream: Stream, descriptor: int) -> None:
+        data = _read_some(descriptor)
+        if data is None:
+            self._forget(descriptor)
+        elif data:
+            cutter = self._cutters[stream]
+            body, count = cutter.feed(data)
+            self._put(body, count)
+            if cutter.holds_bar and not self._bar_due:
+                self._bar_due = True
+                self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
+
+    def _show_bars(self) -> None:
+        self._bar_due = False
+        for cutter in self._cutters.values() if self._readers else ():
+            self._put(*cutter.show_bar())
+            if cutter.holds_bar and not self._bar_due:
+                self._bar_due = True
+                self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
+
+    def _put(self, body: bytes, count: int) -> None:
+        if self._gate is not None and count:
+            body, count = self._gate.admit(body, count)
+        self._put_now(body, count)
+
+    def _put_now(self, body: bytes, count: int) -> None:
+        if count and self._listener is not None:
+            self._listener.output(body, count)
+
+    def _read_events(self, descriptor: int) -> None:
+        if self._listener is not None and not self._listener.has_room:
+            self._forget(descriptor)
+            self._loop.call_later(_LOOK_AGAIN_S, self._read_events_again, descriptor)
+            return
+        data = _read_some(descriptor)
+        if data is None:
+            self._forget(descriptor)
+        elif data:
+            self._take_events(data)
+
+    def _read_events_again(self, descriptor: int) -> None:
+        if descriptor in self._own:
+            self._read(descriptor, lambda: self._read_events(descriptor))
+
+    def _take_events(self, data: bytes) -> None:
+        whole, end, rest = (self._pending_events + data).rpartition(b"\n")
+        self._pending_events = rest
+        if whole and self._listener is not None:
+            self._listener.events(whole + end)
+
+    def _read_stacks(self, descriptor: int) -> None:
+        data = _read_some(descriptor)
+        if data is None:
+            self._forget(descriptor)
+        else:
+            self._stacks += data
+
+    def _read_control(self) -> None:
+        messages = self._receive()
+        if messages is None:
+            if self._control is not None:
+                self._forget(self._control.fileno())
+            return
+        for message in messages:
+            self._take_message(message)
+
+    def _receive(self) -> list[dict[str, Any]] | None:
+        """What the rank has said; None at the end."""
+        try:
+            data = self._control.recv(1 << 16) if self._control is not None else b""
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        whole, _, self._pending_message = (self._pending_message + data).rpartition(b"\n")
+        return list(contract.decode_json_lines(whole))
+
+    def _take_message(self, message: dict[str, Any]) -> None:
+        if "done" in message:
+            # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
+            self._read_rest()
+        if self._listener is not None:
+            self._listener.message(message)
+
+    def _read_rest(self) -> None:
+        """Read what is in the pipes without waiting."""
+        if not self._readers:
+            return
+        stdout, stderr, events, _ = self._own
+        for stream, descriptor in ((Stream.STDOUT, stdout), (Stream.STDERR, stderr)):
+            for data in _read_all(descriptor):
+                self._put(*self._cutters[stream].feed(data))
+        for data in _read_all(events):
+            self._take_events(data)
+
+
+def _read_some(descriptor: int) -> bytes | None:
+    """What a non-blocking pipe has; empty for nothing now, None at its end."""
+    try:
+        return os.read(descriptor, READ_BYTES) or None
+    except BlockingIOError:
+        return b""
+
+
+def _read_all(descriptor: int) -> list[bytes]:
+    """What is in a pipe now, in pieces; not more than `MAX_LAST_READ_BYTES`."""
+    parts: list[bytes] = []
+    while len(parts) * READ_BYTES < MAX_LAST_READ_BYTES and (data := _read_some(descriptor)):
+        parts.append(data)
+    return parts
