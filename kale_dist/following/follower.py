@@ -233,6 +233,8 @@ class Follower:
             with _opened_lock(self._files) as lock:
                 while not _try_lock(lock):
                     # Another process follows. This one only looks, for what it shows until then.
+                    self._run = records.runs(self._record.name)[-1]
+                    self._handle = handle_of(self._place, self._record, self._run)
                     self._look()
                     self._kill_if_due()
                     if self._stopped.is_set() or self._status.status().is_final:

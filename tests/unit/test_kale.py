@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import backends, calls
 from kale_dist.errors import ConfigError
 from kale_dist.kale import DistributedConfig, PyTorchJob, distribute
 from kale_dist.testing import FakeBackend
@@ -31,7 +31,7 @@ def objects():
     return model, DataLoader(data), torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters())
 
 
-def test_a_notebook_of_kale_runs_on_the_cluster_and_finds_its_job_by_its_name():
+def test_a_notebook_of_kale_runs_on_the_cluster():
     config = DistributedConfig(
         env=[{"name": "A", "value": "1"}, {"name": "T", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
         env_from=[{"configMapRef": {"name": "settings"}}],
@@ -49,7 +49,14 @@ def test_a_notebook_of_kale_runs_on_the_cluster_and_finds_its_job_by_its_name():
     assert (spec.policy.timeout_s, spec.policy.max_restarts, spec.cluster.ttl_s) == (60, 2, 9)
     assert spec.cluster.labels == (("team", "vision"),)
     assert '"envFrom":[{"configMapRef":{"name":"settings"}}]' in spec.cluster.patch
-    assert PyTorchJob(job.name).ref == job.ref
+
+
+def test_a_job_is_found_again_by_its_name(monkeypatch):
+    monkeypatch.setattr(calls, "attach", lambda ref: ref)
+    assert PyTorchJob("train-net") == "kubernetes://train-net"
+    monkeypatch.setenv("KALE_DIST_ON", "local")
+    assert PyTorchJob("train-net") == "local://train-net"
+    assert PyTorchJob("docker://train-net") == "docker://train-net"
 
 
 def test_the_resource_is_the_clusters_own():
@@ -64,6 +71,8 @@ def test_a_variable_from_elsewhere_is_refused():
 
 def test_elsewhere_a_resource_is_made_of_the_status(monkeypatch):
     monkeypatch.undo()
-    job = kd.launch(print, number_of_processes=2, on=FakeBackend())
+    job = kd.launch(print, number_of_processes=2, on=FakeBackend(lambda run: run.returns(0, None)))
     job.wait()
-    job.get()["status"]["replicaStatuses"]["Master"]
+    status = job.get()["status"]
+    assert status["replicaStatuses"]["Master"] == {"succeeded": 1}
+    assert status["conditions"][-1]["type"] == job.get_job_status() == "Succeeded"
