@@ -96,7 +96,7 @@ class _Patience(urllib3.Retry):
 
 
 _REPEATED = _Patience(
-    total=6, connect=3, read=4, redirect=5, status=5, backoff_factor=0.2, backoff_max=8.0, status_forcelist=_BUSY,
+    total=6, connect=1, read=4, other=0, redirect=5, status=5, backoff_factor=0.2, backoff_max=8.0, status_forcelist=_BUSY,
     allowed_methods=None, raise_on_status=False, raise_on_redirect=False,
 )  # fmt: skip
 """For what may be sent twice. Credentials are not passed on to other hosts."""
@@ -247,8 +247,13 @@ class Connection:
             return self._pool(url).request(
                 method, url, headers=headers, timeout=timeout, preload_content=False, **options
             )
-        except HTTPError as error:
-            raise self._explain(error, doing, url) from error
+        except (HTTPError, ValueError) as error:
+            if isinstance(error, HTTPError) and not isinstance(error, ValueError):
+                raise self._explain(error, doing, url) from error
+            # Not shown whole: it may hold a signature.
+            raise ImageError(
+                f"Could not {doing}: the registry {self.host} points to an address that is no place for HTTP."
+            ) from None
 
     def _pool(self, url: str) -> urllib3.PoolManager:
         """Connections, kept open, directly or through the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`)."""
@@ -299,8 +304,19 @@ class Connection:
             return False
 
     def _new_token(self, offered: Mapping[str, str], access: Access) -> tuple[str, float]:
-        realm, asked, known = self.absolute(offered["realm"]), time.monotonic(), self._credentials
-        server = urlsplit(realm).netloc
+        realm, asked, known = offered["realm"], time.monotonic(), self._credentials
+        try:
+            parts = urlsplit(realm)
+            server = parts.netloc if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else ""
+        except ValueError:
+            server = ""
+        if not server:
+            raise ImageError(f"The registry {self.host} names no usable server for its tokens: {realm[:200]!r}.")
+        if known is not None and self.origin.startswith("https:") and parts.scheme == "http":
+            raise ImageError(
+                f"The registry {self.host} asks for the credentials to be sent to {server} without encryption. They were "
+                "not sent. Tell those who run the registry."
+            )
         service = [("service", offered["service"])] if "service" in offered else []
         scopes = _joined(access, offered.get("scope", ""))
         headers: dict[str, str] = {}

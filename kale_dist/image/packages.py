@@ -157,10 +157,10 @@ def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
         info = f"{one.name.replace('-', '_')}-{one.version}.dist-info"
         lines = ["Metadata-Version: 2.1", f"Name: {one.name}", f"Version: {one.version}"]
         for requirement in _requirements(one):
-            # A base's torch works as it is, whatever its metadata asks for beyond that.
-            if _KEPT.fullmatch(one.name) and not _is_met(requirement, facts):
-                continue
             extras = re.findall(r"extra\s*==\s*['\"]([\w.-]+)['\"]", str(requirement.marker or ""))
+            # A base's torch works as it is, whatever its metadata asks for beyond that.
+            if _KEPT.fullmatch(one.name) and not extras and not _is_met(requirement, facts):
+                continue
             lines += [*(f"Provides-Extra: {extra}" for extra in extras), f"Requires-Dist: {requirement}"]
         stubs[one.name] = place = target / info
         place.mkdir()

@@ -31,7 +31,7 @@ _OK, _ACCEPTED, _ABSENT = 200, 202, 404
 _PAGE, _MAX_PAGES = 500, 1000
 _NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
 _TRIES = 4
-_BETWEEN_S = 0.3
+_BETWEEN_S = 0.1
 _SINGLE_BYTES = 1 << 20
 """Up to here a blob goes with the request that names it."""
 
