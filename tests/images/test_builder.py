@@ -27,6 +27,7 @@ PTH = f"{bases.SITE}/kale_dist.pth"
 def own_folders(tmp_path, monkeypatch):
     use_own_folders(tmp_path, monkeypatch)
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
 
 

