@@ -69,6 +69,14 @@ def test_what_the_base_has_is_not_fetched_and_torch_brings_nothing_along(house, 
     assert not [path for path in texts(made) if "torch" in path or "numpy" in path]
 
 
+def test_a_version_that_was_published_a_moment_ago_is_found(house, install):
+    house.wheel("kdthing")
+    install("kdthing")
+    house.wheel("kdthing", "2.0")
+    assert names(install("kdthing==2.0")) == ["kdthing 2.0"]
+    assert names(install("kdthing", rebuild=True)) == ["kdthing 2.0"]
+
+
 def test_nothing_is_put_in_where_all_is_there(install):
     assert install("torch==2.6.0", "scipy") is None
     assert "has all packages" in install.said[-1]
