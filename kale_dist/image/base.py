@@ -235,12 +235,12 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
             if known:
                 return pinned(min(known))
             return Base(reference=reachable, digest=str(there["Id"]), named=str(reachable))
-    found = registry.head(reachable.repository, reachable.target)
-    if found is None:
+    digest = registry.head(reachable.repository, reachable.target)
+    if not digest:
         raise ImageError(
             f"The base image {named} is not in the registry {reachable.registry}. Correct its name, or push it there."
         )
-    return pinned(found.digest)
+    return pinned(digest)
 
 
 def facts_of(

@@ -28,7 +28,7 @@ def in_turn(*answers):
 def test_a_busy_registry_is_waited_for(scripted, status):
     fake, host = scripted(in_turn((status, {"Retry-After": "0"}, b""), (status, {}, b""), (200, HEAD, b"")))
     with Registry(host) as registry:
-        assert registry.head("a", "1").digest == DIGEST
+        assert registry.head("a", "1") == DIGEST
     assert len(fake.seen) == 3
 
 
@@ -95,9 +95,13 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_an_error(scripted):
             b'{"config": {"mediaType": "application/vnd.cncf.helm.config.v1+json"}}',
             "helm.config",
         ),
-        ("application/vnd.docker.distribution.manifest.v1+prettyjws", b'{"schemaVersion": 1}', "newer tool"),
+        (
+            "application/vnd.docker.distribution.manifest.v1+prettyjws",
+            b'{"schemaVersion": 1}',
+            "unknown kind of manifest",
+        ),
         (manifests.OCI_INDEX, b'{"manifests": []}', "only for: none"),
-        (manifests.OCI_INDEX, b'{"manifests": null}', "only for: none"),
+        (manifests.OCI_INDEX, b'{"manifests": null}', "no image that can be run"),
         (
             manifests.OCI_INDEX,
             b'{"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]}',
@@ -136,9 +140,10 @@ def test_credentials_are_not_sent_to_where_a_blob_has_been_moved(scripted):
     ("location", "pattern"),
     [
         ("ftp://localhost/x", "no place for HTTP"),
+        ("http://user:hidden@[::1", "no place for HTTP"),
         ("file:///etc/passwd", "no place for HTTP"),
         ("http://localhost:99999/x", "no place for HTTP"),
-        ("http://user:hidden@localhost:1/x", "cannot be reached"),
+        ("http://user:hidden@localhost:1/x", "localhost:1 cannot be reached"),
         ("", "refused to"),
         ("/v2/again", "refused to"),
     ],
@@ -269,11 +274,7 @@ def test_a_registry_without_digests_in_its_answers_is_asked_for_the_whole_manife
     _, host = scripted(in_turn((200, {}, body)))
     with Registry(host) as registry:
         found = registry.head("a", "1")
-    assert (found.digest, found.size, found.media_type) == (
-        manifests.digest_of(body),
-        len(body),
-        manifests.OCI_MANIFEST,
-    )
+    assert found == manifests.digest_of(body)
 
 
 def test_a_proxy_is_used_with_its_password_except_for_this_machine_and_what_is_left_out(scripted, monkeypatch):
@@ -282,9 +283,9 @@ def test_a_proxy_is_used_with_its_password_except_for_this_machine_and_what_is_l
     monkeypatch.setenv("http_proxy", f"http://ada:a%40b@{proxy}")
     monkeypatch.setenv("no_proxy", "left-out.invalid")
     with Registry("registry.invalid", insecure=True) as registry:
-        assert registry.head("a", "1").digest == DIGEST
+        assert registry.head("a", "1") == DIGEST
     with Registry(near) as registry:
-        assert registry.head("a", "1").digest == DIGEST
+        assert registry.head("a", "1") == DIGEST
     with Registry("left-out.invalid", insecure=True) as registry, pytest.raises(ImageError, match="cannot be reached"):
         registry.head("a", "1")
     ((method, path, headers),) = fake.seen
