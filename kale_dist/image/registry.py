@@ -248,14 +248,7 @@ class Registry:
                 return False
             raise
         self._connection.done(answer)
-        if answer.status == _ACCEPTED and "Location" in answer.headers:
-            # The registry has begun an upload instead, which is not needed.
-            with contextlib.suppress(ImageError):
-                self._connection.done(
-                    self._connection.send(
-                        "DELETE", answer.headers["Location"], doing=doing, access=access, expect=(_OK, 202, 204)
-                    )
-                )
+        # Where it is not, the registry has begun an upload instead, which it forgets by itself.
         return answer.status != _ACCEPTED
 
     def upload(

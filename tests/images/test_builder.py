@@ -1,5 +1,6 @@
 """Images made of layers, in real registries, and run where jobs run."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -11,12 +12,14 @@ from registries import registry_program
 from resolving import MODE, Place, use_own_folders, with_base
 from wheelhouse import Wheelhouse
 
-from kale_dist import records
+from kale_dist import config, records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import for_job
 from kale_dist.image.registry import Registry
 from kale_dist.image.settle import keep_files
 from kale_dist.recipe import ImageFile, Recipe
+from kale_dist.runtime import loading
 
 from on_cluster import IMAGE, run_kubectl  # isort: skip
 
@@ -125,6 +128,20 @@ def test_a_base_of_another_registry_is_copied_and_one_of_the_same_is_not(place, 
         place.resolve(MODE)
         assert not [line for line in place.said if line.startswith("Copying")]
     assert image_of(place, reference).config["config"]["Env"][-1] == "MODE=x"
+
+
+def test_a_job_asks_by_the_function_of_its_backend(place, monkeypatch):
+    monkeypatch.setenv("KALE_DIST_REGISTRY", place.registry)
+    facts = dataclasses.replace(bases.FACTS, python=f"{loading.python_version()}.0")
+    asked = []
+
+    def ask(image):
+        asked.append(image)
+        return bases.answer(facts)
+
+    made = for_job.make(MODE, image=place.base, settings=config.load(), cuda=False, in_engine=False, ask=ask)
+    assert made.startswith(f"{place.registry}/kale-dist@sha256:")
+    assert len(asked) == 1
 
 
 def test_a_base_for_another_platform_is_refused(own_registry):

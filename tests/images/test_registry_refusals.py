@@ -1,4 +1,4 @@
-"""What a real registry cannot be made to do: be busy, lie, send elsewhere, go on with half a chunk."""
+"""What a real registry cannot be made to do: be busy, lie, send elsewhere, lose an answer."""
 
 import hashlib
 import json
