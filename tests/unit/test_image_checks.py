@@ -146,7 +146,6 @@ def test_one_more_index_does_not_take_the_place_of_pypi():
         (b"-i https://u:hunter2@x.example.com/simple", ["x.example.com", "password", "netrc"]),
         (b"-i ftp://x", ["'ftp://x' is not a URL of an index"]),
         (b"-r gone.txt", ["line 1", "gone.txt cannot be read: No such file"]),
-        (b"a==1\nA==2", ["a is wanted as 1 and as 2"]),
     ],
 )  # fmt: skip
 def test_what_a_file_says_and_a_recipe_cannot_is_named(tmp_path, content, words):
@@ -238,11 +237,6 @@ def test_packages_are_a_list(value, words):
     assert error.argument == "packages"
     for word in words:
         assert word in str(error)
-
-
-def test_two_versions_of_one_package_are_refused_wherever_they_come_from():
-    error = refused(Recipe(packages=["einops==0.7"]), ["einops==0.8"])
-    assert "einops is wanted as 0.7 and as 0.8" in str(error)
 
 
 # -- hostile recipes -------------------------------------------------------------------------------------------------
