@@ -110,7 +110,7 @@ def resolve(
             return builder.build(
                 recipe, target=target, registry=ours, base=pinned, base_registry=theirs, image=image, facts=facts,
                 blobs_dir=records.blobs_dir(), say=say, progress=progress,
-            ).digest  # fmt: skip
+            )  # fmt: skip
 
         digest, was_built = _once(target, found, make, say)
     return Resolved(reference=str(pulled.with_digest(digest)), was_built=was_built, tag=target.tag)
