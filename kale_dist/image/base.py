@@ -235,12 +235,12 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
             if known:
                 return pinned(min(known))
             return Base(reference=reachable, digest=str(there["Id"]), named=str(reachable))
-    found = registry.head(reachable.repository, reachable.target)
-    if found is None:
+    digest = registry.head(reachable.repository, reachable.target)
+    if not digest:
         raise ImageError(
             f"The base image {named} is not in the registry {reachable.registry}. Correct its name, or push it there."
         )
-    return pinned(found.digest)
+    return pinned(digest)
 
 
 def facts_of(
@@ -372,8 +372,15 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
             f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, which is Docker's: "
             f"{str(error).rstrip('.')}. Or name a base image that has them, and leave out `apt`."
         ) from error
+    answers: list[Any] = []
     with contextlib.closing(made):
-        yield made
+        made.api.hooks["response"].append(lambda answer, **_: answers.append(answer))
+        try:
+            yield made
+        finally:
+            # A stream that was left in its middle stays open otherwise.
+            for answer in answers:
+                answer.close()
 
 
 def ask_engine(image: str, *, platform: str = "", say: Callable[[str], None]) -> bytes:

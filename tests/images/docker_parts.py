@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import ipaddress
 import itertools
 import threading
 import zipfile
@@ -62,6 +63,12 @@ def serving(folder, address, seen):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def gateway_of(engine):
+    """This machine's address on the engine's own network; an engine that has just started does not list it."""
+    [config] = engine.client.networks.get("bridge").attrs["IPAM"]["Config"]
+    return config.get("Gateway") or str(ipaddress.ip_network(config["Subnet"])[1])
 
 
 def _generations(engine, name):
