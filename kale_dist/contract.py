@@ -18,7 +18,7 @@ when the agent speaks of the whole job) and `attempt`; beyond these:
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch, step, path (relative to the job's folder), bytes
-    resumed     epoch: the training of an attempt after the first goes on behind this one; 0: it begins anew
+    resumed     epoch: the training of an attempt after the first resumes after this one; 0: it starts from the beginning
     note        text: a sentence for the user (how data is sharded, that a warning holds)
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 from kale_dist.contract import EventKind
 from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context
-from kale_dist.training import devices
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace, Portion
+from kale_dist.training.sharding import Pace, Portion
 from kale_dist.training.strategies.all_reduce import GradientExchange
 
 
@@ -146,7 +145,7 @@ class Batches:
         except StopIteration:
             self._finish()
             raise
-        batch = devices.move(batch, feed.group.device)
+        batch = move(batch, feed.group.device)
         self._index += 1
         self._samples += portion.local
         feed.samples += portion.local
@@ -242,7 +241,7 @@ class Batches:
         if self._feed.counts_items:
             local, batch = batch
             return int(local), batch
-        return devices.count(batch), batch
+        return count(batch), batch
 
     def _agree(self, ahead: tuple[int, Any] | None, *, left: bool = False) -> list[int]:
         """The numbers of samples that all ranks have next."""
@@ -332,3 +331,60 @@ class CountedCollate:
     def __call__(self, items: Any) -> tuple[int, Any]:
         """Collate items."""
         return len(items), self.collate(items)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on a device.
+
+    Args:
+        batch: Tensors in any nesting of tuples, named tuples, lists and mappings, or objects with a `to` method.
+        device: The device.
+
+    Returns:
+        The same object where nothing had to be moved, else one of the same make.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, str | bytes | int | float) or batch is None:
+        return batch
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        if all(moved[key] is batch[key] for key in moved):
+            return batch
+        return _rebuild(batch, moved)
+    if isinstance(batch, tuple | list):
+        parts = [move(value, device) for value in batch]
+        if all(part is value for part, value in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else _rebuild(batch, parts)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return batch
+
+
+def _rebuild(original: Any, parts: Any) -> Any:
+    """A container of the original's class; a plain one where its constructor takes something else."""
+    try:
+        return type(original)(parts)
+    except TypeError:
+        return parts
+
+
+def count(batch: Any) -> int:
+    """Samples in a batch that a dataset made by itself: the first dimension of its first tensor or array, else 1."""
+    size = _first_dimension(batch)
+    return 1 if size is None else size
+
+
+def _first_dimension(batch: Any) -> int | None:
+    shape = getattr(batch, "shape", None)
+    if shape is not None and len(shape):
+        return int(shape[0])
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        for part in batch:
+            size = _first_dimension(part)
+            if size is not None:
+                return size
+    return None

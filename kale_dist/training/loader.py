@@ -15,9 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 from kale_dist.errors import ConfigError
 from kale_dist.training import sharding
 from kale_dist.training.batches import Batches, Feed
-from kale_dist.training.dealing import Counter, Dealer
+from kale_dist.training.dealing import Counter, Dealer, StreamShare, View, generator_states
 from kale_dist.training.group import Group
-from kale_dist.training.views import StreamShare, View, generator_states
 
 
 def prepare(

@@ -16,9 +16,9 @@ from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.training import supervised
+from kale_dist.training.checkpoint import Progress
 from kale_dist.training.group import Group
 from kale_dist.training.result import TrainingResult
-from kale_dist.training.resume import Progress
 from kale_dist.training.session import PRECISIONS, Session
 
 

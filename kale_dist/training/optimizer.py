@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace
+from kale_dist.training.sharding import Pace
 from kale_dist.training.strategies.all_reduce import GradientExchange
 
 
@@ -73,9 +73,8 @@ class OptimizerControl:
         """Alter the optimizer, schedulers and loss scalers of this process; all is as before afterwards."""
         with contextlib.ExitStack() as stack:
             self._take_optimizer(stack)
-            for owner, wrap in ((torch.nn.Module, self._wrap_module_zero_grad),):
-                if self._accumulates:
-                    _patch(stack, owner, "zero_grad", wrap)
+            if self._accumulates:
+                _patch(stack, torch.nn.Module, "zero_grad", self._wrap_module_zero_grad)
             for scheduler_class in (ReduceLROnPlateau, LRScheduler, *_subclasses(LRScheduler)):
                 if "step" in vars(scheduler_class):
                     _patch(stack, scheduler_class, "step", self._wrap_scheduler_step)

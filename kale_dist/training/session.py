@@ -13,16 +13,15 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.strategies import AllReduce
-from kale_dist.training import agreement, checkpoint, loader, metrics, resume
+from kale_dist.training import checkpoint, loader
 from kale_dist.training.batches import Feed
-from kale_dist.training.group import Group
+from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
+from kale_dist.training.group import Buffers, Group, copy_where_differing, fingerprint, trained_tensors
 from kale_dist.training.optimizer import OptimizerControl
-from kale_dist.training.pace import Pace
-from kale_dist.training.result import Structure, TrainingResult, on_cpu
-from kale_dist.training.resume import Progress, Resumption, Trained
-from kale_dist.training.strategies.all_reduce import GradientExchange
-from kale_dist.training.strategies.lazy import follow_lazy_modules
-from kale_dist.training.strategies.sparse import sparse_parameters
+from kale_dist.training.result import Averaged, Structure, TrainingResult, average, merge, normalise, on_cpu
+from kale_dist.training.sharding import Pace
+from kale_dist.training.strategies.all_reduce import GradientExchange, follow_lazy_modules
+from kale_dist.training.strategies.buckets import sparse_parameters
 
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,10 +85,10 @@ class Session:
             loaders=tuple(self.loaders),
         )
         self.resumption = Resumption(group, self._trained)
-        self.named = agreement.trained_tensors(self.model, self.criterion, self.optimizer)
-        prints = group.gather(agreement.fingerprint(self.named.values())) if not group.is_alone else []
-        agreement.copy_where_differing(group, list(self.named.items()), prints, "at the start")
-        self.buffers = agreement.Buffers(self.model, group, average=self.settings.average_buffers)
+        self.named = trained_tensors(self.model, self.criterion, self.optimizer)
+        prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
+        copy_where_differing(group, list(self.named.items()), prints, "at the start")
+        self.buffers = Buffers(self.model, group, average=self.settings.average_buffers)
         pace = Pace(group.world_size, accumulate)
         modules = [
             m for root in (self.model, self.criterion) if isinstance(root, torch.nn.Module) for m in root.modules()
@@ -173,9 +172,9 @@ class Session:
             outcome = self._run("eval_step", self.eval_feed, epoch, call_eval)
             evaluated, stop = outcome.values, stop or outcome.stop
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
-        return metrics.merge(values, evaluated), stop
+        return merge(values, evaluated), stop
 
-    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> metrics.Averaged:
+    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> Averaged:
         feed.begin(epoch)
         with self._autocast():
             returned = call()
@@ -183,10 +182,10 @@ class Session:
         is_training = feed is self.train_feed
         if is_training:
             self.control.flush()
-        prints = agreement.fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
-        outcome = metrics.average(self.group, metrics.normalise(name, returned), feed.samples, prints)
+        prints = fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
+        outcome = average(self.group, normalise(name, returned), feed.samples, prints)
         if is_training:
-            agreement.copy_where_differing(
+            copy_where_differing(
                 self.group, list(self.named.items()), outcome.extras, f"after epoch {epoch}", _DRIFT_HINT
             )
             if not feed.passes:
@@ -228,7 +227,7 @@ class Session:
         files = context.context().files
         if files is None:
             return
-        rest = resume.describe(self.group, self._trained, progress, self.control.scaler) if resume.is_wanted() else None
+        rest = describe(self.group, self._trained, progress, self.control.scaler) if is_wanted() else None
         if self.group.rank:
             return
         epoch = progress.epochs

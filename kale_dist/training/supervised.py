@@ -118,6 +118,6 @@ def _call(model: Any, inputs: Any) -> Any:
 
 
 def _on(value: Any, device: Any) -> Any:
-    from kale_dist.training.devices import move
+    from kale_dist.training.batches import move
 
     return move(value, torch.device(device))

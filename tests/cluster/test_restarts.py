@@ -88,7 +88,7 @@ def test_a_training_whose_second_pod_loses_its_rank_ends_as_if_nothing_had_happe
     rows = [row for row in job.metrics if row["source"] == "train"]
     assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
     assert sum("Rank 1 was killed by SIGKILL" in line and "attempt 2 of 2" in line for line in log) == 1
-    assert any("goes on behind epoch" in line for line in log)
+    assert any("resumes after epoch" in line for line in log)
     undisturbed, same = train(0.0)
     assert undisturbed.wait().state is StateName.SUCCEEDED
     for name, value in same.state_dict().items():
@@ -142,7 +142,7 @@ def test_a_training_that_loses_a_pod_goes_on_in_new_ones_from_the_store_s_last_c
     log = [str(line) for line in job.logs()]
     assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, log)
     assert sum(f"{job.name}-worker-0 was deleted" in line and "attempt 2 of 2" in line for line in log) == 1, log
-    assert any("goes on behind epoch" in line for line in log), log
+    assert any("resumes after epoch" in line for line in log), log
     rows = [row for row in job.metrics if row["source"] == "train"]
     assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
     undisturbed, same = train(0.0)
@@ -153,7 +153,7 @@ def test_a_training_that_loses_a_pod_goes_on_in_new_ones_from_the_store_s_last_c
         assert torch.allclose(trained.state_dict()[name], value, atol=1e-6), name
     seen, _ = elsewhere.communicate(timeout=160)
     assert seen.splitlines()[:2] == ["succeeded", "1"]
-    assert any("goes on behind epoch" in line for line in seen.splitlines())
+    assert any("resumes after epoch" in line for line in seen.splitlines())
     there = [str(found.ref) for found in kd.jobs(on="kubernetes", namespace=namespace)]
     assert there == [job.ref], there
     job.delete()

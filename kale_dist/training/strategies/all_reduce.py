@@ -24,9 +24,8 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import AllReduce
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace
-from kale_dist.training.strategies.buckets import Bucket, fill_buckets
-from kale_dist.training.strategies.sparse import average_sparse
+from kale_dist.training.sharding import Pace
+from kale_dist.training.strategies.buckets import Bucket, average_sparse, fill_buckets
 
 _SLOTS = 8
 """Control numbers that tell batches apart: the batch's number modulo this."""
@@ -378,3 +377,21 @@ def _nested_error() -> KaleDistError:
         "A backward pass gave a parameter's gradient twice after gradients were already on their way. This comes from"
         " torch.utils.checkpoint with use_reentrant=True; use use_reentrant=False"
     )
+
+
+def follow_lazy_modules(modules: Iterable[torch.nn.Module], exchange: GradientExchange) -> None:
+    """Have modules that get their shapes in the first forward pass start from rank 0's values.
+
+    Ranks draw from different seeds, so their own initial values would differ.
+    """
+    for module in modules:
+        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            handle: list[Any] = []
+
+            def settle(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
+                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+                    exchange.adopt(module.parameters(recurse=False))
+                    handle.pop().remove()
+
+            # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.
+            handle.append(module.register_forward_pre_hook(settle))
