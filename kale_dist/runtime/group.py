@@ -1,5 +1,8 @@
 """The process group of a rank: ready before the user's function, kept until the process is gone.
 
+Torch's functions that make and destroy it are replaced before anything of the user's is loaded: also a name that was
+imported before the call, in a cell or a module, is then bound to the replacement.
+
 Torch 2.13 with gloo may hang or abort when a group is destroyed while something still refers to it (a model in
 DistributedDataParallel that dies after `destroy_process_group`). So nothing here is ever destroyed: the user's
 `destroy_process_group` hides the group, `init_process_group` shows it again, and `os._exit` ends all.
@@ -27,34 +30,44 @@ class KeptGroup:
         order: The job.
         rank: This rank.
         port: Where the store of rank 0 listens.
-        listener: Descriptor of the listening socket, for rank 0; None for the others.
     """
 
-    def __init__(self, order: JobOrder, rank: int, port: int, listener: int | None) -> None:
+    def __init__(self, order: JobOrder, rank: int, port: int) -> None:
+        self._order = order
+        self._rank = rank
+        self._port = port
+        self.backend = "cpu:gloo,cuda:nccl" if order.cuda else "gloo"
+        self.store: Any = None
+        self.world: Any = None
+        self._subgroups: list[Any] = []
+        self._replace_functions()
+
+    def open(self, listener: int | None) -> None:
+        """Make the group.
+
+        Args:
+            listener: Descriptor of the store's listening socket, for rank 0; None for the others.
+        """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._order = order
-        self._rank = rank
-        self.backend = "cpu:gloo,cuda:nccl" if order.cuda else "gloo"
+        order = self._order
         self.store = TCPStore(
             order.master_addr,
-            port,
+            self._port,
             is_master=listener is not None,
             timeout=_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        dist.init_process_group(
+        self._init(
             self.backend,
             store=PrefixStore(f"kale_dist/{order.attempt}", self.store),
-            rank=rank,
+            rank=self._rank,
             world_size=order.world_size,
             timeout=_TIMEOUT,
         )
-        self.world: Any = dist.group.WORLD
-        self._subgroups: list[Any] = []
-        self._replace_functions()
+        self.world = dist.group.WORLD
         _mark_waits()
 
     def _replace_functions(self) -> None:
@@ -68,8 +81,26 @@ class KeptGroup:
             replacement = make(getattr(c10d, name))
             setattr(c10d, name, replacement)
             setattr(dist, name, replacement)
+        self._replace_store()
+
+    def _replace_store(self) -> None:
+        """Let rank 0 open a store at any other port than ours: `init_rpc(init_method="tcp://...")` waits for one.
+
+        TORCHELASTIC_USE_AGENT_STORE tells torch that a store listens already, wherever it is asked to connect to.
+        """
+        module: Any = sys.modules["torch.distributed.rendezvous"]
+        original = module._create_c10d_store  # noqa: SLF001 - torch has no setting for it
+
+        @functools.wraps(original)
+        def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+            module._torchelastic_use_agent_store = lambda: port == self._port  # noqa: SLF001 - read by the original
+            return original(hostname, port, *args, **kwargs)
+
+        module._create_c10d_store = create  # noqa: SLF001
 
     def _make_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        self._init = original
+
         @functools.wraps(original)
         def init_process_group(
             backend: str | None = None,

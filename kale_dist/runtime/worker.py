@@ -86,9 +86,11 @@ def _carry_out(
     try:
         try:
             _settle(order, rank, assignment, events, files)
+            hidden = group.KeptGroup(order, rank, assignment["port"])
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
-            kept = group.KeptGroup(order, rank, assignment["port"], listener)
+            hidden.open(listener)
+            kept = hidden
             control.say({"running": True})
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             outcome.write_success(files.outcome(order.attempt, rank), value=value, references=references, **place)

@@ -28,6 +28,8 @@ class Group:
         self.device = device
         place = context.context()
         ready = dist.is_available() and dist.is_initialized()
+        self.world: Any = dist.group.WORLD if ready else None
+        """The process group, by reference: a step may call `destroy_process_group`, which hides the default one."""
         self.rank: int = dist.get_rank() if ready else place.rank
         self.world_size: int = dist.get_world_size() if ready else 1
         self._said: set[str] = set()
@@ -53,7 +55,7 @@ class Group:
         if self.is_alone:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.world)
         return values
 
     def sum_int64(self, values: Sequence[int]) -> list[int]:
@@ -61,13 +63,13 @@ class Group:
         if self.is_alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.world)
         return sums.tolist()
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over ranks of a floating-point tensor, which is changed in place."""
         if not self.is_alone:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.world)
             value.div_(self.world_size)
         return value
 
@@ -76,7 +78,7 @@ class Group:
         if not self.is_alone:
             data = tensor.detach()
             whole = data.contiguous()
-            dist.broadcast(whole, src=source)
+            dist.broadcast(whole, src=source, group=self.world)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
 
@@ -99,12 +101,12 @@ class Group:
                 kind = 1
                 data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         head = torch.tensor([kind, data.numel()], dtype=torch.int64)
-        dist.broadcast(head, src=source)
+        dist.broadcast(head, src=source, group=self.world)
         kind, size = head.tolist()
         if not mine:
             data = torch.empty(size, dtype=torch.uint8 if kind else torch.int64)
         if size:
-            dist.broadcast(data, src=source)
+            dist.broadcast(data, src=source, group=self.world)
         if mine:
             return value
         return pickle.loads(data.numpy().tobytes()) if kind else data.tolist()
@@ -214,7 +216,7 @@ class Buffers:
         with torch.no_grad():
             for same in by_dtype.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in same])
-                dist.all_reduce(flat.div_(self._group.world_size))
+                dist.all_reduce(flat.div_(self._group.world_size), group=self._group.world)
                 for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
                     buffer.copy_(piece.view(buffer.shape))
 

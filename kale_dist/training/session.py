@@ -182,6 +182,7 @@ class Session:
         is_training = feed is self.train_feed
         if is_training:
             self.control.flush()
+            self.exchange.verify()
         prints = fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
         outcome = average(self.group, normalise(name, returned), feed.samples, prints)
         if is_training:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import socket
 import sys
 import time
 
@@ -250,3 +251,72 @@ def test_nothing_is_left_in_the_agent(jobs):
 
 def shared_memory():
     return {file.name for file in pathlib.Path("/dev/shm").iterdir()}
+
+
+def test_names_imported_before_the_call_are_harmless(jobs):
+    from torch.distributed import all_reduce, destroy_process_group, init_process_group
+
+    def tutorial():
+        import torch
+
+        init_process_group("gloo")
+        value = torch.ones(1)
+        all_reduce(value)
+        destroy_process_group()
+        return value.item()
+
+    job = jobs.run(tutorial)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome(1).value == 2.0
+
+
+def test_rpc_over_an_address_of_its_own(jobs):
+    def remote(port):
+        import torch
+        from torch.distributed import rpc
+
+        rank = int(os.environ["RANK"])
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        value = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), rank))
+        rpc.shutdown()
+        return value.tolist()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = jobs.run(remote, port)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome(1).value == [2.0, 2.0]
+
+
+def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
+    from torch.distributed import destroy_process_group, init_process_group
+
+    def tutorial():
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from kale_dist.training.loop import train
+
+        def step(model, loader, criterion, optimizer, device, args):
+            init_process_group("gloo")
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+            destroy_process_group()
+
+        model = torch.nn.Linear(2, 2)
+        return train(
+            model=model,
+            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
+            criterion=torch.nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            epochs=2,
+        ).epochs
+
+    job = jobs.run(tutorial)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome().value == 2

@@ -71,9 +71,10 @@ def test_a_training_goes_on_when_it_is_resumed_or_begins_anew(on, namespace, kee
     log = [str(line) for line in job.logs()]
     assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1), (status, log)
     assert sum("was suspended while it ran" in line for line in log) == 1, log
-    assert any(("resumes after epoch" if keeps else "Attempt 2: the training starts from the beginning") in line for line in log), (
-        log
-    )
+    assert any(
+        ("resumes after epoch" if keeps else "Attempt 2: the training starts from the beginning") in line
+        for line in log
+    ), log
     assert any("max_restarts" in note for note in status.notes) is not keeps, status.notes
     assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == list(range(1, EPOCHS + 1))
     assert job.model is model
