@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -330,3 +331,33 @@ def test_checkpoints_of_odd_values(tmp_path):
     for name, value in read.model.items():
         torch.testing.assert_close(value, states[name])
     assert read.model["a"].data_ptr() == read.model["tied"].data_ptr()
+
+
+class ItsOwnLoss(nn.Module):
+    """Takes a whole batch and gives its loss, as a model of Hugging Face does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, labels=None):
+        logits = self.head(x)
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def test_a_model_that_gives_its_own_loss_needs_neither_criterion_nor_step(ranks):
+    def job(key):
+        batches = [{"x": x, key: y} for x, y in data(16)]
+        loader = DataLoader(batches, 4)
+        return fit(ItsOwnLoss(), loader, criterion=None, eval_data_loader=DataLoader(batches, 4), epochs=4).metrics
+
+    for key in ("labels", "label"):
+        metrics = ranks(2, lambda key=key: job(key))[0]
+        assert set(metrics) == {"loss", "accuracy", "eval_loss", "eval_accuracy"}
+
+    def pairs():
+        with pytest.raises(ConfigError, match=r"gives no loss for a list.*write a train_step"):
+            fit(ItsOwnLoss(), criterion=None)
+
+    ranks(1, pairs, keep=False)
