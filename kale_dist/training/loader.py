@@ -87,7 +87,7 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
             continue
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
-            candidate.num_samples = candidate.total_size = _length(candidate.dataset) or 0
+            candidate.num_samples = candidate.total_size = length(candidate.dataset) or 0
         elif replicas == group.world_size and replicas > 1:
             candidate.rank = group.rank
             return None
@@ -112,7 +112,7 @@ def _prepare_map(
 ) -> None:
     group, state = feed.group, loader.__dict__
     world = group.world_size
-    total = _length(sampler)
+    total = length(sampler)
     common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
@@ -158,7 +158,7 @@ def _prepare_map(
 
 def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
     """The length of a rank's dataset, so that a sum over its samples divided by it is the mean of one process."""
-    size = _length(dataset)
+    size = length(dataset)
     if group.is_alone or size is None:
         return None
     if callable(share) or size == total:
@@ -170,7 +170,7 @@ def _share_of_batches(dealer: Dealer, loader: DataLoader[Any], batches: int | No
     """Samples dealt to this rank in the latest pass; before the first one, a fair estimate."""
     if dealer.kale_samples is not None:
         return max(1, int(dealer.kale_samples))
-    size = _length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
+    size = length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
     return max(1, (size if size is not None else batches or 0) // world)
 
 
@@ -245,7 +245,8 @@ def _shared_states(group: Group) -> Any:
     return states
 
 
-def _length(sized: Any) -> int | None:
+def length(sized: Any) -> int | None:
+    """Its length, or None where it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

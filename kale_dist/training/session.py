@@ -19,6 +19,7 @@ from kale_dist.training.checkpoint import Progress, Resumption, Trained, describ
 from kale_dist.training.group import Buffers, Group, copy_where_differing, fingerprint, trained_tensors
 from kale_dist.training.optimizer import OptimizerControl
 from kale_dist.training.result import Averaged, Structure, TrainingResult, average, merge, normalise, on_cpu
+from kale_dist.training.schedules import Schedules
 from kale_dist.training.sharding import Pace
 from kale_dist.training.strategies.all_reduce import GradientExchange, follow_lazy_modules
 from kale_dist.training.strategies.buckets import sparse_parameters
@@ -98,12 +99,14 @@ class Session:
         stack.callback(self.exchange.close)
         follow_lazy_modules(modules, self.exchange)
         scaler = torch.amp.GradScaler(device.type) if is_ready_made and self.precision == "fp16" else None
+        schedules = Schedules(group=group, pace=pace, epochs=self.epochs, alone=loader.length(train_loader))
         self.control = OptimizerControl(
             self.optimizer,
             self.model,
             group,
             pace,
             self.exchange,
+            schedules,
             clip_norm=clip_norm,
             precision=self.precision,
             scaler=scaler,
@@ -123,6 +126,7 @@ class Session:
             accumulate=accumulate,
         )
         stack.callback(undo)
+        schedules.here = loader.length(train_loader)
         group.say(self.train_feed.sentence)
         self.eval_feed = Feed(name="eval", group=group, loss=self._loss, epochs=self.epochs)
         if eval_loader is not None:
