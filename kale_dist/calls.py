@@ -29,10 +29,10 @@ R = TypeVar("R")
 
 
 def distribute(
-    model: torch.nn.Module,
+    model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
     criterion: Callable[..., Any] | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
     train_step: Callable[..., Any] | None = None,
     *,
     eval_data_loader: DataLoader[Any] | None = None,
@@ -69,6 +69,7 @@ def distribute(
     max_restarts: int = 0,
     detach: bool = False,
     strategy: Strategy | None = None,
+    state: Sequence[Any] = (),
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
 
@@ -77,10 +78,10 @@ def distribute(
 
     Args:
         model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
-            `job.result()` or `job.model`.
+            `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets.
         train_data_loader: A DataLoader; its samples are shared out to the processes. `batch_size` is per process.
         criterion: The loss, such as `nn.CrossEntropyLoss()`. None if a `train_step` needs none.
-        optimizer: Over the model's parameters. Its state goes with it and comes back.
+        optimizer: Over the model's parameters. Its state goes with it and comes back. Several: a dict of them.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)` trains one epoch and returns a
             number or a dict of numbers, or nothing. It may use anything that the notebook defines. Left out: the usual
             supervised loop.
@@ -131,6 +132,8 @@ def distribute(
             an exit, a stall). Never after an exception, nor for lack of memory.
         detach: Whether the job runs on when the notebook's kernel ends.
         strategy: How gradients are exchanged; None for `AllReduce()`.
+        state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
+            lists, dicts and sets.
 
     Returns:
         The job. `job.result()` is rank 0's `TrainingResult`.
@@ -343,7 +346,7 @@ def _named_backend(argument: str, name: Any) -> Backend:
 _TRAINING_NAMES = (
     "model", "train_data_loader", "criterion", "optimizer", "train_step", "eval_data_loader", "eval_step", "epochs",
     "cuda", "train_args", "eval_args", "scheduler", "accumulate", "precision", "clip_norm", "split_batches", "shard",
-    "eval_sharding", "checkpoint_every", "strategy", "seed",
+    "eval_sharding", "checkpoint_every", "strategy", "seed", "state",
 )  # fmt: skip
 """Arguments of `distribute` that go to the training loop."""
 
@@ -355,7 +358,8 @@ def _training_call(given: Mapping[str, Any]) -> tuple[Call, Run]:
     run = checks.check_run(_machine, given)
     strategy = given["strategy"] or AllReduce()
     kwargs = {name: given[name] for name in _TRAINING_NAMES} | {"strategy": strategy}
-    label = f"train {type(given['model']).__name__}"
+    model = given["model"]
+    label = f"train {' '.join(model) if isinstance(model, dict) else type(model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
 
 

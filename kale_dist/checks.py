@@ -298,8 +298,10 @@ def title(fn: Any) -> str:
 
 
 def is_model(value: Any) -> bool:
-    """Whether this is a module, or a class of modules, without importing torch for it."""
+    """Whether this is a module, a class of modules or a dict of either, without importing torch for it."""
     torch = sys.modules.get("torch")
+    if isinstance(value, dict) and value:
+        return all(map(is_model, value.values()))
     kind = value if isinstance(value, type) else type(value)
     return torch is not None and issubclass(kind, torch.nn.Module)
 

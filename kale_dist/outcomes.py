@@ -128,7 +128,8 @@ class OutcomeReader:
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
-        return weights.remember(arguments["model"], arguments["optimizer"], arguments.get("scheduler"))
+        given = (arguments[name] for name in ("model", "optimizer", "scheduler", "state"))
+        return weights.remember(*given)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
         if self._key is None:

@@ -84,7 +84,7 @@ def start(call: Call, run: Run) -> Job[Any]:
         given = call.kwargs
         targets = None
         if call.kind == "training":
-            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"])
+            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
         ref = run.backend.submit(run.backend.plan(spec), key)
     return handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
 

@@ -57,12 +57,17 @@ def check(given: Mapping[str, Any]) -> None:
     """
     model, criterion, optimizer = given["model"], given["criterion"], given["optimizer"]
     train_step, eval_step, eval_data_loader = given["train_step"], given["eval_step"], given["eval_data_loader"]
-    _check_model(model)
+    for one in _each("model", model):
+        _check_model(one)
     _check_loader("train_data_loader", given["train_data_loader"])
     if eval_data_loader is not None:
         _check_loader("eval_data_loader", eval_data_loader)
     _check_criterion(criterion, model, needed_by=_ready_made(train_step, eval_data_loader, eval_step))
-    _check_optimizer(optimizer, model, criterion)
+    for one in _each("optimizer", optimizer):
+        _check_optimizer(one, model, criterion)
+    if isinstance(model, dict) or isinstance(optimizer, dict):
+        _check_several(given)
+    _check_state(given["state"])
     _check_step("train_step", train_step)
     _check_step("eval_step", eval_step)
     if eval_step is not None and eval_data_loader is None:
@@ -111,6 +116,42 @@ def _check_model(model: Any) -> None:
     if empty is not None:
         problem = f"its parameter {empty!r} is on the meta device, which keeps no values"
         raise ConfigError("model", problem, "Give it values: model.to_empty(device='cpu') and its own initialisation")
+
+
+def _each(argument: str, value: Any) -> Iterator[Any]:
+    """The objects of a dict by name, or the one there is."""
+    if not isinstance(value, dict):
+        yield value
+        return
+    for name, one in value.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise ConfigError(argument, f"{name!r} cannot name one of several", "Use text without dots")
+        yield one
+    if not value:
+        raise ConfigError(argument, "it is an empty dict", "Name at least one")
+
+
+def _check_several(given: Mapping[str, Any]) -> None:
+    """Refuse what cannot be done to several models or optimizers without a word from the step."""
+    for argument in ("train_step", *(("eval_step",) if given["eval_data_loader"] is not None else ())):
+        if given[argument] is None:
+            problem = "is left out, and the ready-made one trains one model with one optimizer"
+            raise ConfigError(argument, problem, "Write one; it gets the dicts as they were given")
+    alone = {"accumulate": given["accumulate"] != 1, "clip_norm": given["clip_norm"] is not None}
+    for argument, is_given in (*alone.items(), ("precision", given["precision"] == "fp16")):
+        if is_given and isinstance(given["optimizer"], dict):
+            problem = f"{given[argument]!r} is for one optimizer, and there are {len(given['optimizer'])}"
+            raise ConfigError(argument, problem, "Leave it out, and do it in train_step")
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, list | tuple):
+        raise ConfigError("state", f"{show(state)} is not a list", "Write it as state=[ema_model, history]")
+    for value in state:
+        has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+        if not has_state and not isinstance(value, list | dict | set):
+            problem = f"{show(value)} has no state_dict, and is no list, dict or set"
+            raise ConfigError("state", problem, "Keep what shall come back in one of these, and name that")
 
 
 def _check_loader(argument: str, loader: Any) -> None:
@@ -209,15 +250,15 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
     if isinstance(optimizer, type):
         remedy = f"Make one: {optimizer.__name__}(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{optimizer.__name__} is a class", remedy)
-    if isinstance(optimizer, list | tuple | dict):
-        remedy = "Use launch() for a loop of your own with several optimizers"
+    if isinstance(optimizer, list | tuple):
+        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
         raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", remedy)
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "Pass such as torch.optim.SGD(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
-    mine = {id(parameter) for parameter in model.parameters()}
+    mine = {id(parameter) for one in _each("model", model) for parameter in one.parameters()}
     if isinstance(criterion, torch.nn.Module):
         mine |= {id(parameter) for parameter in criterion.parameters()}
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -320,5 +361,5 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         remedy = "Pass such as torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         raise ConfigError("scheduler", f"{show(scheduler)} is not a learning-rate scheduler", remedy)
     theirs = getattr(scheduler, "optimizer", optimizer)
-    if theirs is not optimizer:
+    if theirs is not None and not any(theirs is one for one in _each("optimizer", optimizer)):
         raise ConfigError("scheduler", "it schedules another optimizer", "Make it from the optimizer you pass")

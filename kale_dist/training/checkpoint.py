@@ -22,6 +22,7 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import SnapshotDamagedError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
+from kale_dist.training.objects import load_state, state_of
 
 VERSION = 1
 
@@ -178,8 +179,11 @@ class Trained:
 
     model: torch.nn.Module
     criterion: Any
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
+    """An optimizer, or `Optimizers`."""
     scheduler: Any
+    state: tuple[Any, ...]
+    """Objects of `state=`."""
     loaders: tuple[Any, ...]
     """Their generators, and those of their samplers, go on where they were."""
 
@@ -203,6 +207,7 @@ def describe(group: Group, trained: Trained, progress: Progress, scaler: Any) ->
         "criterion": trained.criterion.state_dict() if isinstance(trained.criterion, torch.nn.Module) else None,
         "evaluating": [name for name, module in trained.model.named_modules() if not module.training],
         "frozen": [name for name, parameter in trained.model.named_parameters() if not parameter.requires_grad],
+        "state": [state_of(value) for value in trained.state],
         "scaler": None if scaler is None else scaler.state_dict(),
         "values": dict(progress.values),
         "stopped": progress.stopped,
@@ -268,6 +273,8 @@ class Resumption:
         trained.optimizer.load_state_dict(found.optimizer or {})
         if trained.scheduler is not None and found.scheduler is not None:
             trained.scheduler.load_state_dict(_of_kinds(found.scheduler, trained.scheduler.state_dict()))
+        for value, state in zip(trained.state, resume["state"], strict=False):
+            load_state(value, state)
         # Steps change these too: one that never calls model.train() goes on in the mode that the evaluation has left.
         for name, module in trained.model.named_modules():
             module.training = name not in resume["evaluating"]

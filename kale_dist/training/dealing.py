@@ -6,7 +6,7 @@ import collections
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -162,6 +162,13 @@ def set_generator_states(states: tuple[Any, Any, Any]) -> None:
     torch.set_rng_state(torch_state)
 
 
+_DRAWN_WHOLE = 1 << 24
+"""A sampler that gives more is drawn in pieces: minGPT asks for 10,000,000,000 samples with replacement."""
+
+_PIECE = 1 << 16
+"""Samples in such a piece, about."""
+
+
 class Dealer(View):
     """Stands in for a loader's sampler or batch sampler and gives this rank's part of every chunk.
 
@@ -259,11 +266,18 @@ class Dealer(View):
 
     def _chunks(self) -> Iterator[tuple[list[Any], bool, int | None]]:
         """The chunks of a pass, whether each is the last, and the samples of its accumulation window."""
-        size = self._kale_per_chunk
+        size, source, group = self._kale_per_chunk, self._kale_source, self._kale_group
         try:
-            len(self._kale_source)
+            samples = len(source)
         except (TypeError, NotImplementedError):
-            yield from ((chunk, last, None) for chunk, last in _drawn_ahead(self._kale_source, size, self._kale_group))
+            yield from ((chunk, last, None) for chunk, last in _drawn_ahead(iter(source), size, group))
+            return
+        if samples > _DRAWN_WHOLE and type(source) is not SequentialSampler:
+            used = itertools.islice(iter(source), samples // self._kale_drop_unit * self._kale_drop_unit)
+            pieces = _drawn_ahead(used, size * max(1, _PIECE // size), group)
+            for piece, is_end in pieces:
+                for start in range(0, len(piece), size):
+                    yield piece[start : start + size], is_end and start + size >= len(piece), None
             return
         order = self._draw()
         used = len(order) // self._kale_drop_unit * self._kale_drop_unit
@@ -287,15 +301,17 @@ class Dealer(View):
         raise TypeError("the sampler of a training loader stays in its rank")
 
 
-def _drawn_ahead(source: Iterable[Any], size: int, group: Group) -> Iterator[tuple[list[Any], bool]]:
-    """Chunks of a source without length, drawn by rank 0 one ahead so that the last one is known to be it."""
-    items = iter(source) if group.rank == 0 else iter(())
+def _drawn_ahead(source: Iterator[Any], size: int, group: Group) -> Iterator[tuple[list[Any], bool]]:
+    """Chunks of a source, drawn by rank 0 one ahead so that the last one is known to be it."""
+    items = source if group.rank == 0 else iter(())
     ahead = list(itertools.islice(items, size))
     while True:
         current = ahead
         if group.rank == 0:
             ahead = list(itertools.islice(items, size))
-        chunk, last = group.send((current, not ahead))
+        # Apart: a list of whole numbers travels as it is.
+        last = bool(group.send([int(not ahead)])[0])
+        chunk = group.send(current)
         if chunk:
             yield chunk, last
         if last:

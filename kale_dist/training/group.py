@@ -43,8 +43,12 @@ class Group:
         """Print a sentence for the user once in the whole job, and send it as a note. Other ranks stay silent."""
         if self.rank == 0 and text not in self._said:
             self._said.add(text)
-            print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
-            context.emit(EventKind.NOTE, text=text)
+            self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """Print a sentence that holds for this rank alone, and send it as a note."""
+        print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
+        context.emit(EventKind.NOTE, text=text)
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's value, in the order of the ranks.
@@ -221,7 +225,7 @@ class Buffers:
                     buffer.copy_(piece.view(buffer.shape))
 
 
-def trained_tensors(model: torch.nn.Module, criterion: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def trained_tensors(model: torch.nn.Module, criterion: Any, optimizer: Any) -> dict[str, Tensor]:
     """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():

@@ -134,6 +134,11 @@ def _prepare_map(
             unit = (used.chunk if aligned else size) if drop else 1
             share = max(1, whole.share(group.rank)) if total else 0
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
+            if loader.batch_size is None and world > 1:
+                feed.sentence += (
+                    f"; batch_size=None: each rank gets every {sharding.ordinal(world)} item, so a step that carries"
+                    " state from one item to the next (a hidden state) needs shard=False"
+                )
         else:
             feed.sentence = (
                 f"{feed.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"

@@ -129,6 +129,8 @@ class TrainingResult:
     """`model.state_dict()` on the CPU."""
     optimizer_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     scheduler_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+    state: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    """What the objects of `state=` hold."""
     model: torch.nn.Module | None = dataclasses.field(default=None, repr=False)
     """The module itself, where its structure changed in the rank."""
     reason: str = ""
@@ -173,16 +175,3 @@ class Structure:
                 names = [kind.__name__ if kind is not None else "nothing" for kind in (old, new)]
                 return f"module {name or 'itself'} changed in the rank from {names[0]} to {names[1]}"
         return ""
-
-
-def on_cpu(value: Any) -> Any:
-    """A state dict with its tensors on the CPU, detached."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return type(value)((key, on_cpu(item)) for key, item in value.items())
-    if isinstance(value, list):
-        return [on_cpu(item) for item in value]
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(on_cpu(item) for item in value)
-    return value

@@ -127,6 +127,11 @@ def ranks(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
 
 
+def ordinal(number: int) -> str:
+    """`second`, `third`, `4th`."""
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
+
+
 def extremes(numbers: Sequence[int]) -> str:
     """Largest and smallest of some numbers as `719/718`, or the one they all are."""
     largest, smallest = max(numbers), min(numbers)

@@ -91,7 +91,7 @@ class _Totals:
         return metrics
 
 
-def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Tensor, Any, Any]:
+def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, Any, Any]:
     """Loss, outputs and targets of a batch."""
     if criterion is not None:
         inputs, targets = _pair(batch, device)

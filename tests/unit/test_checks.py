@@ -197,7 +197,8 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
         (lambda net: torch.optim.SGD(Net().parameters(), lr=0.1), "2 of its 2 parameters are not the model's"),
         (lambda net: torch.optim.SGD([*net.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1), "1 of its 3"),
         (lambda net: torch.optim.SGD, "Make one: SGD(model.parameters(), lr=0.1)"),
-        (lambda net: [torch.optim.SGD(net.parameters())], "launch()"),
+        (lambda net: [torch.optim.SGD(net.parameters())], "Pass several as a dict"),
+        (lambda net: {"a": torch.optim.SGD(Net().parameters())}, "2 of its 2 parameters are not the model's"),
         (lambda net: None, "None is not a torch.optim.Optimizer"),
     ],
 )
@@ -205,6 +206,35 @@ def test_an_optimizer_is_over_the_models_parameters(make, said):
     net = Net()
     error = refused_training(model=net, optimizer=make(net))
     assert error.argument == "optimizer"
+    assert said in str(error)
+
+
+def pair(**changes):
+    nets = {"generator": Net(), "critic": Net()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+    return {"model": nets, "optimizer": optimizers, "train_step": step6, **changes}
+
+
+def test_several_models_and_optimizers_pass_as_dicts():
+    training_checks.check(arguments(**pair()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "said"),
+    [
+        ({"train_step": None}, "train_step", "it gets the dicts as they were given"),
+        ({"accumulate": 2}, "accumulate", "there are 2"),
+        ({"clip_norm": 1.0}, "clip_norm", "do it in train_step"),
+        ({"model": {"a.b": Net()}}, "model", "'a.b' cannot name"),
+        ({"model": {"a": 3}}, "model", "3 is not a torch.nn.Module"),
+        ({"model": {}}, "model", "an empty dict"),
+        ({"state": Net()}, "state", "Write it as state=["),
+        ({"state": [3]}, "state", "3 has no state_dict"),
+    ],
+)
+def test_what_several_models_cannot_do_is_refused(changes, argument, said):
+    error = refused_training(**pair(**changes))
+    assert error.argument == argument
     assert said in str(error)
 
 

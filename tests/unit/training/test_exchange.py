@@ -440,3 +440,42 @@ def test_ranks_that_differ_are_still_told_apart_when_numbers_are_read_late(ranks
         return ""
 
     assert any(said in text for text in ranks(2, job, keep=False))
+
+
+def adversaries():
+    """A generator and a critic that train each other, and an average of the generator's weights."""
+    torch.manual_seed(3)
+    models = {"generator": nn.Linear(2, 4), "critic": nn.Linear(4, 1)}
+    optimizers = {name: torch.optim.Adam(one.parameters(), lr=0.01) for name, one in models.items()}
+    average, losses = copy.deepcopy(models["generator"]), []
+
+    def step(models, loader, criterion, optimizers, device, args):
+        for x, _ in loader:
+            optimizers["critic"].zero_grad()
+            fake = models["generator"](x[:, :2])
+            (models["critic"](fake.detach()) - models["critic"](x)).mean().backward()
+            optimizers["critic"].step()
+            optimizers["generator"].zero_grad()
+            loss = -models["critic"](models["generator"](x[:, :2])).mean()
+            loss.backward()
+            optimizers["generator"].step()
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), models["generator"].parameters(), strict=True):
+                    mean.lerp_(now, 0.1)
+        losses.append(len(losses))
+
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return train(
+        model=models, train_data_loader=DataLoader(data(24), 12 // world), criterion=None, optimizer=optimizers,
+        train_step=step, epochs=3, state=[average, losses],
+    )  # fmt: skip
+
+
+def test_two_models_with_two_optimizers_train_as_in_one_process(ranks):
+    expected, found = adversaries(), ranks(2, adversaries)[0]
+    assert set(found.model_state) == {"generator.weight", "generator.bias", "critic.weight", "critic.bias"}
+    for name, value in expected.model_state.items():
+        assert torch.allclose(found.model_state[name], value, atol=1e-6)
+    assert set(found.optimizer_state["named"]) == {"generator", "critic"}
+    assert torch.allclose(found.state[0]["weight"], expected.state[0]["weight"], atol=1e-6)
+    assert found.state[1] == [0, 1, 2]
