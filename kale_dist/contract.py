@@ -20,6 +20,7 @@ when the agent speaks of the whole job) and `attempt`; beyond these:
     checkpoint  epoch, step, path (relative to the job's folder), bytes
     resumed     epoch: the training of an attempt after the first resumes after this one; 0: it starts from the beginning
     note        text: a sentence for the user (how data is sharded, that a warning holds)
+    display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text
 """
@@ -51,6 +52,7 @@ class EventKind(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
     NOTE = "note"
+    DISPLAY = "display"
     WAITING = "waiting"
     OUTCOME = "outcome"
 

@@ -22,6 +22,7 @@ from kale_dist.checks import Run
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job
 from kale_dist.outcomes import OutcomeReader
+from kale_dist.runtime.given_models import models_in, together
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import JobSpec
 from kale_dist.strategies import Strategy
@@ -85,6 +86,8 @@ def start(call: Call, run: Run) -> Job[Any]:
         targets = None
         if call.kind == "training":
             targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
+        elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
+            targets = weights.remember(together(models), None)
         ref = run.backend.submit(run.backend.plan(spec), key)
     return handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
 

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist.contract import JobOrder
+from kale_dist.contract import EventKind, JobOrder
 from kale_dist.errors import ConfigError
+from kale_dist.runtime import context
 
 _TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
@@ -40,6 +41,8 @@ class KeptGroup:
         self.store: Any = None
         self.world: Any = None
         self._subgroups: list[Any] = []
+        self._steps = self._exchanges = 0
+        self._has_other_store = False
         self._replace_functions()
 
     def open(self, listener: int | None) -> None:
@@ -50,6 +53,7 @@ class KeptGroup:
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
         order = self._order
         self.store = TCPStore(
@@ -69,6 +73,35 @@ class KeptGroup:
         )
         self.world = dist.group.WORLD
         _mark_waits()
+        self._exchanges = self._count_exchanges()
+        register_optimizer_step_post_hook(self._count_step)
+
+    def _count_step(self, *_: Any) -> None:
+        self._steps += 1
+
+    def _count_exchanges(self) -> int:
+        """Collectives so far, of this group; one more where the user's code has found another way to talk."""
+        import torch
+        from torch.distributed import distributed_c10d as c10d
+
+        found = len(c10d._world.pg_map) + self._has_other_store  # noqa: SLF001 - there is no public list of groups
+        for device in ("cpu", "cuda") if self._order.cuda else ("cpu",):
+            backend = self.world._get_backend(torch.device(device))  # noqa: SLF001 - nor of a group's backends
+            found += backend._get_sequence_number_for_group()  # noqa: SLF001
+        return int(found)
+
+    def advise(self) -> None:
+        """After the user's function: say so if the ranks have trained and never exchanged anything."""
+        world = self._order.world_size
+        if self._rank or world == 1 or not self._steps or self._count_exchanges() != self._exchanges:
+            return
+        text = (
+            f"The ranks made {self._steps:,} optimizer steps and exchanged nothing: has each of the {world} processes"
+            " trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
+            f" Trainer devices={self._order.local_world_size} and num_nodes={self._order.groups}."
+        )
+        print(text)  # noqa: T201 - the rank's output is the job's log
+        context.emit(EventKind.NOTE, text=text)
 
     def _replace_functions(self) -> None:
         import torch.distributed as dist
@@ -94,6 +127,7 @@ class KeptGroup:
         @functools.wraps(original)
         def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
             module._torchelastic_use_agent_store = lambda: port == self._port  # noqa: SLF001 - read by the original
+            self._has_other_store = True
             return original(hostname, port, *args, **kwargs)
 
         module._create_c10d_store = create  # noqa: SLF001
