@@ -21,6 +21,7 @@ from kale_dist.blobs import FolderStore, Store
 from kale_dist.checks import Run
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job
+from kale_dist.notebook.pictures import Pictures
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.runtime.given_models import models_in, together
 from kale_dist.snapshot.capture import Captured, Originals, capture
@@ -169,6 +170,7 @@ def handle(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
         again=functools.partial(_again, backend),
     )  # fmt: skip
+    job.call_after_wait(Pictures(records.files(ref.record_name).events).show)
     with _jobs_lock:
         _jobs[str(ref)] = job
     return job
