@@ -33,10 +33,10 @@ R = TypeVar("R")
 
 
 def distribute(
-    model: torch.nn.Module,
+    model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
     criterion: Callable[..., Any] | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
     train_step: Callable[..., Any] | None = None,
     *,
     eval_data_loader: DataLoader[Any] | None = None,
@@ -65,6 +65,7 @@ def distribute(
     max_restarts: int = 0,
     detach: bool = False,
     strategy: Strategy | None = None,
+    state: Sequence[Any] = (),
     **unknown: Never,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
@@ -74,10 +75,10 @@ def distribute(
 
     Args:
         model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
-            `job.result()` or `job.model`.
+            `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets.
         train_data_loader: A DataLoader; its samples are shared out to the processes. `batch_size` is per process.
         criterion: The loss, such as `nn.CrossEntropyLoss()`. None if a `train_step` needs none.
-        optimizer: Over the model's parameters. Its state goes with it and comes back.
+        optimizer: Over the model's parameters. Its state goes with it and comes back. Several: a dict of them.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)` trains one epoch and returns a
             number or a dict of numbers, or nothing. It may use anything that the notebook defines. Left out: the usual
             supervised loop.
@@ -115,6 +116,8 @@ def distribute(
         detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
             jobs do.
         strategy: How gradients are exchanged; None for `AllReduce()`.
+        state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
+            lists, dicts and sets.
         **unknown: Words of other libraries, and typing errors: they are refused with the right word.
 
     Returns:
@@ -134,6 +137,7 @@ def distribute(
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
         scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
         shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=AllReduce() if strategy is None else strategy,
+        state=state,
     )  # fmt: skip
     options = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
@@ -350,10 +354,12 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
 
     training = overrides.applied(training)
     # Weights and their gradients, of which each process has its own.
-    weights = sum(2 * one.numel() * one.element_size() for one in training.model.parameters() if not is_lazy(one))
+    models = training.model.values() if isinstance(training.model, dict) else [training.model]
+    parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
+    weights = sum(2 * one.numel() * one.element_size() for one in parameters)
     run = placing.settle(overrides.applied(options), rank_bytes=weights)
     kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
-    label = f"train {type(training.model).__name__}"
+    label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
 
 

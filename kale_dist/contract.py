@@ -31,6 +31,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
     checkpoint  epoch, step, path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
     note        text: a sentence for the user (how data is sharded, that a warning holds)
+    display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text
 """
@@ -76,6 +77,7 @@ class EventKind(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
     NOTE = "note"
+    DISPLAY = "display"
     WAITING = "waiting"
     OUTCOME = "outcome"
 

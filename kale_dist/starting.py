@@ -20,8 +20,10 @@ from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job, inside
+from kale_dist.notebook.pictures import Pictures
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.placing import Run
+from kale_dist.runtime.given_models import models_in, together
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import JobSpec
@@ -89,7 +91,9 @@ def start(call: Call, run: Run) -> Job[Any]:
         given = call.kwargs
         targets = None
         if call.kind == "training":
-            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"])
+            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
+        elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
+            targets = weights.remember(together(models), None)
         ref = run.backend.submit(run.backend.plan(spec), key)
     return handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
 
@@ -162,6 +166,7 @@ def handle(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
         again=functools.partial(_again, backend),
     )  # fmt: skip
+    inside(job).after_wait.append(Pictures(records.files(ref.record_name).events).show)
     with _jobs_lock:
         _jobs[str(ref)] = job
     return job

@@ -7,7 +7,7 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,19 @@ from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.training import supervised
+from kale_dist.training.checkpoint import Progress
 from kale_dist.training.group import Group
+from kale_dist.training.objects import one_model, one_optimizer
 from kale_dist.training.result import TrainingResult
-from kale_dist.training.resume import Progress
 from kale_dist.training.session import PRECISIONS, Session
 
 
 def train(
     *,
-    model: torch.nn.Module,
+    model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: torch.utils.data.DataLoader[Any],
     criterion: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
     train_step: Callable[..., Any] | None = None,
     eval_data_loader: torch.utils.data.DataLoader[Any] | None = None,
     eval_step: Callable[..., Any] | None = None,
@@ -45,6 +46,7 @@ def train(
     checkpoint_every: int | None = 1,
     strategy: Strategy | None = None,
     seed: int | None = None,
+    state: Sequence[Any] = (),
 ) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
 
@@ -53,10 +55,10 @@ def train(
     that sums gives that gradient divided by the number of ranks.
 
     Args:
-        model: The model.
+        model: The model, or several by name.
         train_data_loader: Its batch size is that of one rank, unless `split_batches`.
         criterion: Passed to the steps.
-        optimizer: Over the model's parameters.
+        optimizer: Over the model's parameters, or several by name.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)`, called once an epoch; None
             for the ready-made one. Returns metrics: a number, a dict of numbers, a tuple of numbers or None.
         eval_data_loader: Data for `eval_step`, or None.
@@ -75,6 +77,7 @@ def train(
         checkpoint_every: Epochs between checkpoints; None or 0 for none. Without a job there are none.
         strategy: How gradients are exchanged.
         seed: Seed of rank 0, rank r gets seed + r; None where the rank is seeded already.
+        state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
 
     Returns:
         The metrics, and on rank 0 the states.
@@ -100,9 +103,10 @@ def train(
     with contextlib.ExitStack() as stack:
         session = Session(
             group=group,
-            model=model,
+            model=one_model(model),
             criterion=criterion,
-            optimizer=optimizer,
+            optimizer=one_optimizer(optimizer),
+            state=tuple(state),
             scheduler=scheduler,
             epochs=epochs,
             precision=precision,
@@ -119,11 +123,13 @@ def train(
             shard_eval=eval_sharding == "samples",
             is_ready_made=train_step is None,
         )
-        call_train = _bind_train(session, train_step, train_data_loader, train_args)
+        call_train = _bind_train(session, train_step, model, train_data_loader, optimizer, train_args)
         call_eval = None
         if eval_data_loader is not None:
             step = eval_step or supervised.eval_epoch
             call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
+        arguments = {"train_args": train_args, "eval_args": eval_args}
+        session.watch((train_step, eval_step), arguments)
         every = checkpoint_every or 0
         progress = session.resumption.progress
         for epoch in range(progress.epochs + 1, epochs + 1):
@@ -136,12 +142,13 @@ def train(
     return session.result(progress.values, progress.epochs, stopped=progress.stopped)
 
 
-def _bind_train(session: Session, step: Callable[..., Any] | None, data: Any, args: Any) -> Callable[[], Any]:
+def _bind_train(
+    session: Session, step: Callable[..., Any] | None, model: Any, data: Any, optimizer: Any, args: Any
+) -> Callable[[], Any]:
     if step is None:
         scaler = session.control.scaler
         step = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
-    positional = (session.model, data, session.criterion, session.optimizer, session.group.device, args)
-    return functools.partial(step, *positional)
+    return functools.partial(step, model, data, session.criterion, optimizer, session.group.device, args)
 
 
 def _seed(seed: int) -> None:

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace
+from kale_dist.training.schedules import Schedules
+from kale_dist.training.sharding import Pace
 from kale_dist.training.strategies.all_reduce import GradientExchange
 
 
@@ -32,6 +33,7 @@ class OptimizerControl:
         group: The ranks.
         pace: Written by the training loader.
         exchange: The gradients' exchange.
+        schedules: How far a scheduler moves in a batch.
         clip_norm: Largest norm of all gradients together; None for no clipping.
         precision: None, `bf16` or `fp16`.
         scaler: The loss scaler of the ready-made step; None with a step of the user's.
@@ -44,6 +46,7 @@ class OptimizerControl:
         group: Group,
         pace: Pace,
         exchange: GradientExchange,
+        schedules: Schedules,
         *,
         clip_norm: float | None = None,
         precision: str | None = None,
@@ -58,9 +61,11 @@ class OptimizerControl:
         self._group = group
         self._pace = pace
         self._exchange = exchange
+        self._schedules = schedules
         self._clip_norm = clip_norm
         self._needs_scaler = precision == "fp16" and scaler is None
         self._in_step = False
+        self._in_scheduler = False
         self._in_user_scaler = False
         self._is_held = False
 
@@ -73,9 +78,8 @@ class OptimizerControl:
         """Alter the optimizer, schedulers and loss scalers of this process; all is as before afterwards."""
         with contextlib.ExitStack() as stack:
             self._take_optimizer(stack)
-            for owner, wrap in ((torch.nn.Module, self._wrap_module_zero_grad),):
-                if self._accumulates:
-                    _patch(stack, owner, "zero_grad", wrap)
+            if self._accumulates:
+                _patch(stack, torch.nn.Module, "zero_grad", self._wrap_module_zero_grad)
             for scheduler_class in (ReduceLROnPlateau, LRScheduler, *_subclasses(LRScheduler)):
                 if "step" in vars(scheduler_class):
                     _patch(stack, scheduler_class, "step", self._wrap_scheduler_step)
@@ -266,9 +270,18 @@ class OptimizerControl:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             self.scheduler_calls.add(id(scheduler))
-            if self._is_held and scheduler.optimizer is self.optimizer and not getattr(scheduler, "_is_initial", False):
+            if self._in_scheduler or getattr(scheduler, "_is_initial", False):
+                return original(scheduler, *args, **kwargs)
+            if self._is_held and getattr(scheduler, "optimizer", self.optimizer) is self.optimizer:
                 return None
-            return original(scheduler, *args, **kwargs)
+            # A scheduler may be made of others, which it steps itself.
+            self._in_scheduler = True
+            try:
+                for _ in range(1 if args or kwargs else self._schedules.moves(scheduler)):
+                    original(scheduler, *args, **kwargs)
+            finally:
+                self._in_scheduler = False
+            return None
 
         return step
 

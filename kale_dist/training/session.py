@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,16 +13,18 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.strategies import AllReduce
-from kale_dist.training import agreement, checkpoint, loader, metrics, resume
+from kale_dist.training import checkpoint, loader
 from kale_dist.training.batches import Feed
-from kale_dist.training.group import Group
+from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
+from kale_dist.training.group import Buffers, Group, copy_where_differing, fingerprint, trained_tensors
+from kale_dist.training.notices import Captured, Losses
+from kale_dist.training.objects import Optimizers, on_cpu, state_of
 from kale_dist.training.optimizer import OptimizerControl
-from kale_dist.training.pace import Pace
-from kale_dist.training.result import Structure, TrainingResult, on_cpu
-from kale_dist.training.resume import Progress, Resumption, Trained
-from kale_dist.training.strategies.all_reduce import GradientExchange
-from kale_dist.training.strategies.lazy import follow_lazy_modules
-from kale_dist.training.strategies.sparse import sparse_parameters
+from kale_dist.training.result import Averaged, Structure, TrainingResult, average, merge, normalise
+from kale_dist.training.schedules import Schedules
+from kale_dist.training.sharding import Pace
+from kale_dist.training.strategies.all_reduce import GradientExchange, follow_lazy_modules
+from kale_dist.training.strategies.buckets import sparse_parameters
 
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,6 +39,7 @@ class Session:
     control: OptimizerControl
     exchange: GradientExchange
     resumption: Resumption
+    _captured: Captured | None = None
 
     def __init__(
         self,
@@ -44,7 +47,8 @@ class Session:
         group: Group,
         model: torch.nn.Module,
         criterion: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
+        state: tuple[Any, ...],
         scheduler: Any,
         epochs: int,
         precision: str | None,
@@ -54,12 +58,13 @@ class Session:
         self.model = model
         self.criterion = criterion
         self.optimizer = optimizer
+        self.state = state
         self.scheduler = scheduler
         self.epochs = epochs
         self.precision = precision
         self.settings = settings
         self._structure = Structure.of(model)
-        self._latest_loss: Any = None
+        self._losses = Losses(group, model, lambda: (self.train_feed.epoch, self.train_feed.step))
 
     def open(
         self,
@@ -83,13 +88,14 @@ class Session:
             criterion=self.criterion,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            state=self.state,
             loaders=tuple(self.loaders),
         )
         self.resumption = Resumption(group, self._trained)
-        self.named = agreement.trained_tensors(self.model, self.criterion, self.optimizer)
-        prints = group.gather(agreement.fingerprint(self.named.values())) if not group.is_alone else []
-        agreement.copy_where_differing(group, list(self.named.items()), prints, "at the start")
-        self.buffers = agreement.Buffers(self.model, group, average=self.settings.average_buffers)
+        self.named = trained_tensors(self.model, self.criterion, self.optimizer)
+        prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
+        copy_where_differing(group, list(self.named.items()), prints, "at the start")
+        self.buffers = Buffers(self.model, group, average=self.settings.average_buffers)
         pace = Pace(group.world_size, accumulate)
         modules = [
             m for root in (self.model, self.criterion) if isinstance(root, torch.nn.Module) for m in root.modules()
@@ -99,21 +105,23 @@ class Session:
         stack.callback(self.exchange.close)
         follow_lazy_modules(modules, self.exchange)
         scaler = torch.amp.GradScaler(device.type) if is_ready_made and self.precision == "fp16" else None
+        schedules = Schedules(group=group, pace=pace, epochs=self.epochs, alone=loader.length(train_loader))
+        several = self.optimizer.named.values() if isinstance(self.optimizer, Optimizers) else ()
         self.control = OptimizerControl(
-            self.optimizer,
+            next(iter(several), self.optimizer),
             self.model,
             group,
             pace,
             self.exchange,
+            schedules,
             clip_norm=clip_norm,
             precision=self.precision,
             scaler=scaler,
         )
         stack.enter_context(self.control.installed())
-        if isinstance(self.criterion, torch.nn.Module):
-            stack.callback(self.criterion.register_forward_hook(self._note_loss).remove)
+        stack.enter_context(self._losses.watched(self.criterion))
         self.train_feed = Feed(
-            name="train", group=group, pace=pace, exchange=self.exchange, loss=self._loss, epochs=self.epochs
+            name="train", group=group, pace=pace, exchange=self.exchange, loss=self._losses.latest, epochs=self.epochs
         )
         undo = loader.prepare(
             train_loader,
@@ -124,8 +132,9 @@ class Session:
             accumulate=accumulate,
         )
         stack.callback(undo)
+        schedules.here = loader.length(train_loader)
         group.say(self.train_feed.sentence)
-        self.eval_feed = Feed(name="eval", group=group, loss=self._loss, epochs=self.epochs)
+        self.eval_feed = Feed(name="eval", group=group, loss=self._losses.latest, epochs=self.epochs)
         if eval_loader is not None:
             undo = loader.prepare(
                 eval_loader, self.eval_feed, argument="eval_data_loader", shard=shard_eval, split=split
@@ -140,7 +149,7 @@ class Session:
         device = self.group.device
         if device.type == "cpu":
             return
-        for part in (self.model, self.criterion):
+        for part in (self.model, self.criterion, *self.state):
             if isinstance(part, torch.nn.Module):
                 part.to(device)
         for parameter, state in self.optimizer.state.items():
@@ -148,13 +157,6 @@ class Session:
                 # Step counts stay where the optimizer keeps them.
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
                     state[name] = value.to(device)
-
-    def _note_loss(self, _module: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.numel() == 1:
-            self._latest_loss = output.detach()
-
-    def _loss(self) -> float | None:
-        return None if self._latest_loss is None else float(self._latest_loss)
 
     # -- an epoch --------------------------------------------------------------------------------------------------
 
@@ -173,9 +175,26 @@ class Session:
             outcome = self._run("eval_step", self.eval_feed, epoch, call_eval)
             evaluated, stop = outcome.values, stop or outcome.stop
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
-        return metrics.merge(values, evaluated), stop
+        self._name_what_stays()
+        return merge(values, evaluated), stop
 
-    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> metrics.Averaged:
+    def watch(self, steps: Iterable[Any], arguments: dict[str, Any]) -> None:
+        """Note what the user's steps can change, so that what does not come back can be named after an epoch."""
+        parts = (self.model, self.criterion, self.optimizer, self.scheduler, *self.state, *self.loaders)
+        optimizers = self.optimizer.named.values() if isinstance(self.optimizer, Optimizers) else ()
+        if self.group.rank == 0:
+            self._captured = Captured(steps, arguments, (*parts, *optimizers))
+
+    def _name_what_stays(self) -> None:
+        captured, self._captured = self._captured, None
+        if captured is not None and (names := captured.changed()):
+            shown = ", ".join(names[:5])
+            self.group.say(
+                f"Changed by a step, and left behind in the ranks: {shown}. state=[{shown}] in the call brings them back"
+                " (objects with a state_dict, lists, dicts, sets; keep numbers in a dict)."
+            )
+
+    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> Averaged:
         feed.begin(epoch)
         with self._autocast():
             returned = call()
@@ -183,12 +202,18 @@ class Session:
         is_training = feed is self.train_feed
         if is_training:
             self.control.flush()
-        prints = agreement.fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
-        outcome = metrics.average(self.group, metrics.normalise(name, returned), feed.samples, prints)
+            self.exchange.verify()
+        prints = fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
+        outcome = average(self.group, normalise(name, returned), feed.samples, prints)
         if is_training:
-            agreement.copy_where_differing(
+            copy_where_differing(
                 self.group, list(self.named.items()), outcome.extras, f"after epoch {epoch}", _DRIFT_HINT
             )
+            if returned is None:
+                self.group.say(
+                    "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
+                    " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+                )
             if not feed.passes:
                 self.group.say(
                     "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
@@ -228,7 +253,7 @@ class Session:
         files = context.context().files
         if files is None:
             return
-        rest = resume.describe(self.group, self._trained, progress, self.control.scaler) if resume.is_wanted() else None
+        rest = describe(self.group, self._trained, progress, self.control.scaler) if is_wanted() else None
         if self.group.rank:
             return
         epoch = progress.epochs
@@ -263,6 +288,7 @@ class Session:
             model_state=on_cpu(self.model.state_dict()),
             optimizer_state=on_cpu(self.optimizer.state_dict()),
             scheduler_state=None if self.scheduler is None else on_cpu(self.scheduler.state_dict()),
+            state=tuple(map(state_of, self.state)),
             model=self.model if changed else None,
             reason=changed,
         )

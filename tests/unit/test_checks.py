@@ -1,6 +1,7 @@
 import asyncio
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,7 +97,7 @@ def test_a_wrapped_model_is_to_be_unwrapped():
         (lambda: tuple(a_loader()), "it is a tuple"),
         (lambda: a_loader().dataset, "Wrap it: DataLoader(dataset"),
         (lambda: DataLoader, "is a class"),
-        (lambda: torch.zeros(3), "not a torch.utils.data.DataLoader"),
+        (lambda: torch.zeros(()), "not a torch.utils.data.DataLoader"),
         (lambda: "loader", "'loader'"),
     ],
 )
@@ -104,6 +105,87 @@ def test_a_loader_is_a_data_loader(argument, make, said):
     error = refused_training(**{argument: make()})
     assert error.argument == argument
     assert said in str(error)
+
+
+class Restless(DataLoader):
+    """As timm's MultiEpochsDataLoader."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+
+def prepared(kind, base):
+    """A class as Accelerate makes it of another."""
+    return type(kind, (base,), {"__module__": "accelerate.data_loader"})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: (torch.zeros(4, 2), torch.zeros(4)), "DataLoader(TensorDataset(X, y), batch_size=32"),
+        (lambda: [np.zeros((4, 2)), np.zeros(4)], "with torch.as_tensor()"),
+        (lambda: torch.zeros(4, 2), "DataLoader(TensorDataset(X), batch_size=32"),
+        (lambda: Restless(a_loader().dataset), "keeps an iterator of its own ('iterator')"),
+        (lambda: DataLoader([], batch_size=2), "its dataset has 0 samples"),
+        (lambda: DataLoader([1, 2, 3], batch_size=4, drop_last=True), "3 samples are fewer than one batch of 4"),
+        (lambda: prepared("DataLoaderShard", DataLoader)([1, 2]), "before accelerator.prepare()"),
+    ],
+)
+def test_a_loader_that_cannot_be_divided_is_refused_with_a_remedy(make, said):
+    assert said in str(refused_training(train_data_loader=make()))
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_refused():
+    net = Net()
+    optimizer = prepared("AcceleratedOptimizer", torch.optim.SGD)(net.parameters(), lr=0.1)
+    assert "or leave Accelerate its loop" in str(refused_training(model=net, optimizer=optimizer))
+
+
+class ItsOwnLoss(Net):
+    def forward(self, input_ids, labels=None):
+        pass
+
+
+def test_a_model_that_gives_its_loss_needs_no_criterion():
+    training_checks.check(arguments(model=ItsOwnLoss(), criterion=None))
+
+
+def as_in_the_examples(args, model, device, train_loader, optimizer, epoch):
+    pass
+
+
+def test_a_step_with_its_arguments_in_another_order_is_refused_by_name():
+    error = refused_training(train_step=as_in_the_examples)
+    assert "as_in_the_examples(args, model, device, train_loader, optimizer, epoch)" in error.problem
+    assert "return as_in_the_examples(args, model, device, data_loader, optimizer, epoch)" in error.remedy
+
+
+def returns_a_list(model, data_loader, criterion, optimizer, device, args):
+    losses = []
+    for _ in data_loader:
+        losses.append(1.0)  # noqa: PERF401 - as it is written
+    return losses
+
+
+def returns_text(model, data_loader, criterion, optimizer, device, args):
+    return f"loss {3}"
+
+
+def returns_a_mean(model, data_loader, criterion, optimizer, device, args):
+    losses = []
+
+    def inner():
+        return []
+
+    losses = sum(losses)
+    return losses  # noqa: RET504 - as it is written
+
+
+def test_a_step_that_plainly_returns_no_number_is_refused():
+    assert "returns a list (`return losses`" in refused_training(train_step=returns_a_list).problem
+    assert "returns text" in refused_training(train_step=returns_text).problem
+    training_checks.check(arguments(train_step=returns_a_mean))
 
 
 def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
@@ -117,7 +199,8 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
         (lambda net: torch.optim.SGD(Net().parameters(), lr=0.1), "2 of its 2 parameters are not the model's"),
         (lambda net: torch.optim.SGD([*net.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1), "1 of its 3"),
         (lambda net: torch.optim.SGD, "Make one: SGD(model.parameters(), lr=0.1)"),
-        (lambda net: [torch.optim.SGD(net.parameters())], "launch()"),
+        (lambda net: [torch.optim.SGD(net.parameters())], "Pass several as a dict"),
+        (lambda net: {"a": torch.optim.SGD(Net().parameters())}, "2 of its 2 parameters are not the model's"),
         (lambda net: None, "None is not a torch.optim.Optimizer"),
     ],
 )
@@ -125,6 +208,35 @@ def test_an_optimizer_is_over_the_models_parameters(make, said):
     net = Net()
     error = refused_training(model=net, optimizer=make(net))
     assert error.argument == "optimizer"
+    assert said in str(error)
+
+
+def pair(**changes):
+    nets = {"generator": Net(), "critic": Net()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+    return {"model": nets, "optimizer": optimizers, "train_step": step6, **changes}
+
+
+def test_several_models_and_optimizers_pass_as_dicts():
+    training_checks.check(arguments(**pair()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "said"),
+    [
+        ({"train_step": None}, "train_step", "it gets the dicts as they were given"),
+        ({"accumulate": 2}, "accumulate", "there are 2"),
+        ({"clip_norm": 1.0}, "clip_norm", "do it in train_step"),
+        ({"model": {"a.b": Net()}}, "model", "'a.b' cannot name"),
+        ({"model": {"a": 3}}, "model", "3 is not a torch.nn.Module"),
+        ({"model": {}}, "model", "an empty dict"),
+        ({"state": Net()}, "state", "Write it as state=["),
+        ({"state": [3]}, "state", "3 has no state_dict"),
+    ],
+)
+def test_what_several_models_cannot_do_is_refused(changes, argument, said):
+    error = refused_training(**pair(**changes))
+    assert error.argument == argument
     assert said in str(error)
 
 
@@ -202,7 +314,10 @@ def test_an_evaluation_step_needs_a_loader():
     [
         ({"criterion": torch.nn.CrossEntropyLoss}, "Make one: CrossEntropyLoss()"),
         ({"criterion": None}, "ready-made train_step"),
-        ({"criterion": None, "train_step": step6, "eval_data_loader": "loader"}, "ready-made eval_step"),
+        (
+            {"criterion": None, "train_step": step6, "eval_data_loader": "loader"},
+            "or write your own eval_step(model, data_loader, criterion, device, args)",
+        ),
         ({"criterion": "mse"}, "cannot be called"),
     ],
 )
