@@ -291,6 +291,10 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """
     if not isinstance(ref, str):
         raise ConfigError("ref", f"{ref!r} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
+    return _found(ref, trust=trust)
+
+
+def _found(ref: str, *, trust: bool | None) -> Job[Any]:
     parsed = JobRef.parse(ref)
     backend = _named_backend("ref", parsed.backend)
     if isinstance(backend, Adopts):
@@ -325,7 +329,7 @@ def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str
     for ref in listed:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):
-            found.append(attach(str(ref)))
+            found.append(_found(str(ref), trust=None))
     return found
 
 

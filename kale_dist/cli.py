@@ -14,7 +14,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import __version__, backends, checks, doctor, image_cli, listing, records, view
@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs")
     delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
     delete.add_argument("--finished", action="store_true", help="all of this user's jobs that have ended")
-    delete.add_argument("--on", choices=backends.NAMES, default="local", help="where those ran (local)")
+    delete.add_argument("--on", choices=backends.NAMES, default="local", help="with --finished: where they ran (local)")
+    delete.add_argument("--namespace", metavar="NAME", help="with --finished: only those of this namespace")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
     for made in (status, logs, cancel, render):
         made.add_argument("ref", metavar="REF", help="a job's name or reference")
     examine = command("doctor", "check what jobs need")
@@ -156,7 +158,7 @@ def _find(text: str) -> tuple[Backend, JobRef]:
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
     backend = backends.get(ref.backend)
     if isinstance(backend, Adopts):
-        ref = backend.adopt(ref, trust=False)
+        ref = backend.adopt(ref, trust=None)
     backend.status(ref)
     return backend, ref
 
@@ -204,11 +206,24 @@ def _render(options: argparse.Namespace) -> int:
 def _delete(options: argparse.Namespace) -> int:
     if not options.refs and not options.finished:
         raise ConfigError("REF", "no job is named", "Name one or more, or pass --finished")
+    if options.namespace and not (options.finished and options.on == "kubernetes"):
+        raise ConfigError("--namespace", "it selects finished jobs of a cluster", "Add --finished --on kubernetes")
     # All are looked up first: a mistyped name deletes nothing.
-    found = [_find(text) for text in options.refs]
+    found = [(text, *_find(text)) for text in options.refs]
+    for text, _, ref in found:
+        if not _is_mine(ref) and text != str(ref):
+            remedy = f"To delete it all the same, write its full reference: kale-dist delete {ref}"
+            raise ConfigError("REF", f"{text} belongs to another user", remedy)
+    chosen = {ref: backend for _, backend, ref in found}
     if options.finished:
-        found += _finished(options.on)
-    for backend, ref in {ref: (backend, ref) for backend, ref in found}.values():
+        chosen |= _finished(options.on, options.namespace)
+    if not chosen:
+        print("None of your jobs has ended.")
+        return 0
+    if not _agreed(chosen, yes=options.yes):
+        print("Nothing was deleted.")
+        return _FAILURE
+    for ref, backend in chosen.items():
         with contextlib.suppress(JobNotFoundError):
             backend.delete(ref)
             print(f"{ref} deleted")
@@ -323,10 +338,36 @@ def _print_lines(lines: Iterator[LogLine]) -> None:
         print(text, flush=True)
 
 
-def _finished(on: str) -> list[tuple[Backend, JobRef]]:
-    """This user's jobs that have ended: those of others on the same engine or cluster are theirs."""
+def _is_mine(ref: JobRef) -> bool:
+    """Whether this user holds the job's key: names, uids and accounts of a cluster may be shared."""
+    return records.read_key(ref.record_name) is not None
+
+
+def _agreed(chosen: Mapping[JobRef, Backend], *, yes: bool) -> bool:
+    """Show what would be deleted, and ask.
+
+    Raises:
+        ConfigError: There is no terminal at which to ask.
+    """
+    for ref, backend in chosen.items():
+        owner = "" if _is_mine(ref) else "  (of another user)"
+        print(f"{ref}  {backend.status(ref).state.value}{owner}")
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "--yes", "nothing was deleted: there is no terminal to ask at", "Add --yes to delete these jobs"
+        )
+    answer = input(f"Delete {len(chosen)} job{'s' if len(chosen) > 1 else ''}? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _finished(on: str, namespace: str | None) -> dict[JobRef, Backend]:
+    """This user's jobs that have ended."""
     backend = backends.get(on)
-    running, ended = [JobRef.parse(ref) for ref in records.refs(on)], []
+    running, ended = [ref for ref in map(JobRef.parse, records.refs(on)) if _is_mine(ref)], []
+    if namespace:
+        running = [ref for ref in running if ref.name.startswith(f"{namespace}/")]
     # Of a job that nobody has followed it takes a look elsewhere to know.
     deadline = time.monotonic() + (_LOOK_S if on != "local" else 0)
     while running:
@@ -335,7 +376,7 @@ def _finished(on: str) -> list[tuple[Backend, JobRef]]:
         if time.monotonic() >= deadline:
             break
         time.sleep(0.1)
-    return [(backend, ref) for ref in ended]
+    return dict.fromkeys(ended, backend)
 
 
 def _has_ended(backend: Backend, ref: JobRef) -> bool:

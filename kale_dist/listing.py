@@ -85,7 +85,7 @@ def _asked(on: str, namespace: str | None) -> Iterator[tuple[JobRef, JobStatus]]
     for ref in chosen:
         with contextlib.suppress(JobNotFoundError):
             if isinstance(backend, Adopts):
-                backend.adopt(ref, trust=False)
+                backend.adopt(ref, trust=None)
             yield ref, backend.status(ref)
 
 

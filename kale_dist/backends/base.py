@@ -168,12 +168,13 @@ class Prepares(Protocol):
 class Adopts(Protocol):
     """A backend whose jobs can be found from machines that have no record of them."""
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
         """Make a record on this machine of a job that was submitted from another one.
 
         Args:
             ref: The job; a namespace that is left out is the configured one.
-            trust: Whether results may be loaded although another user submitted the job.
+            trust: Whether results may be loaded although another user submitted the job. None only looks: the job's key
+                is not taken, so the job does not become one of this user's.
 
         Returns:
             The full reference.

@@ -257,7 +257,7 @@ kd.launch(waits, on="kubernetes", image="{IMAGE}", resources={SMALL}, number_of_
     calls = [
         ["-c", script],
         *[["-m", "kale_dist.cli", "status", ref]] * 3,
-        ["-m", "kale_dist.cli", "delete", ref],
+        ["-m", "kale_dist.cli", "delete", "--yes", ref],
     ]
     for arguments in calls:
         ended = subprocess.run(

@@ -155,9 +155,9 @@ def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
     out, err = running.communicate(timeout=200)
     assert running.returncode == 0, out + err
     ref = re.search(r"^(kubernetes://\S+) is kept", out, re.MULTILINE)[1]
-    for word, said in (("logs", "[0] from the pod"), ("delete", f"{ref} deleted")):
+    for words, said in ((["logs"], "[0] from the pod"), (["delete", "--yes"], f"{ref} deleted")):
         found = subprocess.run(
-            [sys.executable, "-m", "kale_dist.cli", word, ref],
+            [sys.executable, "-m", "kale_dist.cli", *words, ref],
             capture_output=True, text=True, check=True, env=environment, cwd=folder, timeout=60,
         )  # fmt: skip
         assert said in found.stdout

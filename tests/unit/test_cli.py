@@ -162,6 +162,7 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["delete"], 2, "--finished"),
         (["jobs", "--namespace", "team"], 2, "--namespace: 'local' has none. Add --on kubernetes"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
+        (["delete", "--finished", "--namespace", "team"], 2, "Add --finished --on kubernetes"),
         (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
         (["run", "nosuch.ipynb", "--image", "a"], 2, "set the jobs' own with --set image=..."),
         (["run", "nosuch.ipynb", "--json", "."], 2, "--json: . is a folder"),
@@ -239,7 +240,7 @@ def test_following_ends_when_the_job_does(endless):
 def test_delete_finished_leaves_what_runs(endless, capsys):
     done = kd.launch(speak, 1, number_of_processes=1)
     done.wait()
-    assert main(["delete", "--finished", done.ref]) == 0
+    assert main(["delete", "--finished", "--yes", done.ref]) == 0
     assert f"{done.ref} deleted" in capsys.readouterr().out
     assert not records.exists(done.name)
     assert records.exists(endless.name)

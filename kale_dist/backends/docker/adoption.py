@@ -36,13 +36,13 @@ def select(engine: Engine) -> Sequence[JobRef]:
     return [JobRef("docker", name) for name in sorted(made, key=lambda name: (made[name], name))]
 
 
-def adopt(engine: Engine, ref: JobRef, *, trust: bool) -> None:
+def adopt(engine: Engine, ref: JobRef, *, trust: bool | None) -> None:
     """Make a record of a job that is on the engine.
 
     Args:
         engine: Where.
         ref: The job.
-        trust: Whether its key is taken although another user submitted it.
+        trust: Whether its key is taken although another user submitted it; None leaves the key where it is.
 
     Raises:
         JobNotFoundError: There is no such job, or it is not one of this library's.
@@ -56,7 +56,7 @@ def adopt(engine: Engine, ref: JobRef, *, trust: bool) -> None:
         raise JobNotFoundError(
             f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
         ) from error
-    key = _read_input(engine, detail["Id"], InputFiles.KEY)
+    key = b"" if trust is None else _read_input(engine, detail["Id"], InputFiles.KEY)
     submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
     if key and submitter != submission.identity() and not trust:
         key = b""
@@ -65,6 +65,8 @@ def adopt(engine: Engine, ref: JobRef, *, trust: bool) -> None:
             "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
         )
     if records.exists(ref.record_name):
+        if not key:
+            return
         records.withdraw(ref.record_name)
     with records.keeping_blobs(), contextlib.suppress(JobExistsError):
         records.create(ref.record_name, key)

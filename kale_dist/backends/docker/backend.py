@@ -156,10 +156,10 @@ class DockerBackend:
                 raise
         return known
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
         """Make a record of a job that was submitted from another machine, or by another user of the engine."""
         self._check(ref)
-        if not records.exists(ref.record_name) or (trust and records.read_key(ref.record_name) is None):
+        if not records.exists(ref.record_name) or (trust is not None and records.read_key(ref.record_name) is None):
             adoption.adopt(connection.connect(), ref, trust=trust)
         return ref
 

@@ -75,13 +75,13 @@ def _check_selection(namespace: Any, labels: Any) -> None:
             raise ConfigError("labels", f"{show(value)} of {key} cannot be a label's value", remedy)
 
 
-def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
+def adopt(cluster: Cluster, ref: JobRef, *, trust: bool | None) -> None:
     """Make a record of a job that is on the cluster.
 
     Args:
         cluster: Where.
         ref: The job, with its namespace.
-        trust: Whether its key is taken although another user submitted it.
+        trust: Whether its key is taken although another user submitted it; None leaves the key where it is.
 
     Raises:
         JobNotFoundError: There is no such job, or it is not one of this library's.
@@ -99,7 +99,7 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
     last = restarts.find_last(cluster, namespace, job)
     data = _read_input(cluster, namespace, name)
     submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
-    key = data.get(InputFiles.KEY, b"")
+    key = b"" if trust is None else data.get(InputFiles.KEY, b"")
     if key and submitter != cluster.identity and not trust:
         key = b""
         warn(
@@ -107,6 +107,8 @@ def adopt(cluster: Cluster, ref: JobRef, *, trust: bool) -> None:
             "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
         )
     if records.exists(ref.record_name):
+        if not key:
+            return
         records.withdraw(ref.record_name)
     with records.keeping_blobs(), contextlib.suppress(JobExistsError):
         records.create(ref.record_name, key)

@@ -203,10 +203,10 @@ class KubernetesBackend:
         """Jobs that the cluster has, whoever submitted them, oldest first."""
         return adoption.select(client.connect(), namespace, {} if labels is None else labels)
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
         """Make a record of a job that was submitted from another machine."""
         ref = self._full(ref)
-        if not records.exists(ref.record_name) or (trust and records.read_key(ref.record_name) is None):
+        if not records.exists(ref.record_name) or (trust is not None and records.read_key(ref.record_name) is None):
             adoption.adopt(client.connect(namespace=ref.name.partition("/")[0]), ref, trust=trust)
         return ref
 
