@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import training_checks
-from kale_dist.notebook import parameters
+from kale_dist import training_checks, wording
 
 LOOKS_FOR = (
     "a model (a torch.nn.Module), a DataLoader, an optimizer, a loss, and, if you have them, step functions "
@@ -105,7 +104,7 @@ def _settings(choice: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in ("epochs", "number_of_processes", "processes_per_pod"):
         if choice.get(field, "").strip():
-            found[field] = parameters.parse(choice[field].strip())
+            found[field] = wording.parse(choice[field].strip())
     if choice.get("on") not in ("", "local", None):
         found["on"] = choice["on"]
     if choice.get("cuda") == "yes":
@@ -114,7 +113,7 @@ def _settings(choice: Mapping[str, str]) -> dict[str, Any]:
         if choice.get(field, "").strip():
             found[field] = choice[field].strip()
     resources = {
-        field: parameters.parse(choice[field].strip())
+        field: wording.parse(choice[field].strip())
         for field in ("cpu", "memory", "gpus")
         if choice.get(field, "").strip()
     }

@@ -210,6 +210,19 @@ class Selects(Protocol):
 
 
 @runtime_checkable
+class Surveys(Protocol):
+    """A backend that tells in one request how all of its jobs are, and follows none of them."""
+
+    def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
+        """Jobs of this library, oldest first, whoever submitted them: how they are as far as the place itself knows.
+
+        Args:
+            namespace: None for the configured one, `*` for all.
+            labels: Those that have all of these; None for all.
+        """
+
+
+@runtime_checkable
 class OffersVolumes(Protocol):
     """A backend that knows the volumes a job can have."""
 

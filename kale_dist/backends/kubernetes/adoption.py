@@ -38,10 +38,15 @@ def select(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -
         ConfigError: The namespace or a label is none.
         BackendError: The cluster refused.
     """
+    found = find(cluster, namespace, labels)
+    jobs = [job["metadata"] for job in found if restarts.RESTART_LABEL not in job["metadata"]["labels"]]
+    return [JobRef("kubernetes", f"{job['namespace']}/{job['name']}") for job in jobs]
+
+
+def find(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -> Sequence[dict[str, Any]]:
+    """PyTorchJobs of this library on a cluster, oldest first, those of later runs among them. Takes what `select` takes."""
     _check_selection(namespace, labels)
-    selector = ",".join(
-        [MANAGED_BY, f"!{restarts.RESTART_LABEL}", *(f"{name}={value}" for name, value in labels.items())]
-    )
+    selector = ",".join([MANAGED_BY, *(f"{name}={value}" for name, value in labels.items())])
     place = (submission.GROUP, submission.VERSION)
     where = cluster.namespace if namespace is None else namespace
     found: Any
@@ -55,8 +60,7 @@ def select(cluster: Cluster, namespace: str | None, labels: Mapping[str, str]) -
     except Exception as error:
         doing = Doing(verb="list", resource=submission.PLURAL, namespace="" if where == "*" else where, name="")
         raise refusals.explain(error, doing=doing) from error
-    jobs = sorted(found["items"], key=lambda job: (job["metadata"]["creationTimestamp"], job["metadata"]["name"]))
-    return [JobRef("kubernetes", f"{job['metadata']['namespace']}/{job['metadata']['name']}") for job in jobs]
+    return sorted(found["items"], key=lambda job: (job["metadata"]["creationTimestamp"], job["metadata"]["name"]))
 
 
 def _check_selection(namespace: Any, labels: Any) -> None:

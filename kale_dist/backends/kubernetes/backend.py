@@ -25,6 +25,7 @@ from kale_dist.backends.kubernetes import (
     restarts,
     states,
     submission,
+    survey,
     watching,
 )
 from kale_dist.backends.kubernetes.client import Cluster
@@ -202,6 +203,10 @@ class KubernetesBackend:
     def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
         """Jobs that the cluster has, whoever submitted them, oldest first."""
         return adoption.select(client.connect(), namespace, {} if labels is None else labels)
+
+    def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
+        """How the jobs are by their PyTorchJobs alone, oldest first."""
+        return survey.statuses(adoption.find(client.connect(), namespace, {} if labels is None else labels))
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
         """Make a record of a job that was submitted from another machine."""
