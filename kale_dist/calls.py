@@ -12,7 +12,7 @@ from kale_dist import backends, checks, names, overrides, records, starting, tra
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Machine, Run
-from kale_dist.errors import ConfigError, JobNotFoundError
+from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import Job
 from kale_dist.recipe import Recipe
 from kale_dist.spec import ClusterOptions, Resources, Volume
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+@short_refusals
 def distribute(
     model: torch.nn.Module,
     train_data_loader: DataLoader[Any],
@@ -145,6 +146,7 @@ def distribute(
     return starting.start(*_training_call(locals()))
 
 
+@short_refusals
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -224,6 +226,7 @@ def launch(
     return starting.start(*_function_call(locals()))
 
 
+@short_refusals
 def render(*args: Any, **kwargs: Any) -> Plan:
     """What `distribute` or `launch` would submit for the same arguments. Writes nothing and starts nothing.
 
@@ -272,6 +275,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     return (_training_call if training else _function_call)(bound.arguments)
 
 
+@short_refusals
 def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """Find a job again: after a restart of the kernel, from any other process of the same user, from another machine.
 
@@ -307,6 +311,7 @@ def _found(ref: str, *, trust: bool | None) -> Job[Any]:
     return starting.handle(backend, parsed, record.spec, key)
 
 
+@short_refusals
 def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Job[Any]]:
     """All jobs there are, oldest first.
 
