@@ -208,12 +208,14 @@ def test_outputs_that_cannot_be(tmp_path, output):
 
 def test_what_is_no_dict_is_refused(tmp_path):
     path = write(tmp_path / "a.ipynb", "a = 1")
-    with pytest.raises(ConfigError, match="^parameters: .* is not a dict. Write it as"):
+    with pytest.raises(ConfigError, match=r"^parameters: .* is not a dict\. Write it as"):
         run_notebook(path, output=tmp_path / "out.ipynb", parameters=["a"])
     assert not (tmp_path / "out.ipynb").exists()
 
 
-@pytest.mark.parametrize(("given", "said"), [({"kernel": "nosuch"}, "Installed kernels: "), ({"timeout_s": 0}, "more than 0")])
+@pytest.mark.parametrize(
+    ("given", "said"), [({"kernel": "nosuch"}, "Installed kernels: "), ({"timeout_s": 0}, "more than 0")]
+)
 def test_kernels_and_times_that_cannot_be(tmp_path, given, said):
     with pytest.raises(ConfigError, match=said):
         run_notebook(write(tmp_path / "a.ipynb", "1"), output=tmp_path / "out.ipynb", **given)
