@@ -442,14 +442,9 @@ def _has_ended(look: Callable[[JobRef], JobStatus], ref: JobRef) -> bool:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.on == "kubernetes":
-        found = doctor.examine_cluster(options.namespace or "", options.context)
-    elif options.namespace or options.context:
+    if options.on != "kubernetes" and (options.namespace or options.context):
         raise ConfigError("--namespace", "only a cluster has namespaces and contexts", "Add --on kubernetes")
-    elif options.on == "docker":
-        found = doctor.examine_docker()
-    else:
-        found = doctor.examine()
+    found = doctor.examine(options.on, namespace=options.namespace or "", context=options.context)
     if options.json:
         print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
     else:
