@@ -17,7 +17,7 @@ from on_cluster import IMAGE, grant, run_kubectl
 import kale_dist as kd
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALL = "resources={'cpu': 0.1, 'memory_gib': 1.5}"
+SMALL = ("--pod", "resources", "{'cpu': 0.1, 'memory_gib': 1.5}")
 
 TRAINING = """
 import os, torch
@@ -60,7 +60,7 @@ def start(place, cells, *words):
     first, *others = cells
     made = [new_code_cell(first, metadata={"tags": ["parameters"]}), *map(new_code_cell, others)]
     nbformat.write(new_notebook(cells=made), folder / "n.ipynb")
-    command = [sys.executable, "-m", "kale_dist.cli", "run", "n.ipynb", "--in-cluster", "--pod", SMALL, *words]
+    command = [sys.executable, "-m", "kale_dist.cli", "run", "n.ipynb", "--in-cluster", *SMALL, *words]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment,
         start_new_session=True,
@@ -78,15 +78,14 @@ def left_behind(namespace):
 
 def test_a_notebook_with_a_parameter_trains_on_other_pods_with_the_least_rights(place):
     running = start(
-        place, ["times = 1", TRAINING], "-p", "times", "3", "--set", "seed=1", "-o", "out.ipynb", "--json", "run.json",
-        "--package", "auto", "--service-account", "jo",
+        place, ["times = 1", TRAINING], "-p", "times", "3", "-o", "out.ipynb", "--json", "run.json",
+        "--packages", "auto", "--pod", "service_account", "jo",
     )  # fmt: skip
     out, err = running.communicate(timeout=280)
     assert running.returncode == 0, out + err
     lines = out.splitlines()
     pod = re.search(r"^The notebook runs as kubernetes://\S+/(\S+)$", out, re.MULTILINE)[1]
     assert f"in {pod}-master-0 times 3" in lines
-    assert "Set in every call: seed=1" in lines
     assert "variables of a rank: []" in lines
     name = re.search(r"^\[0\] on (\S+)-master-0$", out, re.MULTILINE)[1]
     assert name != pod
@@ -104,7 +103,7 @@ def test_a_notebook_with_a_parameter_trains_on_other_pods_with_the_least_rights(
 
 def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(place):
     cells = ["x = 1", "def inner():\n    raise ValueError('on purpose')\nprint('before')\ninner()", "print('never')"]
-    running = start(place, cells, "--package", "auto", "--junit", "run.xml")
+    running = start(place, cells, "--packages", "auto", "--json", "run.json")
     out, err = running.communicate(timeout=200)
     assert running.returncode == 1, out + err
     assert "before" in out.splitlines()
@@ -113,7 +112,8 @@ def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(plac
     assert "raise ValueError('on purpose')" in err
     assert err.splitlines()[-1] == "Executed notebook: n.executed.ipynb"
     assert executed(place)[1].outputs[-1]["ename"] == "ValueError"
-    assert 'failures="1"' in (place[2] / "run.xml").read_text()
+    said = json.loads((place[2] / "run.json").read_text())
+    assert [cell["state"] for cell in said["cells"]] == ["succeeded", "failed", "not run"]
     assert left_behind(place[0]) == []
 
 
@@ -123,7 +123,7 @@ def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(plac
 def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_notebook(place, send, number):
     job = "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(300)\n"
     call = "job = kd.launch(wait, number_of_processes=1)\njob.wait()"
-    running = start(place, ["x = 1", "print('first')", job + call, "print('never')"], "--package", "auto")
+    running = start(place, ["x = 1", "print('first')", job + call, "print('never')"], "--packages", "auto")
     for line in running.stdout:
         if line == "[0] waiting\n":
             break
@@ -143,7 +143,7 @@ def test_an_image_without_what_executes_notebooks_is_named_with_the_remedy(place
     out, err = running.communicate(timeout=120)
     assert running.returncode == 1, out + err
     assert "The pod's image lacks what executes notebooks: ipykernel" in err
-    assert "--package auto" in err
+    assert "--packages auto" in err
     assert "Traceback" not in out + err
     assert executed(place)[0].source == "x = 1"
     assert left_behind(place[0]) == []
@@ -151,7 +151,7 @@ def test_an_image_without_what_executes_notebooks_is_named_with_the_remedy(place
 
 def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
     namespace, environment, folder = place
-    running = start(place, ["x = 1", "print('from the pod')"], "--package", "auto", "--keep")
+    running = start(place, ["x = 1", "print('from the pod')"], "--packages", "auto", "--keep")
     out, err = running.communicate(timeout=200)
     assert running.returncode == 0, out + err
     ref = re.search(r"^(kubernetes://\S+) is kept", out, re.MULTILINE)[1]
