@@ -169,7 +169,7 @@ def _find(text: str) -> tuple[Backend, JobRef]:
     """The job of a reference, known to exist."""
     ref = JobRef.parse(text)
     if ref.backend not in backends.NAMES:
-        near = checks.closest(ref.backend, backends.NAMES)
+        near = wording.closest(ref.backend, backends.NAMES)
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
     backend = backends.get(ref.backend)
     if isinstance(backend, Adopts):

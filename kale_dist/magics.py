@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import inspect
 import re
 import shlex
 import sys
@@ -19,7 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from kale_dist import backends, calls, checks, cli, wording
+from kale_dist import backends, calls, cli, placing, wording
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.runtime import cell as on_a_rank
@@ -33,13 +32,6 @@ _OPTIONS = {
     "%logs": ("--ranks", "--tail", "--follow"),
 }
 """What completion offers."""
-
-_SETTABLE = tuple(
-    name
-    for name, parameter in inspect.signature(calls.launch).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
-"""Arguments of `launch` that `--set` takes."""
 
 _IGNORED = re.compile(r"\s*%matplotlib(\s|$)")
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
@@ -62,9 +54,15 @@ class DistributeMagics(Magics):
     @magic_arguments()
     @argument("-n", "--number-of-processes", type=int, help="How many ranks run the cell")
     @argument("--on", help="Where: local, docker, kubernetes, or a variable that holds a place with its settings")
-    @argument("--cuda", action="store_true", help="One GPU for each rank")
+    @argument("--cuda", action="store_true", default=None, help="One GPU for each rank")
     @argument("--name", help="The job's name")
-    @argument("--set", action="append", default=[], metavar="NAME=VALUE", help="Any other argument of kale_dist.launch")
+    @argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Any other argument of kale_dist.launch or of the place, such as volumes",
+    )
     @argument("--job", metavar="NAME", help="Keep the job under this name")
     @argument("--no-wait", action="store_true", help="Do not wait: the job is the cell's value")
     @line_cell_magic
@@ -85,7 +83,7 @@ class DistributeMagics(Magics):
         arguments = {
             "number_of_processes": options.number_of_processes,
             "on": self._namespace.get(options.on, options.on) if options.on not in backends.NAMES else options.on,
-            "cuda": options.cuda or None,
+            "cuda": options.cuda,
             "name": options.name,
             **dict(_assignment(text) for text in options.set),
         }
@@ -98,7 +96,11 @@ class DistributeMagics(Magics):
         with _warned():
             job: Job[Any] = _explained(
                 lambda: calls.launch(
-                    on_a_rank.cell, text, FILENAME, names, **{k: v for k, v in arguments.items() if v is not None}
+                    on_a_rank.cell,
+                    text,
+                    FILENAME,
+                    names,
+                    **placing.gathered({k: v for k, v in arguments.items() if v is not None}),
                 )
             )
         if options.job is not None:
@@ -254,8 +256,8 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
         raise UsageError(f"--set: {text!r} sets nothing; write it as timeout_s=60")
-    if name not in _SETTABLE:
-        near = checks.closest(name, _SETTABLE)
+    if name not in calls.SETTABLE:
+        near = wording.closest(name, calls.SETTABLE)
         raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
     return name, wording.parse(value)
 
@@ -290,7 +292,7 @@ def _words(line: str) -> Sequence[str]:
         words = shlex.split(line)
     except ValueError:
         return []
-    before: Mapping[str, Sequence[str]] = {"--on": backends.NAMES, "--set": [f"{name}=" for name in _SETTABLE]}
+    before: Mapping[str, Sequence[str]] = {"--on": backends.NAMES, "--set": [f"{name}=" for name in calls.SETTABLE]}
     for word in reversed(words[-2:]):
         if word in before:
             return list(before[word])

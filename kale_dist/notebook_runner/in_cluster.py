@@ -22,21 +22,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, TextIO
 
-from kale_dist import backends, calls, config, records
+from kale_dist import backends, calls, config, placing, records
 from kale_dist.backends.base import Fetches, JobRef
 from kale_dist.contract import StateName
-from kale_dist.errors import JobNotFoundError, KaleDistError, KaleDistWarning
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.notebook_runner import documents, execution
 from kale_dist.notebook_runner.execution import Execution
 from kale_dist.notebook_runner.kernel_jobs import Terminal
 from kale_dist.runtime import notebook_rank
 from kale_dist.view import facts
+from kale_dist.wording import closest
 
 CANCEL_GRACE_S = 30.0
 """After Ctrl-C the pod has so long to end its cell, to cancel its jobs and to save the notebook."""
 
-_STAYS_HERE = ("context", "image", "kubeconfig", "namespace", "origins")
+_STAYS_HERE = {f"KALE_DIST_{key}" for key in ("CONTEXT", "IMAGE", "KUBECONFIG", "NAMESPACE")}
 """Settings that the notebook finds in its pod by itself."""
 
 _LOOK_S = 0.5
@@ -63,7 +64,7 @@ def run_notebook(
         output: Where the executed notebook goes.
         timeout_s: Seconds that a cell may take.
         on: Where jobs run whose calls do not say so.
-        pod: Arguments of `kale_dist.Kubernetes` for the pod. With a service account, its token is there, too.
+        pod: Arguments of `kale_dist.Kubernetes`, and of `launch`, for the pod. With a service account, its token is there, too.
         keep: Whether the job stays on the cluster, with its log.
         stream: As for `kale_dist.run_notebook`.
 
@@ -109,16 +110,15 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
     """The one call into the public API.
 
     Args:
-        place: Arguments of `kale_dist.Kubernetes`.
+        place: Arguments of `kale_dist.Kubernetes`, and of `launch`.
         arguments: Of the function that runs in the pod.
     """
-    own = ("image", "packages", "requirements", "resources", "store", "volumes")
-    of_call = {name: place[name] for name in own if name in place}
-    cluster = {name: value for name, value in place.items() if name not in own}
-    return calls.launch(
-        notebook_rank.notebook, *arguments, on="kubernetes", number_of_processes=1, stall_warn_s=None, cluster=cluster,
-        **of_call,
-    )  # fmt: skip
+    for name in place:
+        if name not in calls.SETTABLE:
+            remedy = f"{closest(name, calls.SETTABLE)}Give an argument of kale_dist.Kubernetes"
+            raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
+    options: dict[str, Any] = {"number_of_processes": 1, "stall_warn_s": None, **place, "on": "kubernetes"}
+    return calls.launch(notebook_rank.notebook, *arguments, **placing.gathered(options))
 
 
 def _follow(job: Job[Any], terminal: Terminal) -> bool:
@@ -222,12 +222,7 @@ def _files(folder: Traversable, name: str) -> Iterator[tuple[str, Traversable]]:
 
 def _variables(settings: config.Config) -> dict[str, str]:
     """What is configured here, for the calls of the notebook."""
-    found = {key: getattr(settings, key) for key in config.KEYS if key not in _STAYS_HERE}
-    return {
-        f"KALE_DIST_{key.upper()}": value if isinstance(value, str) else ",".join(value)
-        for key, value in found.items()
-        if value
-    }
+    return {name: value for name, value in settings.as_environment().items() if name not in _STAYS_HERE}
 
 
 def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str]:

@@ -17,7 +17,8 @@ import yaml
 
 from kale_dist import manifests, payload
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import PodSettings, bootstrap, quantities
+from kale_dist import quantities
+from kale_dist.manifests import PodSettings, bootstrap
 from kale_dist.manifests.settings import SPEC_ANNOTATION
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 

@@ -13,6 +13,7 @@ import kale_dist as kd
 from kale_dist import backends
 from kale_dist.backends.base import JobRef
 from kale_dist.errors import ImageError
+from kale_dist.job import inside
 from kale_dist.notebook_runner import in_cluster
 from kale_dist.runtime import notebook_rank
 
@@ -75,7 +76,7 @@ def test_a_cancelled_job_leaves_the_notebook_as_far_as_it_came(start):
     began = time.monotonic()
     assert job.exception(60) is not None
     assert time.monotonic() - began < in_cluster.CANCEL_GRACE_S
-    assert cells_of(job.files.checkpoint.read_bytes())[1].outputs[-1].ename == "KeyboardInterrupt"
+    assert cells_of(inside(job).files.checkpoint.read_bytes())[1].outputs[-1].ename == "KeyboardInterrupt"
 
 
 @pytest.fixture
