@@ -14,6 +14,7 @@ import json
 import lzma
 import pathlib
 import re
+import signal
 import sys
 import threading
 import warnings
@@ -77,8 +78,7 @@ def run_notebook(
     """
     path, terminal = pathlib.Path(path), Terminal(stream or sys.stdout)
     notebook, target = execution.prepare(path, parameters or {}, output)
-    words = {"--timeout": timeout_s, "--on": on}
-    options = [str(word) for name, value in words.items() if value for word in (name, value)]
+    options = {"timeout_s": timeout_s, "on": on}
     settings, place = config.load(), dict(pod or {})
     if place.get("service_account") or settings.service_account:
         place.setdefault("mount_service_account_token", True)
@@ -225,6 +225,21 @@ def _variables(settings: config.Config) -> dict[str, str]:
     return {name: value for name, value in settings.as_environment().items() if name not in _STAYS_HERE}
 
 
+def _in_pod(notebook: str, output: str, summary: str, options: str) -> None:
+    """Execute a notebook in its pod: what `notebook_rank` starts.
+
+    Args:
+        notebook: Its file.
+        output: Where the executed notebook goes.
+        summary: Where to write how it went.
+        options: Other arguments of `run_notebook`, as JSON.
+    """
+    # A job that is cancelled ends as Ctrl-C ends it elsewhere: the cell first, and then the notebook is saved.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = execution.run_notebook(notebook, output=output, **json.loads(options))
+    documents.write(pathlib.Path(summary), json.dumps(result.to_json()).encode())
+
+
 def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str]:
     """What executes notebooks, and what this one imports, as it is installed here."""
     from kale_dist.image import auto
@@ -237,3 +252,7 @@ def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str
     for line in (*report.lines, *report.notes):
         terminal.line(f"[kale-dist] {line}")
     return report.packages
+
+
+if __name__ == "__main__":
+    _in_pod(*sys.argv[1:])

@@ -1,7 +1,7 @@
 """A whole notebook as the work of one rank: what `kale-dist run --in-cluster` has its pod do.
 
-A pod has only the worker side of this library. So all of it comes as an argument, and `kale-dist run` executes the notebook
-with it, in a process of its own. What it saves is also kept as the job's checkpoint, for a job that is cancelled or lost.
+A pod has only the worker side of this library. So all of it comes as an argument, and executes the notebook in a process
+of its own. The notebook, as it is saved, is also kept as the job's checkpoint, for a job that is cancelled or lost.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import lzma
 import os
 import pathlib
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from kale_dist.contract import EventKind
 from kale_dist.errors import ImageError
@@ -26,6 +28,9 @@ from kale_dist.runtime import context
 
 NEEDED = ("ipykernel", "jupyter_client", "nbclient", "nbformat")
 """Modules that execute notebooks."""
+
+PROGRAM = "kale_dist.notebook_runner.in_cluster"
+"""The module that executes the notebook, in a process of its own."""
 
 _LOOK_S = 0.5
 _OF_A_RANK = (
@@ -37,7 +42,7 @@ _OF_A_RANK = (
 
 
 def notebook(
-    library: bytes, source: bytes, name: str, options: Sequence[str], settings: Mapping[str, str]
+    library: bytes, source: bytes, name: str, options: Mapping[str, Any], settings: Mapping[str, str]
 ) -> tuple[bytes, bytes]:
     """Execute a notebook.
 
@@ -45,11 +50,12 @@ def notebook(
         library: The whole of this library, as a zip file of sources that is compressed as a whole.
         source: The notebook.
         name: Its file name.
-        options: Of `kale-dist run`.
+        options: Other arguments of `run_notebook`.
         settings: Variables with the settings of the user who runs it.
 
     Returns:
-        The notebook as far as it was executed, and the summary that `kale-dist run --json` writes; it tells of failures.
+        The notebook as far as it was executed, and how it went, as JSON: it tells of failures, and is empty if
+        the program ended without a word.
 
     Raises:
         ImageError: The image lacks what executes notebooks.
@@ -60,7 +66,7 @@ def notebook(
             f"The pod's image lacks what executes notebooks: {', '.join(missing)}. Have it put on top of the image with "
             "--packages auto (or --packages ipykernel --packages nbclient), or name an image that has it with --image"
         )
-    # A cancel sends SIGTERM to all processes of the rank: the command ends its cell and saves the notebook meanwhile.
+    # A cancel sends SIGTERM to all processes of the rank: that program ends its cell and saves the notebook meanwhile.
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kale-dist-"))  # the pod's folders go with the pod
     with zipfile.ZipFile(io.BytesIO(lzma.decompress(library))) as packed:
@@ -70,11 +76,10 @@ def notebook(
     executed, summary = folder / "executed.ipynb", folder / "summary.json"
     environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK} | dict(settings)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder / "library"), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "kale_dist.cli", "run", str(folder / "work" / name), *options]
+    files = [str(file) for file in (folder / "work" / name, executed, summary)]
+    command = [sys.executable, "-P", "-m", PROGRAM, *files, json.dumps(dict(options))]
     kept = 0
-    with subprocess.Popen(
-        [*command, "-o", str(executed), "--json", str(summary)], cwd=folder, env=environment, stderr=subprocess.STDOUT
-    ) as running:
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.STDOUT) as running:
         while running.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.wait(_LOOK_S)

@@ -27,9 +27,9 @@ def start():
     """A function that starts a job which executes a notebook of these cells."""
     jobs = []
 
-    def made(*cells, options=(), settings=None):
+    def made(*cells, options=None, settings=None):
         job = kd.launch(
-            notebook_rank.notebook, in_cluster._library(), encoded(*cells), "my notebook.ipynb", options, settings or {},
+            notebook_rank.notebook, in_cluster._library(), encoded(*cells), "my notebook.ipynb", options or {}, settings or {},
             number_of_processes=1,
         )  # fmt: skip
         jobs.append(job)
@@ -48,7 +48,7 @@ def test_a_notebook_is_executed_by_a_whole_library_with_settings_of_its_caller(s
     job = start(
         "import os\nimport kale_dist as kd\nprint(os.environ['KALE_DIST_QUEUE'], os.environ['KALE_DIST_ON'], 'RANK' in os.environ)",
         "kd.launch(len, 'abc', number_of_processes=1, name='in-rank').result()",
-        options=["--on", "local"],
+        options={"on": "local"},
         settings={"KALE_DIST_QUEUE": "team"},
     )
     executed, summary = job.result(100)
