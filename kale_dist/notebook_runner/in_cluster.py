@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from kale_dist import backends, calls, config, placing, records
 from kale_dist.backends.base import Fetches, JobRef
-from kale_dist.contract import StateName
+from kale_dist.contract import StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.notebook_runner import documents, execution
@@ -130,7 +130,11 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
             # Someone may delete the job meanwhile.
             with contextlib.suppress(KaleDistError):
                 for line in job.logs(follow=True):
-                    terminal.line(facts.clean(line.text if line.rank is not None else str(line)))
+                    if line.rank is not None and line.stream is Stream.STDOUT:
+                        terminal.line(facts.clean(line.text))
+                    # How the process itself fails is told in the end.
+                    elif line.rank is None and not line.text.startswith("Rank 0 "):
+                        terminal.line(facts.clean(str(line)))
         finally:
             ended.set()
 

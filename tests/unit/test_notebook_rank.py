@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import time
 import uuid
 
@@ -101,6 +102,7 @@ def run_with(monkeypatch, tmp_path):
 
 def returns(executed, summary):
     print("what a cell prints")
+    print("what the process says of itself", file=sys.stderr)
     return executed, summary
 
 
@@ -113,6 +115,7 @@ def test_what_a_pod_returns_is_the_executed_notebook_and_how_it_went(run_with):
     assert (found.failure, found.output.name) == ("cell 1 of 1 failed", "out.ipynb")
     assert [cell.error for cell in found.cells] == ["ZeroDivisionError"]
     assert "what a cell prints" in said.splitlines()
+    assert "what the process says" not in said
 
 
 def saves_and_fails(saved):
