@@ -5,8 +5,8 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist.errors import BackendError, ConfigError
 from kale_dist import placing
+from kale_dist.errors import BackendError, ConfigError
 from kale_dist.volumes import Volume, VolumeKind, of_containers
 
 pytest.importorskip("docker")
