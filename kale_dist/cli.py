@@ -259,7 +259,8 @@ def _jobs(options: argparse.Namespace) -> int:
             else f"Only this machine was asked. Elsewhere: {text}"
         )
     if rows:
-        parts.append(f"Snapshots, shared by jobs: {records.blobs_size() / _MIB:,.1f} MiB in {records.blobs_dir()}")
+        folder = str(records.blobs_dir()).replace(os.path.expanduser("~"), "~", 1)  # noqa: PTH111 - pathlib raises for a user without a home
+        parts.append(f"Snapshots, shared by jobs: {records.blobs_size() / _MIB:,.1f} MiB in {folder}")
     print("\n\n".join(parts))
     return 0
 
