@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, names, overrides, placing, records, starting
+from kale_dist import backends, checks, names, placing, records, starting
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Options
-from kale_dist.errors import ConfigError, JobNotFoundError
+from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import Job, inside
 from kale_dist.places import Kubernetes, Place, word_of
 from kale_dist.placing import Run
@@ -32,6 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@short_refusals
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -158,6 +159,7 @@ def _refuses_the_functions_own(verb: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+@short_refusals
 @_refuses_the_functions_own
 def launch(
     fn: Callable[..., R],
@@ -217,6 +219,7 @@ def launch(
     return starting.start(*_function_call(fn, args, kwargs, options))
 
 
+@short_refusals
 def render(*args: Any, **kwargs: Any) -> Plan:
     """What `distribute` or `launch` would submit for the same arguments. Writes nothing and starts nothing.
 
@@ -275,6 +278,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     return _training_call(what, Options(**fields))
 
 
+@short_refusals
 def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """Find a job again: after a restart of the kernel, from any other process of the same user, from another machine.
 
@@ -294,6 +298,10 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """
     if not isinstance(ref, str):
         raise ConfigError("ref", f"{ref!r} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
+    return _found(ref, trust=trust)
+
+
+def _found(ref: str, *, trust: bool | None) -> Job[Any]:
     parsed = JobRef.parse(ref)
     backend = _named_backend("ref", parsed.backend)
     if isinstance(backend, Adopts):
@@ -306,6 +314,7 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     return starting.handle(backend, parsed, record.spec, key)
 
 
+@short_refusals
 def jobs(
     on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
 ) -> list[Job[Any]]:
@@ -333,7 +342,7 @@ def jobs(
     for ref in listed:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):
-            found.append(attach(str(ref)))
+            found.append(_found(str(ref), trust=None))
     return found
 
 
@@ -352,12 +361,11 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     """A training and its surroundings, settled."""
     from torch.nn.parameter import is_lazy
 
-    training = overrides.applied(training)
     # Weights and their gradients, of which each process has its own.
     models = training.model.values() if isinstance(training.model, dict) else [training.model]
     parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
     weights = sum(2 * one.numel() * one.element_size() for one in parameters)
-    run = placing.settle(overrides.applied(options), rank_bytes=weights)
+    run = placing.settle(options, rank_bytes=weights)
     kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
     label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
@@ -368,7 +376,7 @@ def _function_call(
 ) -> tuple[Call, Run]:
     """A function's call and its surroundings, settled."""
     checks.check_function(fn, args, kwargs, launch)
-    run = placing.settle(overrides.applied(options))
+    run = placing.settle(options)
     return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
 
 
@@ -378,6 +386,9 @@ def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 
 _LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
+
+SETTABLE = (*sorted(_LAUNCH_NAMES), *placing.PLACE_SETTINGS)
+"""What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
 
 
 def _pairs(environment: Any) -> Any:

@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import config, placing, training_checks
-from kale_dist.notebook import parameters
+from kale_dist import config, placing, training_checks, wording
 
 LOOKS_FOR = (
     "a model (a torch.nn.Module), a DataLoader, an optimizer, a loss, and, if you have them, step functions "
@@ -116,7 +115,7 @@ def _settings(choice: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in ("epochs", "number_of_processes"):
         if choice.get(field, "").strip():
-            found[field] = parameters.parse(choice[field].strip())
+            found[field] = wording.parse(choice[field].strip())
     if choice.get("on") and choice["on"] != (config.load().on or "local"):
         found["on"] = choice["on"]
     if choice.get("cuda") in _FLAGS:
@@ -137,9 +136,9 @@ def _place(choice: Mapping[str, str]) -> dict[str, Any]:
         listed = [part.strip() for part in choice["packages"].split(",") if part.strip()]
         found["packages"] = "auto" if listed == ["auto"] else listed
     if choice.get("processes_per_pod", "").strip():
-        found["processes_per_pod"] = parameters.parse(choice["processes_per_pod"].strip())
+        found["processes_per_pod"] = wording.parse(choice["processes_per_pod"].strip())
     resources = {
-        field: parameters.parse(choice[field].strip())
+        field: wording.parse(choice[field].strip())
         for field in ("cpu", "memory", "gpus")
         if choice.get(field, "").strip()
     }

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist import backends, config, image_checks, names, overrides, places
+from kale_dist import backends, config, image_checks, names, places
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.checks import Options
@@ -17,6 +17,9 @@ from kale_dist.manifests import PodSettings, pod_names, pytorch_job
 from kale_dist.places import Docker, Kubernetes, Local, Place
 from kale_dist.spec import JobSpec, Topology
 from kale_dist.wording import closest
+
+PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes) for field in dataclasses.fields(kind)))
+"""Arguments of `kd.Docker` and `kd.Kubernetes`."""
 
 _ELSEWHERE_PROCESSES = 2
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
@@ -67,8 +70,8 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A setting of a place is wrong, or the place does not have it.
     """
-    calls = {name: value for name, value in given.items() if name not in overrides.PLACES}
-    settings = {name: value for name, value in given.items() if name in overrides.PLACES and value is not None}
+    calls = {name: value for name, value in given.items() if name not in PLACE_SETTINGS}
+    settings = {name: value for name, value in given.items() if name in PLACE_SETTINGS and value is not None}
     if not settings:
         return calls
     on = calls.get("on")
@@ -99,7 +102,7 @@ def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int 
 
 
 def _settled(options: Options, backend: Backend, place: Place, machine: Machine | None, rank_bytes: int) -> Run:
-    place = overrides.applied(places.filled(place, config.load().place(places.word_of(place))))
+    place = places.filled(place, config.load().place(places.word_of(place)))
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     spec = JobSpec(
         name=options.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
