@@ -319,7 +319,7 @@ def _print_lines(lines: Iterator[LogLine]) -> None:
     clean = sys.stdout.isatty()
     for line in lines:
         # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
-        text = f"{plain.prefix(line)} {facts.clean(line.text)}" if clean else str(line)
+        text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
         print(text, flush=True)
 
 

@@ -186,7 +186,7 @@ class _Lines:
                 if len(self._from_log) >= _REMEMBERED_LINES:
                     self._from_log.clear()
                 self._from_log[facts.clean(str(line))] += 1
-                self._terminal.line(f"{plain.prefix(line)} {facts.log_text(line)}")
+                self._terminal.line(f"{line.prefix} {facts.log_text(line)}")
 
     def from_cell(self, text: str) -> None:
         """Show a line that a cell has printed, unless it was shown as one of a log."""
