@@ -21,7 +21,7 @@ from kale_dist import __version__, backends, checks, doctor, image_cli, listing,
 from kale_dist.backends.base import Adopts, Backend, JobRef
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
-from kale_dist.view import facts, plain
+from kale_dist.view import facts
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
 _LOOK_S = 5.0

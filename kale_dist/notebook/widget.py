@@ -80,8 +80,8 @@ class JobWidget(anywidget.AnyWidget):
         job: The job.
     """
 
-    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "log", "keep", "job"))
-    _css = _STATIC / "job.css"
+    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "job"))
+    _css = _STATIC / "widget.css"
 
     identity = traitlets.Unicode().tag(sync=True)
     ref = traitlets.Unicode().tag(sync=True)
@@ -154,7 +154,7 @@ class JobWidget(anywidget.AnyWidget):
         }  # fmt: skip
         if self._status is not None:
             bundle["text/plain"] = view.text(self._status, tail, now)
-            bundle["text/html"] = view.html(self._status, tail, now)
+            bundle["text/html"] = view.html(self._status, tail, now, is_frozen=True)
         return bundle
 
     @_of_no_cell
@@ -182,7 +182,8 @@ class JobWidget(anywidget.AnyWidget):
                     setattr(self, part, found[part])
                 if status.is_final or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
                     self._pictured_at = time.monotonic()
-                    self.picture = view.html(status, tuple(self._lines)[-view.LOG_LINES :], time.time())
+                    tail = tuple(self._lines)[-view.LOG_LINES :]
+                    self.picture = view.html(status, tail, time.time(), is_frozen=True)
             self._status = status
             self._is_over = status.is_final
             if self._is_over:
@@ -203,7 +204,11 @@ class JobWidget(anywidget.AnyWidget):
         """Send the lines from this number on, or from the first that is kept."""
         oldest = self._next - len(self._lines)
         first = max(first, oldest)
-        lines = [(line.rank, facts.log_text(line)) for index, line in enumerate(self._lines, oldest) if index >= first]
+        lines = [
+            (line.rank, line.prefix, facts.log_text(line))
+            for index, line in enumerate(self._lines, oldest)
+            if index >= first
+        ]
         if lines:
             self.send({"first": first, "lines": lines})
 
