@@ -5,7 +5,6 @@ The call that it shows does the same as its Run button: what was begun in the fo
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import pathlib
 import re
@@ -55,27 +54,8 @@ _MOST_TERABYTES = 32
 # -- what the notebook has -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Candidates:
-    """Names of the notebook by what they could be, the most likely first."""
-
-    model: tuple[str, ...] = ()
-    train_data_loader: tuple[str, ...] = ()
-    criterion: tuple[str, ...] = ()
-    optimizer: tuple[str, ...] = ()
-    train_step: tuple[str, ...] = ()
-    eval_data_loader: tuple[str, ...] = ()
-    eval_step: tuple[str, ...] = ()
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """What a training needs and the notebook does not have."""
-        words = {"model": "a model", "train_data_loader": "a DataLoader", "optimizer": "an optimizer"}
-        return tuple(word for field, word in words.items() if not getattr(self, field))
-
-
-def find(namespace: Mapping[str, Any]) -> Candidates:
-    """Look through a notebook's names.
+def find(namespace: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What of a notebook's names each field of the form could be, the most likely first.
 
     Args:
         namespace: Name to object. Names that begin with an underscore are passed over.
@@ -102,7 +82,13 @@ def find(namespace: Mapping[str, Any]) -> Candidates:
     found["model"].sort(key=lambda name: name != used)
     for field, words in (("train_data_loader", ("train",)), ("eval_data_loader", ("eval", "test", "val"))):
         found[field].sort(key=lambda name, words=words: not any(word in name.lower() for word in words))  # type: ignore[misc]
-    return Candidates(**{field: tuple(names) for field, names in found.items()})
+    return found
+
+
+def missing(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """What a training needs and the notebook does not have."""
+    words = {"model": "a model", "train_data_loader": "a DataLoader", "optimizer": "an optimizer"}
+    return [word for field, word in words.items() if not found[field]]
 
 
 def _sort_function(name: str, function: Any, found: dict[str, list[str]]) -> None:
@@ -131,9 +117,9 @@ def _owner(namespace: Mapping[str, Any], models: Sequence[str], optimizers: Sequ
 # -- what is chosen, and the call that is made of it ----------------------------------------------------------------
 
 
-def guess(candidates: Candidates) -> dict[str, str]:
+def guess(found: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """The likeliest choice: field to text; empty where there is nothing, or where there is a choice of none."""
-    chosen = {field: next(iter(getattr(candidates, field)), "") for field in OBJECTS}
+    chosen = {field: next(iter(found[field]), "") for field in OBJECTS}
     if chosen["eval_data_loader"] == chosen["train_data_loader"]:
         chosen["eval_data_loader"] = ""
     if not chosen["eval_data_loader"]:
@@ -279,13 +265,13 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _judge(self) -> None:
         """Show the call, and what is wrong with it."""
-        missing = find(self._namespace).missing
+        lacks = missing(find(self._namespace))
         with self.hold_sync():
             self.code = code(self.choice)
-            if missing:
+            if lacks:
                 self.problem = {
                     "field": "",
-                    "text": f"The notebook lacks {_listed(missing)}. The form looks for {LOOKS_FOR}. "
+                    "text": f"The notebook lacks {_listed(lacks)}. The form looks for {LOOKS_FOR}. "
                     "Run the cells that make them, then press Look again",
                 }
                 return
@@ -330,7 +316,7 @@ class LauncherForm(anywidget.AnyWidget):
         kept = {
             field: value
             for field, value in self.choice.items()
-            if value and (field not in OBJECTS or value in getattr(found, field))
+            if value and (field not in OBJECTS or value in found[field])
         }
         self.fields = _fields(found)
         self.choice = {**guess(found), **kept}
@@ -366,7 +352,7 @@ def form() -> LauncherForm:
     return LauncherForm(shell.user_ns)
 
 
-def _fields(found: Candidates) -> list[dict[str, Any]]:
+def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """What the page shows, in its order."""
     selects = [
         {
@@ -374,7 +360,7 @@ def _fields(found: Candidates) -> list[dict[str, Any]]:
             "label": label,
             "options": [
                 *([["", _NOTHING[name]]] if name in _NOTHING else []),
-                *([one, one] for one in getattr(found, name)),
+                *([one, one] for one in found[name]),
             ],
         }
         for name, label in OBJECTS.items()

@@ -32,7 +32,7 @@ _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
 
 _WIDTH, _HEIGHT = 290, 118
 _RIGHT, _TOP, _BOTTOM = 6, 8, 20
-_CHARACTER = 6.4
+_CHARACTER = 5.9
 """Width of a digit of the axes, about."""
 
 _MARGIN = 6.0
@@ -137,7 +137,7 @@ def svg(curve: Curve, *, has_titles: bool = True) -> str:
     parts += _strips(series, box, has_titles=has_titles)
     label = escape(f"{curve.name}: {curve.summary}", quote=True)
     return (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="11" '
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="10" '
         f'style="display:block;width:100%;height:auto;overflow:visible">{"".join(parts)}</svg>'
     )
 
@@ -149,7 +149,7 @@ def _grid(box: _Box, ticks: Sequence[tuple[float, str]], axis: str) -> str:
         y = box.down(value)
         parts.append(
             f'<line x1="{box.margin:.1f}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
-            f'stroke-opacity="0.16"/><text x="{box.margin - 4:.1f}" y="{y + 4:.1f}" text-anchor="end" '
+            f'stroke-opacity="0.16"/><text x="{box.margin - 4:.1f}" y="{y + 3.5:.1f}" text-anchor="end" '
             f'fill="currentColor" fill-opacity="0.78">{text}</text>'
         )
     if axis:

@@ -172,7 +172,7 @@ def _figure(curve: curves.Curve, *, has_titles: bool) -> str:
         for one in curve.series
     )
     return (
-        '<div style="flex:1 1 240px;min-width:0;max-width:360px">'
+        '<div style="flex:1 1 240px;min-width:0;max-width:330px">'
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:0 12px;margin-bottom:3px">'
         f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(curve.name)}</span> {legend}</div>{picture}</div>'
     )

@@ -35,16 +35,16 @@ def namespace():
 
 def test_objects_are_found_and_the_likeliest_comes_first(namespace):
     found = launcher.find(namespace)
-    assert found.model == ("model", "teacher")
-    assert found.train_data_loader == ("train_loader", "test_loader")
-    assert found.eval_data_loader == ("test_loader", "train_loader")
-    assert set(found.criterion) == {"criterion", "my_loss"}
-    assert (found.optimizer, found.train_step, found.eval_step) == (
-        ("optimizer",),
-        ("train_one_epoch",),
-        ("eval_step",),
-    )
-    assert found.missing == ()
+    assert found == {
+        "model": ["model", "teacher"],
+        "train_data_loader": ["train_loader", "test_loader"],
+        "eval_data_loader": ["test_loader", "train_loader"],
+        "criterion": ["criterion", "my_loss"],
+        "optimizer": ["optimizer"],
+        "train_step": ["train_one_epoch"],
+        "eval_step": ["eval_step"],
+    }
+    assert launcher.missing(found) == []
 
 
 def test_the_guessed_call_is_one_that_would_run(namespace):
@@ -140,7 +140,7 @@ def test_a_wrong_choice_names_its_field(namespace, changed, argument):
 
 
 def test_an_empty_notebook_says_what_is_looked_for():
-    assert launcher.find({}).missing == ("a model", "a DataLoader", "an optimizer")
+    assert launcher.missing(launcher.find({})) == ["a model", "a DataLoader", "an optimizer"]
     assert launcher.guess(launcher.find({}))["model"] == ""
 
 
