@@ -10,6 +10,8 @@ import pytest
 from on_cluster import run_kubectl
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.nightly
+
 if importlib.util.find_spec("kubernetes") is None:
     pytest.skip("kubernetes is not installed", allow_module_level=True)
 

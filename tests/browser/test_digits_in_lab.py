@@ -3,6 +3,9 @@
 import pathlib
 
 import nbformat
+import pytest
+
+pytestmark = pytest.mark.nightly
 
 DIGITS = pathlib.Path(__file__).parents[2] / "notebooks" / "digits.ipynb"
 
