@@ -208,7 +208,7 @@ def doubts(choice: Mapping[str, str], claims: Sequence[str] | None) -> None:
     amount = re.fullmatch(r"([\d.]+) *([TPE])i?", choice.get("memory", "").strip())
     if on in _PLACES and amount and float(amount[1]) * _TERABYTES[amount[2]] > _MOST_TERABYTES:
         problem = f"no machine has {choice['memory'].strip()} of memory"
-        raise ConfigError("resources.memory_gib", problem, f"Did you mean '{amount[1]}Gi'?")
+        raise ConfigError("resources.memory", problem, f"Did you mean '{amount[1]}Gi'?")
     if on != "kubernetes" or claims is None:
         return
     for _, source in _volumes(choice.get("volumes", "")):
@@ -372,12 +372,12 @@ def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
         | {"hint_elsewhere": "two"},
         {"name": "on", "label": "Where", "options": [[name, name] for name in backends.NAMES]},
         {"name": "cuda", "label": "GPUs", "options": [["", "no"], ["yes", "one for each process"]]},
-        {"name": "name", "label": "Name", "hint": "made from the model's"},
+        {"name": "name", "label": "Name", "hint": "made for you"},
         {"name": "image", "label": "Image", "hint": "registry/name:tag", "is_elsewhere": True, "is_wide": True},
         {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "is_elsewhere": True, "is_wide": True},
         {"name": "cpu", "label": "Cores each", "hint": "1", "is_elsewhere": True},
         {"name": "memory", "label": "Memory each", "hint": "2Gi", "is_elsewhere": True},
-        {"name": "volumes", "label": "Volumes", "hint": "/data=claim", "is_elsewhere": True, "is_wide": True},
+        {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "is_elsewhere": True, "is_wide": True},
     ]
 
 

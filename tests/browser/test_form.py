@@ -73,6 +73,7 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
         notebook.dress(theme, width)
         form.scroll_into_view_if_needed()
         assert form.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+        assert field("Image").evaluate("input => input.scrollLeft + input.clientWidth >= input.scrollWidth - 1")
         notebook.photograph(f"form-{theme.split()[1].lower()}-{width}", form)
         assert notebook.accessibility_problems(".kd-form") == ""
     notebook.dress("JupyterLab Light", 1000)

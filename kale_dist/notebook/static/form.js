@@ -111,9 +111,7 @@ function render({ model, el }) {
       } else {
         input = element("input", { ...listen, type: "text", inputmode: field.is_number ? "numeric" : "text",
           placeholder: field.hint, autocomplete: "off", spellcheck: "false",
-          oninput: () => changed(field.name, input.value),
-          // Of an image that is too long for the field, the tag says more than the registry.
-          onblur: () => (input.scrollLeft = input.scrollWidth) });
+          oninput: () => changed(field.name, input.value), onblur: showEnds });
       }
       input.value = choice[field.name] ?? "";
       const row = element("label", { class: field.is_wide ? "kd-field kd-wide" : "kd-field", for: name }, element("span", {}, field.label), input);
@@ -122,6 +120,11 @@ function render({ model, el }) {
     }
     drawVisible(choice);
     drawProblem();
+  }
+
+  // Of an image that is too long for its field, the tag says more than the registry.
+  function showEnds() {
+    for (const { input } of inputs.values()) if (document.activeElement !== input) input.scrollLeft = input.scrollWidth;
   }
 
   function drawChoice() {
@@ -160,11 +163,14 @@ function render({ model, el }) {
   ];
   watched.forEach(([event, callback]) => model.on(event, callback));
   el.append(root);
+  const sized = new ResizeObserver(showEnds);
+  sized.observe(root);
   drawFields();
   drawClaims();
   code.textContent = model.get("code");
   drawJob();
   return () => {
+    sized.disconnect();
     clearTimeout(timer);
     clearTimeout(forget);
     watched.forEach(([event, callback]) => model.off(event, callback));
