@@ -89,7 +89,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     for theme, width in (("JupyterLab Light", 1000), ("JupyterLab Dark", 480)):
         notebook.dress(theme, width)
         bad.scroll_into_view_if_needed()
-        assert bad.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+        assert notebook.fits(bad)
         assert notebook.accessibility_problems(".kd-job") == ""
         assert min(one.evaluate(CONTRAST) for one in bad.locator(".kd-who").all()) >= 4.5
         notebook.photograph(f"widget-{theme.split()[1].lower()}-{width}", bad)
