@@ -16,7 +16,7 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import backends, calls, training_checks
+from kale_dist import backends, calls, config, placing, training_checks
 from kale_dist.backends.base import OffersVolumes
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.notebook import parameters
@@ -124,13 +124,19 @@ def guess(found: Mapping[str, Sequence[str]]) -> dict[str, str]:
         chosen["eval_data_loader"] = ""
     if not chosen["eval_data_loader"]:
         chosen["eval_step"] = ""
-    return {**chosen, "epochs": "1", "on": "local"}
+    return {**chosen, "epochs": "1", "on": _default_place()}
 
 
 def arguments(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `distribute` for a choice, with the notebook's objects in the place of their names."""
+    """The arguments of `distribute` for a choice, with the notebook's objects in the place of their names.
+
+    Raises:
+        ConfigError: A setting of the place is wrong.
+    """
     given: dict[str, Any] = {field: namespace.get(choice.get(field, "")) for field in OBJECTS}
-    return {**given, **_numbers(choice), **_place(*_chosen_place(choice))}
+    on, settings = _chosen_place(choice)
+    place = {"on": on} if settings or on != _default_place() else {}
+    return {**given, **_numbers(choice), **placing.gathered({**place, **settings})}
 
 
 def code(choice: Mapping[str, str]) -> str:
@@ -144,20 +150,15 @@ def code(choice: Mapping[str, str]) -> str:
     if settings:
         inside = "".join(f"        {field}={value!r},\n" for field, value in settings.items())
         named.append(f"on=kd.{_PLACES[on]}(\n{inside}    )")
-    elif on != "local":
+    elif on != _default_place():
         named.append(f"on={on!r}")
     lines = [f"    {', '.join(positional)},", *(f"    {one}," for one in named)]
     return "job = kd.distribute(\n" + "\n".join(lines) + "\n)\njob"
 
 
-def _place(on: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for a place and its settings: all that stands between the form and how calls take them."""
-    return {**settings, **({} if on == "local" else {"on": on})}
-
-
 def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Where the training runs, and the settings of that place by keyword; what is left empty is left out."""
-    on = choice.get("on") or "local"
+    on = choice.get("on") or _default_place()
     given = {field: text.strip() for field, text in choice.items() if text.strip()}
     found: dict[str, Any] = {}
     if on not in _PLACES:
@@ -175,6 +176,10 @@ def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     return on, found
 
 
+def _default_place() -> str:
+    return config.load().on or "local"
+
+
 def _volumes(text: str) -> list[tuple[str, str]]:
     """Pairs of a path and what is mounted there."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
@@ -187,8 +192,8 @@ def _numbers(choice: Mapping[str, str]) -> dict[str, Any]:
     for field in ("epochs", "number_of_processes"):
         if choice.get(field, "").strip():
             found[field] = parameters.parse(choice[field].strip())
-    if choice.get("cuda") == "yes":
-        found["cuda"] = True
+    if choice.get("cuda"):
+        found["cuda"] = choice["cuda"] == "yes"
     if choice.get("name", "").strip():
         found["name"] = choice["name"].strip()
     return found
@@ -371,7 +376,11 @@ def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
         {"name": "number_of_processes", "label": "Processes", "is_number": True, "hint": "one for each core"}
         | {"hint_elsewhere": "two"},
         {"name": "on", "label": "Where", "options": [[name, name] for name in backends.NAMES]},
-        {"name": "cuda", "label": "GPUs", "options": [["", "no"], ["yes", "one for each process"]]},
+        {
+            "name": "cuda",
+            "label": "GPUs",
+            "options": [["", "if there are"], ["yes", "one for each process"], ["no", "no"]],
+        },
         {"name": "name", "label": "Name", "hint": "made for you"},
         {"name": "image", "label": "Image", "hint": "registry/name:tag", "is_elsewhere": True, "is_wide": True},
         {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "is_elsewhere": True, "is_wide": True},

@@ -214,3 +214,15 @@ class OffersVolumes(Protocol):
 
     def volumes(self) -> Sequence[str]:
         """Their names, as the values of `volumes=` take them."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A backend whose jobs are objects that it can show."""
+
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The object as it is now, such as a PyTorchJob with its status.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """

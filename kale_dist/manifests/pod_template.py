@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from kale_dist.manifests import bootstrap
-from kale_dist.manifests.quantities import cpu_text, memory_text
 from kale_dist.manifests.settings import (
     ATTEMPT_ANNOTATION,
     CONTAINER,
@@ -23,6 +22,7 @@ from kale_dist.manifests.settings import (
     own_labels,
 )
 from kale_dist.pod_order import PodVariable
+from kale_dist.quantities import cpu_text, memory_text
 from kale_dist.spec import JobSpec, Volume, VolumeKind
 
 _USER = "kale-dist"

@@ -146,7 +146,7 @@ def _check_patched(before: dict[str, Any], after: Any) -> None:
     """Refuse patches after which the job could not be found, or would not be this job."""
 
     def refuse(problem: str) -> ConfigError:
-        return ConfigError("cluster.patch", problem, "Leave that out of the patch")
+        return ConfigError("patch", problem, "Leave that out of the patch")
 
     try:
         changed = [

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.parse
 
+import flat
 import pytest
 from on_cluster import IMAGE, call_in, run_kubectl
 from rank_work import bytes_of, size_and_more, summed
@@ -73,9 +74,8 @@ def test_a_notebook_that_dies_while_it_sends_is_named_in_the_job_s_end(namespace
         import torch
         import kale_dist as kd
         from rank_work import size_and_more
-        job = kd.launch(size_and_more, torch.rand(100_000_000), on="kubernetes", image="{IMAGE}", number_of_processes=2,
-                        resources={{"cpu": 0.2, "memory_gib": 2}},
-                        cluster={{"namespace": "{namespace}", "input_wait_s": 4}})
+        job = kd.launch(size_and_more, torch.rand(100_000_000), number_of_processes=2, on=kd.Kubernetes(
+            image="{IMAGE}", resources={{"cpu": 0.2, "memory_gib": 2}}, namespace="{namespace}", input_wait_s=4))
         print(job.ref, flush=True)
         while "Sending the snapshot" not in job.status.reason:
             assert not job.done(), job.status
@@ -96,9 +96,8 @@ def test_results_that_nobody_fetches_are_lost_and_the_job_says_so(namespace, tmp
         f"""
         import kale_dist as kd
         from rank_work import bytes_after
-        job = kd.launch(bytes_after, 2, 5_000_000, on="kubernetes", image="{IMAGE}", number_of_processes=2,
-                        resources={{"cpu": 0.2, "memory_gib": 1}},
-                        cluster={{"namespace": "{namespace}", "collect_wait_s": 2}})
+        job = kd.launch(bytes_after, 2, 5_000_000, number_of_processes=2, on=kd.Kubernetes(
+            image="{IMAGE}", resources={{"cpu": 0.2, "memory_gib": 1}}, namespace="{namespace}", collect_wait_s=2))
         print(job.ref, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
@@ -180,7 +179,7 @@ def test_a_cut_upload_goes_on_where_it_broke(on, namespace, kubeconfig, make_use
     with monkeypatch.context() as patched:
         patched.setenv("KALE_DIST_KUBECONFIG", str(user))
         with pytest.warns(kd.errors.KaleDistWarning, match="MiB"):
-            job = kd.launch(size_and_more, weights, **on)
+            job = flat.launch(size_and_more, weights, **on)
         assert torch.equal(job.result(120), weights + 1)
         assert proxy.cuts == 1
         assert weights.nbytes < proxy.sent < 1.5 * weights.nbytes
@@ -201,16 +200,16 @@ def test_a_quota_on_secrets_leaves_nothing_behind(on, make_namespace, make_user,
     arguments = {**on, "cluster": {"namespace": namespace}, "name": "refused"}
     if looks_first:
         with pytest.raises(BackendError, match="few"):
-            kd.launch(summed, 1, **arguments)
+            flat.launch(summed, 1, **arguments)
     else:
         with pytest.warns(kd.errors.KaleDistWarning, match="quota"), pytest.raises(BackendError, match="few"):
-            kd.launch(summed, 1, **arguments)
+            flat.launch(summed, 1, **arguments)
     assert wait_for(lambda: left_in(namespace, "refused") == [])
     assert not any("refused" in str(job.ref) for job in kd.jobs())
 
 
 def test_after_its_ttl_the_cluster_has_nothing_and_this_machine_has_the_results(on, namespace):
-    job = kd.launch(bytes_of, 1_000_000, **{**on, "cluster": {"namespace": namespace, "ttl_s": 2}})
+    job = flat.launch(bytes_of, 1_000_000, **{**on, "cluster": {"namespace": namespace, "ttl_s": 2}})
     assert job.wait(90).state is StateName.SUCCEEDED
     assert wait_for(lambda: left_in(namespace, job.name) == [])
     again = kd.attach(job.ref)
@@ -226,8 +225,8 @@ def test_a_job_that_its_ttl_has_taken_away_unseen_says_so(namespace, tmp_path):
         f"""
         import kale_dist as kd
         from rank_work import summed
-        job = kd.launch(summed, 1, on="kubernetes", image="{IMAGE}", number_of_processes=1,
-                        resources={{"cpu": 0.2, "memory_gib": 1}}, cluster={{"namespace": "{namespace}", "ttl_s": 0}})
+        job = kd.launch(summed, 1, number_of_processes=1, on=kd.Kubernetes(
+            image="{IMAGE}", resources={{"cpu": 0.2, "memory_gib": 1}}, namespace="{namespace}", ttl_s=0))
         print(job.ref, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
@@ -250,8 +249,8 @@ import sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 import kale_dist as kd
 from rank_work import waits
-kd.launch(waits, on="kubernetes", image="{IMAGE}", resources={SMALL}, number_of_processes=1, name="followed",
-          cluster={{"namespace": "{namespace}"}})
+kd.launch(waits, number_of_processes=1, name="followed",
+          on=kd.Kubernetes(image="{IMAGE}", resources={SMALL}, namespace="{namespace}"))
 """
     ref = f"kubernetes://{namespace}/followed"
     calls = [
@@ -267,7 +266,7 @@ kd.launch(waits, on="kubernetes", image="{IMAGE}", resources={SMALL}, number_of_
 
 
 def test_deleting_a_finished_job_leaves_nothing(on, namespace):
-    job = kd.launch(summed, 1, **on)
+    job = flat.launch(summed, 1, **on)
     assert job.result(90) == 3.0
     kinds = {item.partition("/")[0] for item in left_in(namespace, job.name)}
     assert kinds == {"PyTorchJob", "Pod", "Secret", "Service"}
@@ -279,7 +278,7 @@ SUSPENDED = {"spec": {"runPolicy": {"suspend": True}}}
 
 
 def test_a_suspended_job_says_so_and_runs_when_it_is_resumed(on, namespace):
-    job = kd.launch(summed, 1, **{**on, "cluster": {"namespace": namespace, "patch": SUSPENDED}})
+    job = flat.launch(summed, 1, **{**on, "cluster": {"namespace": namespace, "patch": SUSPENDED}})
     status = wait_for(lambda: "suspended" in job.status.reason and job.status)
     assert status.state is StateName.PENDING
     assert '"suspend":false' in status.reason
@@ -292,7 +291,7 @@ def test_a_suspended_job_says_so_and_runs_when_it_is_resumed(on, namespace):
 def test_a_job_that_kueue_holds_back_says_why(on, namespace):
     options = {"namespace": namespace, "patch": SUSPENDED, "queue": "team-queue"}
     with pytest.warns(kd.errors.KaleDistWarning, match="no Kueue queue 'team-queue'"):
-        job = kd.launch(summed, 1, **{**on, "cluster": options})
+        job = flat.launch(summed, 1, **{**on, "cluster": options})
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     said = (
         "couldn't assign flavors to pod set master: insufficient unused quota for cpu in flavor default, 2 more needed"

@@ -3,11 +3,11 @@
 import json
 import time
 
+import flat
 import pytest
 from on_cluster import IMAGE, run_kubectl
 from rank_work import fills_memory_on_1, says_and_waits
 
-import kale_dist as kd
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import JobFailedError
 
@@ -27,7 +27,7 @@ class Jobs:
         self._ready = [(function, self._launch(function)) for function in functions]
 
     def _launch(self, function):
-        self.made.append(kd.launch(function, **self._on))
+        self.made.append(flat.launch(function, **self._on))
         return self.made[-1]
 
     def take(self, function):

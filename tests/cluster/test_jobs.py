@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 
+import flat
 import pytest
 from on_cluster import call_in, make_claim, run_kubectl
 from rank_work import dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
@@ -57,7 +58,7 @@ def test_a_model_is_trained_by_two_pods_and_comes_back(on, namespace):
     before = model.weight.detach().clone()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, **on)
+    job = flat.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, **on)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)
@@ -71,7 +72,7 @@ def test_a_model_is_trained_by_two_pods_and_comes_back(on, namespace):
 
 
 def test_results_and_every_rank_s_lines_are_seen_from_another_machine_too(on, namespace, tmp_path):
-    job = kd.launch(summed, 2, **on)
+    job = flat.launch(summed, 2, **on)
     assert job.results() == [6.0, 6.0]
     texts = {(line.rank, line.text) for line in job.logs()}
     assert {(0, "rank 0 has 3.0"), (1, "rank 1 has 3.0")} <= texts
@@ -91,12 +92,12 @@ def test_results_and_every_rank_s_lines_are_seen_from_another_machine_too(on, na
     assert "rank 1 has 3.0" in told
     assert job.name in told.splitlines()[-1]
     with pytest.raises(JobExistsError):
-        kd.launch(summed, 2, name=job.name, **on)
+        flat.launch(summed, 2, name=job.name, **on)
     job.delete()
 
 
 def test_the_first_failing_rank_s_own_exception_comes_back(on):
-    job = kd.launch(fails_on_1, **on)
+    job = flat.launch(fails_on_1, **on)
     with pytest.raises(JobFailedError, match="no such column") as caught:
         job.result(120)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -105,7 +106,7 @@ def test_the_first_failing_rank_s_own_exception_comes_back(on):
 
 
 def test_a_killed_rank_ends_all_pods_and_is_named(on):
-    job = kd.launch(dies_on_1, **on)
+    job = flat.launch(dies_on_1, **on)
     status = job.wait(120)
     assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, FailureCause.DIED, 1)
     assert "SIGKILL" in status.reason
@@ -113,7 +114,7 @@ def test_a_killed_rank_ends_all_pods_and_is_named(on):
 
 
 def test_cancelling_ends_the_pods_and_keeps_the_log(on, namespace):
-    job = kd.launch(waits, **on)
+    job = flat.launch(waits, **on)
     wait_for_line(job, "ready")
     job.cancel()
     job.cancel()
@@ -130,7 +131,7 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(on, namespace):
 
 
 def test_deleting_a_running_job_leaves_nothing(on, namespace):
-    job = kd.launch(waits, **on)
+    job = flat.launch(waits, **on)
     job.delete()
     assert left_in(namespace, job.name) == []
 
@@ -141,7 +142,7 @@ def test_200_mb_go_up_and_come_back_where_nothing_is_shared(on):
     weights = torch.arange(50_000_000, dtype=torch.float32)
     roomy = {**on, "resources": {"cpu": 0.2, "memory_gib": 3}}
     with pytest.warns(kd.errors.KaleDistWarning, match="191 MiB"):
-        job = kd.launch(size_and_more, weights, **roomy)
+        job = flat.launch(size_and_more, weights, **roomy)
     assert job.wait(240).state is StateName.SUCCEEDED, list(job.logs())
     back = job.results()
     assert len(back) == 2
@@ -158,7 +159,7 @@ def test_a_claim_keeps_what_was_sent_for_the_next_run(on, namespace):
     said = []
     for _ in range(2):
         with pytest.warns(kd.errors.KaleDistWarning, match="4 MiB"):
-            job = kd.launch(size_and_more, weights, store="pvc://kept/team", **on)
+            job = flat.launch(size_and_more, weights, store="pvc://kept/team", **on)
         assert all(torch.equal(value, weights + 1) for value in job.results(120))
         said.append(" ".join(line.text for line in job.logs() if line.rank is None))
         job.delete()
@@ -167,7 +168,7 @@ def test_a_claim_keeps_what_was_sent_for_the_next_run(on, namespace):
 
 
 def test_a_flood_of_lines_arrives_whole_and_in_order(on):
-    job = kd.launch(prints_much, **on)
+    job = flat.launch(prints_much, **on)
     assert job.wait(180).state is StateName.SUCCEEDED
     for rank in range(2):
         numbered = [line.text for line in job.logs(ranks=[rank]) if line.text.startswith("line ")]
@@ -177,20 +178,20 @@ def test_a_flood_of_lines_arrives_whole_and_in_order(on):
 
 
 def test_two_processes_in_one_pod(on):
-    job = kd.launch(summed, 1, **on, processes_per_pod=2)
+    job = flat.launch(summed, 1, **on, processes_per_pod=2)
     assert job.results(120) == [3.0, 3.0]
-    assert "Worker" not in str(kd.render(summed, 1, **on, processes_per_pod=2))
+    assert "Worker" not in str(flat.render(summed, 1, **on, processes_per_pod=2))
     job.delete()
 
 
 def test_what_render_prints_can_be_applied(on, namespace):
-    text = str(kd.render(summed, 2, **on, name="rendered"))
+    text = str(flat.render(summed, 2, **on, name="rendered"))
     run_kubectl("-n", namespace, "apply", "--dry-run=server", "-f", "-", text=text)
     assert "kind: PyTorchJob" in text
 
 
 def test_an_image_that_is_not_there_is_explained_while_the_job_waits(on):
-    job = kd.launch(summed, 2, **{**on, "image": "localhost:5000/kale-dist/nothing:1"})
+    job = flat.launch(summed, 2, **{**on, "image": "localhost:5000/kale-dist/nothing:1"})
     deadline = time.monotonic() + 90
     while "localhost:5000/kale-dist/nothing:1" not in job.status.reason:
         assert time.monotonic() < deadline, job.status
@@ -201,7 +202,7 @@ def test_an_image_that_is_not_there_is_explained_while_the_job_waits(on):
 
 def test_a_job_that_does_not_start_in_time_fails_and_frees_its_pods(on, namespace):
     options = {"namespace": namespace, "pending_timeout_s": 6, "node_selector": {"disk": "none-has-this"}}
-    job = kd.launch(summed, 2, **{**on, "cluster": options})
+    job = flat.launch(summed, 2, **{**on, "cluster": options})
     status = job.wait(90)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.TIMEOUT)
     assert "pending_timeout_s of 6 s" in status.reason
@@ -212,17 +213,17 @@ def test_without_an_image_the_call_says_where_to_name_one(on, monkeypatch, tmp_p
     monkeypatch.setenv("KALE_DIST_CONFIG", str(tmp_path / "config.toml"))
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(ConfigError, match="KALE_DIST_IMAGE"):
-        kd.launch(summed, 2, **{**on, "image": None})
+        flat.launch(summed, 2, **{**on, "image": None})
 
 
 def test_a_namespace_that_is_not_there_is_refused_at_the_call(on):
     with pytest.raises(BackendError, match="no-such-namespace"):
-        kd.launch(summed, 2, **{**on, "cluster": {"namespace": "no-such-namespace"}})
+        flat.launch(summed, 2, **{**on, "cluster": {"namespace": "no-such-namespace"}})
 
 
 def test_ten_jobs_at_once(on):
     one = {**on, "number_of_processes": 1, "resources": {"cpu": 0.05, "memory_gib": 0.7}}
-    jobs = [kd.launch(summed, number, **one) for number in range(10)]
+    jobs = [flat.launch(summed, number, **one) for number in range(10)]
     assert [job.result(280) for job in jobs] == [float(number) for number in range(10)]
     for job in jobs:
         job.delete()

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 
+import flat
 import pytest
 from on_cluster import IMAGE, Network, call_in, make_claim, run_kubectl
 from rank_work import (
@@ -64,12 +65,12 @@ def jobs(on, namespace, jobs_end):
     )
     make_claim(namespace, "kept")
     made = {
-        "odd": kd.launch(prints_odd_lines, **on),
-        "forging": kd.launch(forges, **on),
-        "late": kd.launch(summed, 1, **two),
-        "init": kd.launch(summed, 1, **patched(on, {"initContainers": [fails]})),
-        "kept": kd.launch(bytes_of, 300_000, store="pvc://kept", **on),
-        "broken": kd.launch(summed, 1, **patched(on, {"containers": [broken]})),
+        "odd": flat.launch(prints_odd_lines, **on),
+        "forging": flat.launch(forges, **on),
+        "late": flat.launch(summed, 1, **two),
+        "init": flat.launch(summed, 1, **patched(on, {"initContainers": [fails]})),
+        "kept": flat.launch(bytes_of, 300_000, store="pvc://kept", **on),
+        "broken": flat.launch(summed, 1, **patched(on, {"containers": [broken]})),
     }
     yield made
     for job in made.values():
@@ -107,7 +108,7 @@ def start_process(code, **environment):
 
 
 def test_40_mb_that_the_node_has_rotated_arrive_whole_although_the_network_was_cut(on, namespace, network, tmp_path):
-    job = kd.launch(prints_in_two_parts, LINES, "/tmp/go", **on)
+    job = flat.launch(prints_in_two_parts, LINES, "/tmp/go", **on)
     pod = f"{job.name}-master-0"
 
     def first_line_that_the_node_has():
@@ -181,7 +182,7 @@ def test_what_the_job_has_not_signed_is_refused_and_said(jobs):
 def test_a_forged_result_in_a_store_is_not_loaded(jobs, on, tmp_path):
     job = jobs["kept"]
     assert job.wait(120).state is StateName.SUCCEEDED
-    forger = kd.launch(replaces_outcome, "/kept", job.name, volumes={"/kept": "kept"}, **on)
+    forger = flat.launch(replaces_outcome, "/kept", job.name, volumes={"/kept": "kept"}, **on)
     assert forger.wait(120).state is StateName.SUCCEEDED, list(forger.logs())
     elsewhere = start_process(
         f"""
@@ -224,8 +225,10 @@ def test_a_kernel_that_is_killed_is_followed_by_the_next_without_a_line_twice(on
     first = start_process(
         f"""
         import kale_dist as kd
+        from kale_dist.placing import gathered
         from rank_work import counts
-        job = kd.launch(counts, 1200, 0.004, **{on!r})
+        given = {on!r}
+        job = kd.launch(counts, 1200, 0.004, **gathered({{**given, **given.pop("cluster")}}))
         print(job.ref, flush=True)
         for line in job.logs(follow=True):
             print(line.text, flush=True)

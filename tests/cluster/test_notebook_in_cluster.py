@@ -33,7 +33,7 @@ def work(times):
     torch.distributed.all_reduce(total)
     return total.item()
 
-job = kd.launch(work, times, on="kubernetes", number_of_processes=2, resources={"cpu": 0.1, "memory_gib": 1})
+job = kd.launch(work, times, on=kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1}), number_of_processes=2)
 print("results", job.results(150))
 job.delete()
 """
@@ -168,7 +168,7 @@ def test_ctrl_c_also_cancels_a_job_on_the_cluster_that_no_cell_waits_for(place, 
     namespace, environment, _ = place
     source = (
         "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(300)\n"
-        "job = kd.launch(wait, on='kubernetes', number_of_processes=1, resources={'cpu': 0.1, 'memory_gib': 1})\n"
+        "job = kd.launch(wait, on=kd.Kubernetes(resources={'cpu': 0.1, 'memory_gib': 1}), number_of_processes=1)\n"
         "time.sleep(300)"
     )
     nbformat.write(new_notebook(cells=[new_code_cell(source)]), tmp_path / "here.ipynb")

@@ -9,6 +9,7 @@ import socket
 import socketserver
 import threading
 
+import flat
 import pytest
 from fake_api import FakeApi
 from on_cluster import call_in, run_kubectl, write_kubeconfig
@@ -36,7 +37,7 @@ def test_an_image_with_another_torch_is_refused_in_one_sentence(on, namespace):
         "-n", namespace, "apply", "-f", "-",
         text=json.dumps({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "old-torch"}, "data": about}),
     )  # fmt: skip
-    job = kd.launch(
+    job = flat.launch(
         summed, 1, **on, volumes={"/old/torch-1.13.1.dist-info": "configmap://old-torch"},
         environment={"PYTHONPATH": "/old"},
     )  # fmt: skip
@@ -49,7 +50,7 @@ def test_an_image_with_another_torch_is_refused_in_one_sentence(on, namespace):
 
 
 def test_an_image_whose_torch_knows_no_gpu_is_refused_in_one_sentence(on):
-    job = kd.launch(summed, 1, **on, cuda=True)
+    job = flat.launch(summed, 1, **on, cuda=True)
     status = job.wait(120)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.NOT_STARTED)
     assert "cuda=True, but torch 2" in status.reason
@@ -58,7 +59,7 @@ def test_an_image_whose_torch_knows_no_gpu_is_refused_in_one_sentence(on):
 
 
 def test_the_exit_code_of_the_failing_rank_is_told(on):
-    job = kd.launch(exit_with_3, **{**on, "number_of_processes": 2})
+    job = flat.launch(exit_with_3, **{**on, "number_of_processes": 2})
     status = job.wait(120)
     assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, FailureCause.DIED, 1)
     assert status.replicas[1].exit_code == 3
@@ -71,7 +72,7 @@ def test_jobs_are_listed_by_labels_in_one_namespace_or_all(on, namespace, make_n
     made = {}
     for place, team in ((namespace, "vision"), (namespace, "speech"), (other, "vision")):
         options = {"namespace": place, "labels": {"team": team}, "patch": SUSPENDED}
-        made[place, team] = kd.launch(summed, 1, **{**on, "cluster": options})
+        made[place, team] = flat.launch(summed, 1, **{**on, "cluster": options})
 
     def refs(**selection):
         return {job.ref for job in kd.jobs(on="kubernetes", **selection)}
@@ -180,7 +181,7 @@ def test_a_proxy_that_refuses_is_named(proxy):
 
 
 def test_everything_goes_by_the_proxy_that_is_set(proxy, on):
-    job = kd.launch(bytes_of, 300_000, **on)
+    job = flat.launch(bytes_of, 300_000, **on)
     assert job.result(120) == bytes(300_000)
     job.delete()
     # Requests, a watch or a log, and a port-forward: connections of their own.

@@ -2,11 +2,10 @@
 
 import uuid
 
+import flat
 import pytest
 import rank_work
 from on_cluster import IMAGE
-
-import kale_dist as kd
 
 
 @pytest.fixture
@@ -23,9 +22,9 @@ def test_packages_are_in_the_pods(repository, namespace):
         "number_of_processes": 2, "on": "kubernetes", "packages": ["einops==0.8.0"],
         "cluster": {"namespace": namespace}, "resources": {"cpu": 0.1, "memory_gib": 1},
     }  # fmt: skip
-    plan = str(kd.render(rank_work.einops_version, **arguments))
+    plan = str(flat.render(rank_work.einops_version, **arguments))
     assert f"# The image is made first: {IMAGE} with einops==0.8.0." in plan
-    job = kd.launch(rank_work.einops_version, **arguments)
+    job = flat.launch(rank_work.einops_version, **arguments)
     try:
         assert job.spec.image.startswith(f"{repository}/kale-dist@sha256:")
         assert job.results(150) == ["0.8.0"] * 2

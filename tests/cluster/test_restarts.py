@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import flat
 import pytest
 from on_cluster import IMAGE, Network, make_claim, run_kubectl, wait_for
 from slow_steps import (
@@ -40,7 +41,7 @@ def train(seconds_per_step, **options):
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    job = kd.distribute(
+    job = flat.distribute(
         model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=EPOCHS, train_args=seconds_per_step, seed=1,
         number_of_processes=2, threads=1, **options,
     )  # fmt: skip
@@ -49,7 +50,7 @@ def train(seconds_per_step, **options):
 
 def runs_in_its_first_attempt(namespace):
     """A job that waits until it is lost, and may be made again once."""
-    job = kd.launch(
+    job = flat.launch(
         waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=1, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -176,7 +177,7 @@ def test_a_training_without_a_store_begins_anew_and_says_why(namespace):
 
 
 def test_pods_are_replaced_no_more_often_than_asked_for(namespace):
-    job = kd.launch(
+    job = flat.launch(
         waits_and_says_its_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=1, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -199,7 +200,7 @@ def test_pods_are_replaced_no_more_often_than_asked_for(namespace):
 
 
 def test_a_job_that_goes_on_in_new_pods_can_be_cancelled(namespace):
-    job = kd.launch(
+    job = flat.launch(
         waits_and_says_its_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=3, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -214,7 +215,7 @@ def test_a_job_that_goes_on_in_new_pods_can_be_cancelled(namespace):
 
 
 def test_a_lack_of_memory_is_not_tried_again(namespace):
-    job = kd.launch(
+    job = flat.launch(
         fills_memory, on="kubernetes", image=IMAGE, resources={"cpu": 0.2, "memory_gib": 0.5}, number_of_processes=2,
         max_restarts=2, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -229,8 +230,9 @@ import os, signal, sys, kale_dist as kd
 sys.path.insert(0, sys.argv[1])
 from slow_steps import ends_in_first_attempt
 job = kd.launch(
-    ends_in_first_attempt, on="kubernetes", image=sys.argv[2], number_of_processes=2, max_restarts=2,
-    resources={"cpu": 0.2, "memory_gib": 1}, store="pvc://results", cluster={"namespace": sys.argv[3]},
+    ends_in_first_attempt, number_of_processes=2, max_restarts=2, on=kd.Kubernetes(
+        image=sys.argv[2], resources={"cpu": 0.2, "memory_gib": 1}, store="pvc://results", namespace=sys.argv[3],
+    ),
 )
 print(job.ref, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -259,7 +261,7 @@ def test_results_of_a_later_attempt_are_found_when_nobody_followed_and_the_pods_
 
 
 def test_two_machines_that_follow_a_job_agree_how_it_goes_on(namespace, tmp_path):
-    job = kd.launch(
+    job = flat.launch(
         waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=2, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -276,7 +278,7 @@ def test_two_machines_that_follow_a_job_agree_how_it_goes_on(namespace, tmp_path
 
 
 def test_lines_of_pods_before_the_new_ones_are_read_or_their_loss_is_said(namespace, kubeconfig, tmp_path):
-    job = kd.launch(
+    job = flat.launch(
         says_much_in_its_first_attempt, 5_000, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=3,
         max_restarts=1, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -363,7 +365,7 @@ def test_a_machine_that_knew_only_the_first_pods_cancels_those_that_go_on(namesp
             env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
         )  # fmt: skip
 
-    job = kd.launch(
+    job = flat.launch(
         waits_and_says_its_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=1, cluster={"namespace": namespace},
     )  # fmt: skip
@@ -400,7 +402,7 @@ def test_a_cluster_that_does_not_answer_for_a_moment_is_asked_for_new_pods_again
 def test_a_job_that_gets_no_new_pods_fails_with_the_reason_and_goes_after_its_time(namespace, monkeypatch):
     # A quota may be left by others: that is waited for.
     monkeypatch.setattr(lost_pods, "ASKING_S", 15.0)
-    job = kd.launch(
+    job = flat.launch(
         waits_for_its_second_attempt, on="kubernetes", image=IMAGE, resources=SMALL, number_of_processes=2,
         max_restarts=1, cluster={"namespace": namespace, "ttl_s": 45},
     )  # fmt: skip

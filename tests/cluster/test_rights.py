@@ -2,12 +2,12 @@
 
 import time
 
+import flat
 import pytest
 from on_cluster import call_in, run_kubectl
 from rank_work import bytes_of, hang
 from slow_steps import waits_for_its_second_attempt
 
-import kale_dist as kd
 from kale_dist.backends.kubernetes import roles
 from kale_dist.contract import StateName
 from kale_dist.errors import BackendError, JobCancelledError, KaleDistWarning, ResultUnavailableError
@@ -59,7 +59,7 @@ def lose_a_pod(job, namespace):
 def test_without_these_the_call_is_refused_and_says_who_has_to_grant_what(become, call, namespace, missing):
     become(str(missing))
     with pytest.raises(BackendError) as caught:
-        kd.launch(bytes_of, 1, **call)
+        flat.launch(bytes_of, 1, **call)
     text = str(caught.value)
     assert f"may not {missing.verbs[0]}" in text
     assert missing.without in text
@@ -70,7 +70,7 @@ def test_without_these_the_call_is_refused_and_says_who_has_to_grant_what(become
 def test_without_logs_the_agents_are_asked(become, call):
     become("get pods/log")
     with pytest.warns(KaleDistWarning, match="Logs come from the agents in the pods"):
-        job = kd.launch(bytes_of, 1, **call)
+        job = flat.launch(bytes_of, 1, **call)
     assert job.results(150) == [bytes(1)] * 2
     assert "rank 0 is here" in {line.text for line in job.logs()}
 
@@ -78,21 +78,21 @@ def test_without_logs_the_agents_are_asked(become, call):
 def test_without_port_forward_bytes_go_through_exec(become, call):
     become("create, get pods/portforward")
     with pytest.warns(KaleDistWarning, match="go through exec"):
-        job = kd.launch(bytes_of, LARGE, **call)
+        job = flat.launch(bytes_of, LARGE, **call)
     check_whole(job, LARGE)
 
 
 def test_without_exec_nothing_is_lost_but_the_second_way(become, call):
     become("create, get pods/exec")
     with pytest.warns(KaleDistWarning, match="no second way"):
-        job = kd.launch(bytes_of, LARGE, **call)
+        job = flat.launch(bytes_of, LARGE, **call)
     check_whole(job, LARGE)
 
 
 def test_without_both_ways_small_results_still_come_in_the_log(become, call):
     become("create, get pods/portforward", "create, get pods/exec")
     with pytest.warns(KaleDistWarning, match="need a store"):
-        job = kd.launch(bytes_of, 1, **call)
+        job = flat.launch(bytes_of, 1, **call)
     check_whole(job, 1)
 
 
@@ -100,7 +100,7 @@ def test_without_both_ways_large_results_are_lost_and_the_log_says_so(become, ca
     become("create, get pods/portforward", "create, get pods/exec")
     options = {**call["cluster"], "collect_wait_s": 1}
     with pytest.warns(KaleDistWarning, match="need a store"):
-        job = kd.launch(bytes_of, LARGE, **{**call, "cluster": options})
+        job = flat.launch(bytes_of, LARGE, **{**call, "cluster": options})
     assert job.wait(150).state is StateName.SUCCEEDED
     with pytest.raises(ResultUnavailableError):
         job.result()
@@ -118,7 +118,7 @@ def test_without_these_less_is_known_beforehand_and_the_job_runs(become, call, m
     become(missing)
     without = next(right.without for right in roles.RIGHTS if str(right) == missing)
     with pytest.warns(KaleDistWarning) as caught:
-        job = kd.launch(bytes_of, 1, **{**call, "number_of_processes": 1})
+        job = flat.launch(bytes_of, 1, **{**call, "number_of_processes": 1})
     assert any(without in str(warning.message) for warning in caught)
     assert job.result(150) == bytes(1)
 
@@ -126,7 +126,7 @@ def test_without_these_less_is_known_beforehand_and_the_job_runs(become, call, m
 def test_without_patch_and_delete_a_running_job_can_be_cancelled_and_not_deleted(become, call):
     become("patch, delete pytorchjobs")
     with pytest.warns(KaleDistWarning, match="Jobs cannot be deleted"):
-        job = kd.launch(hang, **call)
+        job = flat.launch(hang, **call)
     assert any(line.text == "ready" for line in job.logs(follow=True))
     job.cancel()
     with pytest.raises(JobCancelledError):
@@ -138,13 +138,13 @@ def test_without_patch_and_delete_a_running_job_can_be_cancelled_and_not_deleted
 def test_without_reading_secrets_results_are_the_submitter_s_alone(become, call):
     become("get, patch, delete secrets")
     with pytest.warns(KaleDistWarning, match="Results cannot be read from another machine"):
-        job = kd.launch(bytes_of, 1, **call)
+        job = flat.launch(bytes_of, 1, **call)
     check_whole(job, 1)
 
 
 def test_with_the_least_role_a_job_that_loses_a_pod_goes_on_in_new_ones(become, call, namespace):
     become()
-    job = kd.launch(waits_for_its_second_attempt, **call, max_restarts=1)
+    job = flat.launch(waits_for_its_second_attempt, **call, max_restarts=1)
     lose_a_pod(job, namespace)
     assert job.results(150) == [1, 1], (job.status, [str(line) for line in job.logs()])
     assert any(f"{job.name}-worker-0 was deleted" in line.text for line in job.logs() if line.rank is None)
@@ -156,7 +156,7 @@ def test_with_the_least_role_a_job_that_loses_a_pod_goes_on_in_new_ones(become, 
 def test_without_reading_secrets_a_job_that_loses_a_pod_fails_and_says_who_has_to_grant_what(become, call, namespace):
     become("get, patch, delete secrets")
     with pytest.warns(KaleDistWarning, match="a job that loses a pod does not go on in new ones"):
-        job = kd.launch(waits_for_its_second_attempt, **call, max_restarts=1)
+        job = flat.launch(waits_for_its_second_attempt, **call, max_restarts=1)
     lose_a_pod(job, namespace)
     status = job.wait(150)
     assert status.state is StateName.FAILED

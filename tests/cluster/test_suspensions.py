@@ -3,6 +3,7 @@
 import json
 import time
 
+import flat
 import pytest
 from on_cluster import IMAGE, make_claim, run_kubectl, wait_for
 from slow_steps import (
@@ -56,7 +57,7 @@ def test_a_training_goes_on_when_it_is_resumed_or_begins_anew(on, namespace, kee
     x = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    job = kd.distribute(
+    job = flat.distribute(
         model, loader, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), train_slowly, epochs=EPOCHS,
         train_args=0.3, seed=1, number_of_processes=2, threads=1, **options, **on,
     )  # fmt: skip
@@ -81,7 +82,7 @@ def test_a_training_goes_on_when_it_is_resumed_or_begins_anew(on, namespace, kee
 
 
 def test_a_job_may_be_suspended_twice(on, namespace):
-    job = kd.launch(waits_for_its_third_attempt, number_of_processes=2, **on)
+    job = flat.launch(waits_for_its_third_attempt, number_of_processes=2, **on)
     for attempt in (0, 1):
         wait_for(job, lambda status, attempt=attempt: (status.state, status.attempt) == (StateName.RUNNING, attempt))
         suspend(job, namespace)
@@ -95,7 +96,7 @@ def test_a_job_that_is_suspended_before_its_ranks_run_begins_when_it_is_resumed(
     nowhere = {"kale-dist.test/place": "nowhere"}
     path = "/spec/pytorchReplicaSpecs/Worker/template/spec/nodeSelector"
     cluster = {"namespace": namespace, "patch": [{"op": "add", "path": path, "value": nowhere}]}
-    job = kd.launch(rank_and_world_size, number_of_processes=2, **{**on, "cluster": cluster})
+    job = flat.launch(rank_and_world_size, number_of_processes=2, **{**on, "cluster": cluster})
     for awaited in ("create", "condition=Ready"):
         run_kubectl("-n", namespace, "wait", f"--for={awaited}", f"pod/{job.name}-master-0", "--timeout=90s")
     # Its agent takes up the job's input then, which nothing outside shows.
@@ -109,7 +110,7 @@ def test_a_job_that_is_suspended_before_its_ranks_run_begins_when_it_is_resumed(
 
 
 def test_a_job_whose_template_was_put_back_knows_its_attempt_all_the_same(on, namespace):
-    job = kd.launch(waits_for_its_second_attempt, number_of_processes=2, **on)
+    job = flat.launch(waits_for_its_second_attempt, number_of_processes=2, **on)
     wait_for(job, lambda status: status.state is StateName.RUNNING)
     suspend(job, namespace)
     wait_for_no_pods(namespace, job)
@@ -126,7 +127,7 @@ def test_a_job_whose_template_was_put_back_knows_its_attempt_all_the_same(on, na
 
 
 def test_a_job_that_nobody_followed_when_it_was_suspended_is_found_again(on, namespace):
-    job = kd.launch(waits_for_its_second_attempt, number_of_processes=1, detach=True, **on)
+    job = flat.launch(waits_for_its_second_attempt, number_of_processes=1, detach=True, **on)
     wait_for(job, lambda status: status.state is StateName.RUNNING)
     kd.backends.get("kubernetes").close()
     suspend(job, namespace)
@@ -140,7 +141,7 @@ def test_a_job_that_nobody_followed_when_it_was_suspended_is_found_again(on, nam
 
 
 def test_a_suspended_job_can_be_cancelled(on, namespace):
-    job = kd.launch(waits_and_says_its_attempt, number_of_processes=2, **on)
+    job = flat.launch(waits_and_says_its_attempt, number_of_processes=2, **on)
     wait_for(job, lambda status: status.state is StateName.RUNNING)
     suspend(job, namespace)
     wait_for(job, lambda status: "is suspended" in status.reason)

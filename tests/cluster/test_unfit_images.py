@@ -6,11 +6,11 @@ import os
 import sys
 import uuid
 
+import flat
 import pytest
 from on_cluster import IMAGE, call_in, run_kubectl
 from rank_work import summed
 
-import kale_dist as kd
 from kale_dist.contract import FailureCause, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
@@ -55,7 +55,7 @@ def end_of(job):
 
 
 def test_an_image_without_torch(on, slim):
-    reason = end_of(kd.launch(summed, 1, **{**on, "image": slim}))
+    reason = end_of(flat.launch(summed, 1, **{**on, "image": slim}))
     assert reason == "The image has no torch. Give one that has, with image="
 
 
@@ -79,7 +79,7 @@ def test_an_image_with_another_python(on, namespace, version, said):
         "data": {"sitecustomize.py": ANOTHER.format(version=version)},
     }  # fmt: skip
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
-    job = kd.launch(
+    job = flat.launch(
         summed, 1, **on, volumes={"/another": f"configmap://{name}"}, environment={"PYTHONPATH": "/another"}
     )
     reason = end_of(job)

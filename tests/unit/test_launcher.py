@@ -92,6 +92,7 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
         ({"name": "it's"}, 'name="it\'s"'),
         ({"epochs": "many"}, "epochs='many'"),
         ({"cuda": "yes"}, "cuda=True"),
+        ({"cuda": "no"}, "cuda=False"),
         ({"on": "local", "image": "left over"}, "None, None, None, None,\n)"),
     ],
 )

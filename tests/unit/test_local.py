@@ -17,6 +17,7 @@ from kale_dist.backends import local
 from kale_dist.backends.job_reader import LineReader, LogReader
 from kale_dist.contract import Stream, frame_lines
 from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
+from kale_dist.job import inside
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,13 +61,13 @@ def test_jobs_of_one_process_share_one_agent():
 def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
     job = run(environment={"A": "b"})
     job.wait()
-    folder = job.files.folder
-    key = job.files.key.read_bytes()
+    folder = inside(job).files.folder
+    key = inside(job).files.key.read_bytes()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(job.files.key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(inside(job).files.key.stat().st_mode) == 0o600
     assert len(key) == 32
     for path in folder.rglob("*"):
-        if path.is_file() and path != job.files.key:
+        if path.is_file() and path != inside(job).files.key:
             content = path.read_bytes()
             assert key not in content
             assert key.hex().encode() not in content

@@ -15,9 +15,9 @@ import golden_jobs
 import pytest
 import yaml
 
-from kale_dist import manifests, payload
+from kale_dist import manifests, payload, quantities
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import PodSettings, bootstrap, quantities
+from kale_dist.manifests import PodSettings, bootstrap
 from kale_dist.manifests.settings import SPEC_ANNOTATION
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
@@ -225,7 +225,7 @@ def test_a_json_patch_is_applied_in_order():
 def test_patches_that_cannot_be(patch, said):
     with pytest.raises(ConfigError) as caught:
         patched(patch)
-    assert caught.value.argument == "cluster.patch"
+    assert caught.value.argument == "patch"
     assert said in str(caught.value)
 
 

@@ -8,10 +8,10 @@ import re
 import string
 from collections.abc import Mapping
 
+from kale_dist import quantities
 from kale_dist.backends.kubernetes import troubles
 from kale_dist.backends.kubernetes.troubles import Place, Trouble
 from kale_dist.backends.kubernetes.views import MAIN, ContainerView, JobView, PodView
-from kale_dist.manifests import quantities
 
 _DETAIL_CHARACTERS = 300
 _GAVE_UP = 70

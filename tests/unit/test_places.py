@@ -1,29 +1,22 @@
-import inspect
+"""Where a job runs, as users write it: `kd.Kubernetes(...)`, and what all places refuse."""
+
 import json
 
 import pytest
 
-from kale_dist import calls, checks, cluster_checks
-from kale_dist.checks import Machine
+import kale_dist as kd
+from kale_dist import placing
+from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
-from kale_dist.spec import ClusterOptions, Resources, Volume, VolumeKind
-from kale_dist.testing import FakeBackend
+from kale_dist.places import ClusterOptions
+from kale_dist.resources import Resources
+from kale_dist.volumes import Volume, VolumeKind
+
+pytest.importorskip("kubernetes")
 
 
-class Cluster(FakeBackend):
-    """Takes what pods take, and looks nothing up."""
-
-    name = "kubernetes"
-
-
-def no_machine(cuda):
-    raise AssertionError("this machine was looked at")
-
-
-def run(machine=no_machine, **changes):
-    bound = inspect.signature(calls.launch).bind(print)
-    bound.apply_defaults()
-    return checks.check_run(machine, {**bound.arguments, "on": Cluster(), **changes})
+def run(machine=None, **changes):
+    return placing.settle(Options(**placing.gathered({"on": "kubernetes", **changes})), machine)
 
 
 def refused(**changes):
@@ -71,31 +64,14 @@ def test_the_names_of_all_pods_fit():
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("image", "train:1"), ("store", "pvc://a"), ("cluster", {"namespace": "a"}), ("cluster", {}), ("processes_per_pod", 2),
+        ("image", "train:1"), ("store", "pvc://a"), ("namespace", "a"), ("processes_per_pod", 2), ("volumes", {"/data": "claim"}),
         ("resources", {"rdma/hca": 1}),
     ],
 )  # fmt: skip
 def test_what_only_a_cluster_has_is_refused_on_this_machine(argument, value):
     error = refused(**{argument: value}, on="local")
     assert error.argument == argument
-    assert 'on="kubernetes"' in error.remedy
-
-
-def test_resources_may_stay_when_a_call_comes_back_to_this_machine():
-    made = run(lambda cuda: Machine(cores=4, gpus=0), resources={"cpu": 2, "memory_gib": 4}, on="local")
-    assert made.topology.number_of_processes == 4
-
-
-@pytest.mark.parametrize(
-    "volume",
-    [
-        Volume(mount_path="/tmp", kind=VolumeKind.EMPTY_DIR),
-        Volume(mount_path="/tmp", source="/tmp", read_only=True),
-        Volume(mount_path="/tmp", source="tmp", kind=VolumeKind.CLAIM),
-    ],
-)
-def test_volumes_of_pods_are_refused_on_this_machine(volume):
-    assert 'on="kubernetes"' in refused(volumes=[volume], on="local").remedy
+    assert "on=kd.Kubernetes(...)" in error.remedy
 
 
 # -- resources -------------------------------------------------------------------------------------------------------
@@ -113,6 +89,13 @@ def test_volumes_of_pods_are_refused_on_this_machine(volume):
 )  # fmt: skip
 def test_resources_as_users_write_them(given, made):
     assert run(resources=given).resources == made
+    assert kd.Kubernetes(resources=made).resources == made
+
+
+def test_a_dataclass_takes_what_a_dict_does():
+    assert Resources(memory="2Gi", cpu="500m", **{"rdma/hca": 1}) == Resources(
+        memory_gib=2, cpu=0.5, extended={"rdma/hca": "1"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +107,7 @@ def test_resources_as_users_write_them(given, made):
         ({"memory_gib": "2Gi"}, "not a number above 0"), ({"memory": "2Gi", "memory_gib": 2}, "twice"),
         ({"cpu": "2 cores"}, "millicores"), ({"cpu": "-1"}, "millicores"), ({"cpus": 2}, "Did you mean 'cpu'?"), ({"gpu": 1}, "Did you mean 'gpus'?"),
         ({"gpus": "1"}, "'1'"), ({"rdma/hca": "one"}, "whole"), ({"rdma/hca": True}, "whole"), ({3: 1}, "no resource 3"), ("2 cpus", "not a dict"),
-        ([], "not a dict"), ({"gpus": 0}, "0, and cuda=True"), ({"nvidia.com/gpu": 1, "gpus": 1}, "twice"),
+        ([], "not a dict"), ({"gpus": 0}, "0, and cuda=True"), ({"extended": 3}, "not a dict"), ({"extended": {"gpu": 1}}, "Did you mean 'gpus'?"), ({"nvidia.com/gpu": 1, "gpus": 1}, "twice"),
     ],
 )  # fmt: skip
 def test_resources_of_which_it_is_not_clear_what_is_meant(given, said):
@@ -133,9 +116,12 @@ def test_resources_of_which_it_is_not_clear_what_is_meant(given, said):
     assert said in str(error)
 
 
-def test_gpus_that_nobody_uses_are_warned_of():
-    assert "cuda=True" in run(resources={"gpus": 1}).warnings[0]
-    assert run(resources={"gpus": 1}, cuda=True).warnings == ()
+def test_gpus_that_are_asked_for_are_used_and_that_is_said():
+    made = run(resources={"gpus": 1})
+    assert (made.cuda, made.warnings) == (True, ())
+    assert "cuda=False" in made.notes[0]
+    assert "cuda=True" in run(resources={"gpus": 1}, cuda=False).warnings[0]
+    assert run(resources={"gpus": 1}, cuda=True).notes == ()
 
 
 # -- volumes ---------------------------------------------------------------------------------------------------------
@@ -165,6 +151,7 @@ def test_volumes_as_users_write_them(text, kind, source, sub_path, read_only):
         ("a b", "lower-case"), ("x" * 254, "lower-case"), ("pvcs://a", "Did you mean 'pvc'?"), ("s3://bucket", "Use: pvc://"),
         ("pvc://", "empty"), ("pvc://a/../b", "within the volume"), ("hostpath://mnt", "hostpath:///"), ("hostpath:///a/../b", "hostpath:///"),
         ("emptydir://10Gi", "has a source"), (3, "not text"), (None, "not text"), ("a\0", "not text"),
+        ({"source": "a", "subpath": "b"}, "Did you mean 'sub_path'?"), ({"source": "a", "kind": "pvc"}, "no kind 'pvc'"),
     ],
 )  # fmt: skip
 def test_volumes_that_pods_cannot_have(text, said):
@@ -208,6 +195,17 @@ def test_other_paths_are_free(path):
 @pytest.mark.parametrize("path", ["data", "", "/a:b", "/a\nb", "/a/../b", "\0", 3])
 def test_paths_that_no_pod_can_have(path):
     assert refused(volumes={path: "datasets"}).argument == "volumes"
+
+
+def test_volumes_are_written_as_text_as_dicts_or_as_objects():
+    (text,) = run(volumes={"/data": "pvc://datasets/a:ro"}).volumes
+    for same in (
+        {"/data": {"source": "datasets", "kind": "claim", "sub_path": "a", "read_only": True}},
+        [{"mount_path": "/data", "source": "pvc://datasets/a:ro"}],
+        [Volume(mount_path="/data", source="pvc://datasets/a:ro")],
+        [Volume(mount_path="/data", source="datasets", sub_path="a", read_only=True)],
+    ):
+        assert run(volumes=same).volumes == (text,)
 
 
 def test_two_volumes_have_two_paths():
@@ -265,8 +263,8 @@ def test_variables_of_pods():
     assert run(environment={"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}).environment[0] == ("NCCL_DEBUG", "INFO")
     for name in ("RANK", "KALE_DIST_WORK", "1A", "A B", "é"):
         assert refused(environment={name: "x"}).argument == "environment"
-    twice = refused(environment={"A": "1"}, cluster={"secret_environment": {"A": "s/k"}})
-    assert twice.argument == "cluster.secret_environment"
+    twice = refused(environment={"A": "1"}, secret_environment={"A": "s/k"})
+    assert twice.argument == "secret_environment"
 
 
 # -- cluster ---------------------------------------------------------------------------------------------------------
@@ -275,49 +273,63 @@ def test_variables_of_pods():
 def test_options_of_a_cluster_as_users_write_them():
     toleration = {"key": "gpu", "operator": "Exists"}
     made = run(
-        cluster={
-            "namespace": "team-a", "labels": {"b": "2", "a": "1"}, "tolerations": [toleration], "affinity": "nodeAffinity: {}",
-            "secret_environment": {"TOKEN": "tokens/hub"}, "image_pull_secrets": "registry", "queue": None, "gang": True,
-            "patch": [{"op": "add", "path": "/metadata/labels/x", "value": "y"}],
-        }
+        namespace="team-a", labels={"b": "2", "a": "1"}, tolerations=[toleration], affinity="nodeAffinity: {}",
+        secret_environment={"TOKEN": "tokens/hub"}, image_pull_secrets="registry", queue=None, gang=True,
+        patch=[{"op": "add", "path": "/metadata/labels/x", "value": "y"}],
     ).cluster  # fmt: skip
     assert made == ClusterOptions(
         namespace="team-a", labels=(("a", "1"), ("b", "2")), tolerations=json.dumps([toleration], separators=(",", ":")),
         affinity='{"nodeAffinity":{}}', secret_environment=(("TOKEN", "tokens", "hub"),), image_pull_secrets=("registry",), gang=True,
         patch='[{"op":"add","path":"/metadata/labels/x","value":"y"}]',
     )  # fmt: skip
-    assert run(cluster=made).cluster == made
+    assert kd.Kubernetes(labels=made.labels, affinity=made.affinity).labels == made.labels
     for same in (toleration, "[{key: gpu, operator: Exists}]", "key: gpu\noperator: Exists"):
-        assert run(cluster={"tolerations": same}).cluster.tolerations == made.tolerations
+        assert run(tolerations=same).cluster.tolerations == made.tolerations
 
 
 @pytest.mark.parametrize(
     ("given", "argument", "said"),
     [
-        ({"namespaces": "a"}, "cluster", "Did you mean 'namespace'?"), ({"nodeSelector": {}}, "cluster", "Did you mean 'node_selector'?"),
-        ({3: 1}, "cluster", "no option 3"), ("team-a", "cluster", "not a dict"), ({"namespace": 3}, "cluster.namespace", "not text"),
-        ({"namespace": "Team A"}, "cluster.namespace", "lower-case"), ({"labels": ["a"]}, "cluster.labels", "not a dict"),
-        ({"labels": {"a": 1}}, "cluster.labels", "Write '1'"), ({"labels": {1: "a"}}, "cluster.labels", "1 cannot be a key"),
-        ({"labels": {"app.kubernetes.io/name": "x"}}, "cluster.labels", "set by kale_dist"),
-        ({"labels": {"kueue.x-k8s.io/queue-name": "x"}}, "cluster.labels", "Use `queue`"),
-        ({"annotations": {"kale-dist.dev/spec": "x"}}, "cluster.annotations", "set by kale_dist"),
-        ({"tolerations": "["}, "cluster.tolerations", "YAML"), ({"tolerations": "gpu"}, "cluster.tolerations", "not a list"),
-        ({"tolerations": ["gpu"]}, "cluster.tolerations", "list of dicts"), ({"affinity": []}, "cluster.affinity", "not a dict"),
-        ({"affinity": {"a": {1, 2}}}, "cluster.affinity", "JSON"), ({"patch": 3}, "cluster.patch", "not a dict or a list"),
-        ({"patch": {"spec": {"runPolicy": float("nan")}}}, "cluster.patch", "JSON"), ({"patch": {"kind": "Pod"}}, "cluster.patch", "kind"),
-        ({"patch": [{"op": "remove", "path": "/none"}]}, "cluster.patch", "operation 0"), ({"gang": "yes"}, "cluster.gang", "'yes'"),
-        ({"master": 1}, "cluster.master", "1"), ({"secret_environment": {"A": "s"}}, "cluster.secret_environment", "'secret/key'"),
-        ({"secret_environment": [("A", "s", "k")]}, "cluster.secret_environment", "not a dict"),
-        ({"image_pull_secrets": 3}, "cluster.image_pull_secrets", "not a list"), ({"image_pull_secrets": [3]}, "cluster.image_pull_secrets", "3"),
-        ({"ttl_s": "1d"}, "cluster.ttl_s", "'1d'"), ({"run_as_user": "root"}, "cluster.run_as_user", "'root'"),
+        ({"namespaces": "a"}, "namespaces", "Did you mean 'namespace'?"), ({"nodeSelector": {}}, "nodeSelector", "Did you mean 'node_selector'?"),
+        ({"namespace": 3}, "namespace", "not text"),
+        ({"namespace": "Team A"}, "namespace", "lower-case"), ({"labels": ["a"]}, "labels", "not a dict"),
+        ({"labels": {"a": 1}}, "labels", "Write '1'"), ({"labels": {1: "a"}}, "labels", "1 cannot be a key"),
+        ({"labels": {"app.kubernetes.io/name": "x"}}, "labels", "set by kale_dist"),
+        ({"labels": {"kueue.x-k8s.io/queue-name": "x"}}, "labels", "Use `queue`"),
+        ({"annotations": {"kale-dist.dev/spec": "x"}}, "annotations", "set by kale_dist"),
+        ({"tolerations": "["}, "tolerations", "YAML"), ({"tolerations": "gpu"}, "tolerations", "not a list"),
+        ({"tolerations": ["gpu"]}, "tolerations", "list of dicts"), ({"affinity": []}, "affinity", "not a dict"),
+        ({"affinity": {"a": {1, 2}}}, "affinity", "JSON"), ({"patch": 3}, "patch", "not a dict or a list"),
+        ({"patch": {"spec": {"runPolicy": float("nan")}}}, "patch", "JSON"), ({"patch": {"kind": "Pod"}}, "patch", "kind"),
+        ({"patch": [{"op": "remove", "path": "/none"}]}, "patch", "operation 0"), ({"gang": "yes"}, "gang", "'yes'"),
+        ({"master": 1}, "master", "1"), ({"secret_environment": {"A": "s"}}, "secret_environment", "'secret/key'"),
+        ({"image_pull_secrets": 3}, "image_pull_secrets", "not a list"), ({"image_pull_secrets": [3]}, "image_pull_secrets", "3"),
+        ({"ttl_s": "1d"}, "ttl_s", "'1d'"), ({"run_as_user": "root"}, "run_as_user", "'root'"),
     ],
 )  # fmt: skip
 def test_options_that_no_cluster_takes(given, argument, said):
-    error = refused(cluster=given)
-    assert error.argument == argument
-    assert said in str(error)
+    with pytest.raises(ConfigError) as caught:
+        placing.settle(Options(on=kd.Kubernetes(**given)))
+    assert caught.value.argument == argument
+    assert said in str(caught.value)
+    assert caught.value.remedy
 
 
 def test_the_other_labels_of_kueue_are_the_user_s():
     priority = {"kueue.x-k8s.io/priority-class": "high"}
-    assert cluster_checks.cluster_options({"labels": priority}).labels == tuple(priority.items())
+    assert kd.Kubernetes(labels=priority).labels == tuple(priority.items())
+
+
+def test_a_place_shows_what_is_set_of_it():
+    assert repr(kd.Kubernetes(namespace="a", queue=None)) == "Kubernetes(namespace='a')"
+    assert repr(kd.Local()) == "Local()"
+
+
+def test_what_is_configured_fills_what_a_place_leaves_open(monkeypatch):
+    monkeypatch.setenv("KALE_DIST_ON", "kubernetes")
+    monkeypatch.setenv("KALE_DIST_KUBERNETES", '{"resources": {"cpu": 3}, "queue": "gpus", "processes_per_pod": 4}')
+    made = placing.settle(Options())
+    assert (made.backend.name, made.resources.cpu, made.cluster.queue) == ("kubernetes", 3, "gpus")
+    mine = placing.settle(Options(on=kd.Kubernetes(queue="cpus")))
+    assert (mine.resources.cpu, mine.cluster.queue, mine.topology.processes_per_pod) == (3, "cpus", 4)
+    assert placing.settle(Options(on="local")).backend.name == "local"
