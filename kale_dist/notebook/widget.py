@@ -102,7 +102,7 @@ class JobWidget(anywidget.AnyWidget):
         super().__init__(identity=identity, model_id=identity)
         self._display_id = f"kale-dist-{identity}"
         self._lock = threading.RLock()
-        # Whoever runs the cell sees it; the page may be able to say so only when the cell has ended.
+        # The page of the cell sees it, and may be able to say so only when the cell has ended.
         self._seen_by = {_FIRST_PAGE}
         self._woken = threading.Event()
         self._is_shown = False
@@ -189,7 +189,7 @@ class JobWidget(anywidget.AnyWidget):
 
     @_of_no_cell
     def _read_log(self) -> None:
-        """Take the lines that are new, and send them if anybody sees them."""
+        """Take the lines that are new, and send them if a page shows them."""
         with self._lock:
             fresh = list(self._log.read())
             if fresh:

@@ -99,7 +99,7 @@ def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
         for name, value in row.values:
-            # What a step returned is an average over ranks, whoever sent it.
+            # What a step returned is an average over ranks, whichever rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))
@@ -163,7 +163,7 @@ def _grid(box: _Box, ticks: Sequence[tuple[float, str]], axis: str) -> str:
 
 
 def _strips(series: Sequence[Series], box: _Box, *, has_titles: bool) -> list[str]:
-    """Strips that nobody sees, which tell the values at their place to a pointer."""
+    """Invisible strips that tell the values at their place to a pointer."""
     places = sorted({x for one in series for x, _ in one.points})
     if len(places) > MAX_STRIPS:
         places = [places[index * (len(places) - 1) // (MAX_STRIPS - 1)] for index in range(MAX_STRIPS)]

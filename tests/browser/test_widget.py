@@ -44,7 +44,8 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     waiting = notebook.start("job.wait()")
     cancel, yes = (view.get_by_role("button", name=name) for name in ("Cancel", "Yes, cancel the job"))
     lines, said = view.locator(".kd-line"), view.get_by_role("status")
-    expect(view.get_by_text("[1] step 12 of rank 1")).to_be_attached()
+    # The first job of a machine that is busy waits for torch to be imported.
+    expect(view.get_by_text("[1] step 12 of rank 1")).to_be_attached(timeout=90_000)
 
     # The curve has numbers at its axes, and tells the values under the pointer.
     curve = view.get_by_role("img", name=re.compile("^loss: "))

@@ -332,7 +332,7 @@ class JobView {
     this.timers[name] = setTimeout(callback, wait_ms);
   }
 
-  // A page that nobody sees is sent nothing; what it missed is sent when it is seen again. Said until it is answered:
+  // A hidden page is sent nothing; what it missed is sent when it is seen again. Said until it is answered:
   // what a page says before its kernel has a subshell for it waits for the cell that runs.
   see() {
     const now = this.onScreen && document.visibilityState === "visible";
