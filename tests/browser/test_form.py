@@ -26,7 +26,8 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
     notebook = open_notebook("form.ipynb", cells=["import kale_dist as kd\nkd.form()"])
     page, press = notebook.page, notebook.page.keyboard.press
     form = notebook.run_cell(0).get_by_role("form", name="Distributed training")
-    form.wait_for()
+    # The cell imports torch, which takes a while on a busy machine.
+    form.wait_for(timeout=90_000)
     call, problem, field = form.get_by_label("The call"), form.locator(".kd-problem"), form.get_by_label
     buttons = [form.get_by_role("button", name=name) for name in ("Write into a new cell", "Copy", "Run")]
 

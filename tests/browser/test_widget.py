@@ -38,7 +38,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     page = notebook.page
     notebook.run_cell(0)
     view = notebook.run_cell(1).locator(".kd-job")
-    view.wait_for()
+    view.wait_for(timeout=90_000)
     view.scroll_into_view_if_needed()
     # A cell that waits does not keep the view from hearing of clicks.
     waiting = notebook.start("job.wait()")
