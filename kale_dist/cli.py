@@ -20,7 +20,7 @@ from typing import Any
 
 from kale_dist import __version__, backends, checks, doctor, image_cli, records, view, wording
 from kale_dist.backends.base import Adopts, Backend, JobRef, Selects, Surveys
-from kale_dist.backends.job_reader import JobReader
+from kale_dist.following.reader import JobReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.records import Record
@@ -341,7 +341,7 @@ def _print_lines(lines: Iterator[LogLine]) -> None:
     clean = sys.stdout.isatty()
     for line in lines:
         # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
-        text = f"{plain.prefix(line)} {facts.clean(line.text)}" if clean else str(line)
+        text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
         print(text, flush=True)
 
 

@@ -220,9 +220,14 @@ class LogLine:
     continued: bool = False
     """Whether the next line of the same rank and stream is a part of the same line."""
 
+    @property
+    def prefix(self) -> str:
+        """Where it comes from: `[0]`, or `[kale-dist]` for the agent. Every log that people see has it from here."""
+        return f"[{'kale-dist' if self.rank is None else self.rank}]"
+
     def __str__(self) -> str:
-        """The text behind its rank: `[0] text`, `[kale-dist] text` for a line of the agent."""
-        return f"[{'kale-dist' if self.rank is None else self.rank}] {self.text}"
+        """The text behind its prefix: `[0] text`."""
+        return f"{self.prefix} {self.text}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

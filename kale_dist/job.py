@@ -51,6 +51,8 @@ class Inside:
     """The notebook's objects that the job trains; None if they are not known here."""
     after_wait: list[Callable[[], None]]
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
+    plan: Callable[[], str]
+    """What was submitted, as text."""
 
 
 class Job(Generic[R]):
@@ -88,7 +90,9 @@ class Job(Generic[R]):
         self._display = display
         self._again = again
         self._watcher = watch.watcher(backend)
-        self._inside = Inside(files=outcomes.files, key=outcomes.key, targets=targets, after_wait=[])
+        self._inside = Inside(
+            files=outcomes.files, key=outcomes.key, targets=targets, after_wait=[], plan=lambda: backend.plan(spec).text
+        )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
