@@ -180,24 +180,19 @@ def launch(
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
-            one pod if `processes_per_pod` is more.
-        cuda: Whether each process gets a GPU. None: if there are enough, which is said; in containers, if their
-            `resources` have GPUs.
+        number_of_processes: As for `distribute`.
+        cuda: Likewise.
         name: The job's name; None for one made from the function's.
-        on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
-            `kd.Docker(...)` or `kd.Kubernetes(...)`, which say what images, resources and volumes to use. None: the
-            configured one, else this machine.
-        environment: Variables to set in the processes.
-        threads: Threads of a process; None for its fair share of the cores.
-        seed: Of rank 0; rank r gets `seed + r`. None: a random one.
-        timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
-        stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
+        on: As for `distribute`.
+        environment: Likewise.
+        threads: Likewise.
+        seed: Likewise.
+        timeout_s: Likewise.
+        stall_warn_s: Likewise.
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
             stall); `context().attempt` tells. Never after an exception, nor for lack of memory.
-        detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
-            jobs do.
+        detach: As for `distribute`.
         **kwargs: The function's keyword arguments.
 
     Returns:
@@ -357,7 +352,7 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     # Weights and their gradients, of which each process has its own.
     weights = sum(2 * one.numel() * one.element_size() for one in training.model.parameters() if not is_lazy(one))
     run = placing.settle(overrides.applied(options), rank_bytes=weights)
-    kwargs = {**training.arguments(), "cuda": run.cuda, "seed": run.seed}
+    kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
     label = f"train {type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
 

@@ -112,7 +112,7 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
             f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
             f"anywhere but on this machine. Make it a package in the image, or use on='local'"
         )
-    image, recipe = run.image, run.recipe
+    image, recipe = run.spec.image, run.spec.recipe
     if recipe is not None:
         from kale_dist.image.settle import settle
 
@@ -121,26 +121,17 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
         image, recipe = settled.image, settled.recipe
         notes = (*captured.snapshot.notes, *settled.notes)
         captured = dataclasses.replace(captured, snapshot=dataclasses.replace(captured.snapshot, notes=notes))
-    return captured, JobSpec(
+    return captured, dataclasses.replace(
+        run.spec,
         name=name,
         label=call.label,
         kind=call.kind,
         snapshot=captured.snapshot.digest,
         blobs=captured.snapshot.blobs,
         snapshot_bytes=captured.snapshot.size_bytes,
-        topology=run.topology,
-        cuda=run.cuda,
-        threads=run.threads,
-        seed=run.seed,
-        volumes=run.volumes,
-        environment=run.environment,
         image=image,
         recipe=recipe,
-        resources=run.resources,
-        store=run.store,
-        cluster=run.cluster,
         strategy=call.strategy,
-        policy=run.policy,
     )
 
 
@@ -222,7 +213,7 @@ def _data_warnings(call: Call, run: Run) -> Iterator[str]:
         if loader is None:
             continue
         found = datasets.examine(loader.dataset)
-        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in run.volumes])
+        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in run.spec.volumes])
         where = "Kubernetes" if run.backend.name == "kubernetes" else "Docker"
         remedy = f'on=kd.{where}(volumes={{"/data": ...}})'
         if missing:
@@ -234,7 +225,7 @@ def _data_warnings(call: Call, run: Run) -> Iterator[str]:
         if found.memory_bytes > _LARGE_BYTES:
             yield (
                 f"{argument}: its dataset holds {found.memory_bytes / 1e6:.0f} MB in memory, which are sent to each of "
-                f"{run.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
+                f"{run.spec.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
             )
 
 

@@ -77,7 +77,7 @@ def test_cells_of_all_kinds(kernel, cell, shown):
         ("%%distribute\nreturn 3", "'return' outside function"),
         ("%%distribute -n none\n1", "invalid int value"),
         ("%%distribute -n 0\n1", "number_of_processes: 0 is less than 1"),
-        ("%%distribute --on mars\n1", "there is no backend 'mars'"),
+        ("%%distribute --on mars\n1", "there is no place 'mars'"),
         ("%%distribute --set epoch=1\n1", "launch has no argument 'epoch'"),
         ("%%distribute --set timeouts=1\n1", "Did you mean 'timeout_s'"),
         ("%%distribute --job 1x\n1", "'1x' cannot be a name"),

@@ -48,6 +48,10 @@ def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
     return placing.settle(Options(**changes), machine)
 
 
+def spec(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
+    return run(machine, **changes).spec
+
+
 def refused_run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
     return refused(run, machine, **changes)
 
@@ -55,8 +59,8 @@ def refused_run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - fr
 def test_good_arguments_pass():
     Training(**arguments())
     made = run(number_of_processes=2, name="x", environment={"B": "2", "A": "1"}, timeout_s=3)
-    assert (made.topology.number_of_processes, made.environment) == (2, (("A", "1"), ("B", "2")))
-    assert (made.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
+    assert (made.spec.topology.number_of_processes, made.spec.environment) == (2, (("A", "1"), ("B", "2")))
+    assert (made.spec.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
 
 
 # -- the objects of a training ---------------------------------------------------------------------------------------
@@ -263,22 +267,22 @@ def test_more_processes_than_cores_are_warned_of():
 
 
 def test_no_number_means_all_there_is():
-    assert run().topology.number_of_processes == 4
-    assert run(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
+    assert spec().topology.number_of_processes == 4
+    assert spec(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
 
 
 def test_gpus_are_used_if_they_are_there_and_enough_and_that_is_said():
     two = Machine(cores=8, gpus=2)
     made = run(two)
-    assert (made.cuda, made.topology.number_of_processes) == (True, 2)
+    assert (made.spec.cuda, made.spec.topology.number_of_processes) == (True, 2)
     assert "2 of 2 GPUs" in made.notes[0]
     assert "1 of 2 GPUs" in run(two, number_of_processes=1).notes[0]
     crowd = run(two, number_of_processes=3)
-    assert not crowd.cuda
+    assert not crowd.spec.cuda
     assert "3 processes train on the CPU" in crowd.warnings[0]
     plain = run(two, cuda=False)
-    assert (plain.cuda, plain.topology.number_of_processes, plain.notes, plain.warnings) == (False, 8, (), ())
-    assert not run().cuda
+    assert (plain.spec.cuda, plain.spec.topology.number_of_processes, plain.notes, plain.warnings) == (False, 8, (), ())
+    assert not spec().cuda
 
 
 def test_processes_that_the_memory_cannot_hold_are_refused():
@@ -287,7 +291,7 @@ def test_processes_that_the_memory_cannot_hold_are_refused():
     assert error.argument == "number_of_processes"
     assert "27.3 GiB" in error.problem
     assert "at most 292" in error.remedy
-    assert run(small, number_of_processes=200).topology.number_of_processes == 200
+    assert spec(small, number_of_processes=200).topology.number_of_processes == 200
     with pytest.raises(ConfigError, match="at most 7, or run on a cluster"):
         placing.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30)
 
