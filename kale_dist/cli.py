@@ -20,9 +20,9 @@ from typing import Any
 
 from kale_dist import __version__, backends, checks, doctor, image_cli, records, view, wording
 from kale_dist.backends.base import Adopts, Backend, JobRef, Selects, Surveys
-from kale_dist.following.reader import JobReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.following.reader import JobReader
 from kale_dist.records import Record
 from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain

@@ -17,9 +17,9 @@ import uuid
 from typing import Any
 
 from kale_dist import interrupts, view
-from kale_dist.following.reader import LogReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError
+from kale_dist.following.reader import LogReader
 from kale_dist.job import Job, inside
 from kale_dist.status import JobStatus
 

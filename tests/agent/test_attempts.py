@@ -9,15 +9,15 @@ import time
 
 import pytest
 from agent_jobs import gone_within
+from kale_dist.runtime.job_writer import JobWriter
+from kale_dist.runtime.local_ranks import LocalRanks
+from kale_dist.runtime.loop import Loop
 from pod_jobs import PodJob
 
 import kale_dist as kd
 from kale_dist.backends.agent_client import cancel_message, send
 from kale_dist.contract import EventKind, JobFiles
 from kale_dist.runtime.fork_pool import ForkPool
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.local_ranks import LocalRanks
-from kale_dist.runtime.loop import Loop
 
 
 def told(job):

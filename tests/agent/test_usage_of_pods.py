@@ -3,10 +3,10 @@
 import json
 import time
 
+from kale_dist.backends.mirror import Mirror
 from pod_jobs import PodJob
 
 from kale_dist import contract
-from kale_dist.backends.mirror import Mirror
 from kale_dist.contract import EventKind, JobFiles
 from kale_dist.pod_order import PodVariable
 from kale_dist.transport import EventItem

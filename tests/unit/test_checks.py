@@ -148,7 +148,7 @@ class ItsOwnLoss(Net):
 
 
 def test_a_model_that_gives_its_loss_needs_no_criterion():
-    training_checks.check(arguments(model=ItsOwnLoss(), criterion=None))
+    Training(**arguments(model=ItsOwnLoss(), criterion=None))
 
 
 def as_in_the_examples(args, model, device, train_loader, optimizer, epoch):
@@ -185,7 +185,7 @@ def returns_a_mean(model, data_loader, criterion, optimizer, device, args):
 def test_a_step_that_plainly_returns_no_number_is_refused():
     assert "returns a list (`return losses`" in refused_training(train_step=returns_a_list).problem
     assert "returns text" in refused_training(train_step=returns_text).problem
-    training_checks.check(arguments(train_step=returns_a_mean))
+    Training(**arguments(train_step=returns_a_mean))
 
 
 def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
@@ -218,7 +218,7 @@ def pair(**changes):
 
 
 def test_several_models_and_optimizers_pass_as_dicts():
-    training_checks.check(arguments(**pair()))
+    Training(**arguments(**pair()))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import socket
 import threading
 
 import pytest
+from kale_dist.runtime.pod_server import PodServer
 
 from kale_dist import contract, transport
 from kale_dist.blobs import FolderStore, digest_of
 from kale_dist.contract import JobFiles, Stream
 from kale_dist.runtime import pod_server
 from kale_dist.runtime.output import LogWriter
-from kale_dist.runtime.pod_server import PodServer
 from kale_dist.transport import FrameReader
 
 KEY = b"k" * 32
