@@ -1,6 +1,6 @@
 """Make docs/troubleshooting.md from the table of sentences by which jobs on a cluster explain themselves.
 
-Run it with `.venv/bin/python docs/make_troubleshooting.py` after a change to kale_dist/backends/kubernetes/troubles.
+Run it with `.venv/bin/python docs/make_troubleshooting.py` after a change to kale_dist/backends/kubernetes/explain/table.py.
 """
 
 from __future__ import annotations
@@ -9,31 +9,33 @@ import pathlib
 import re
 import string
 
-from kale_dist.backends.kubernetes import troubles
-from kale_dist.backends.kubernetes.troubles import Trouble
+from kale_dist.backends.kubernetes.explain import table
+from kale_dist.backends.kubernetes.explain.table import Entry, Seen
 
 PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 
 HEAD = """# Troubleshooting on a cluster
 
-While a job waits or after it has failed, `job.status.reason` says why in one sentence, and what to do in another. These
-are all of the sentences. Words in *italics* stand for what the cluster says of your job.
+While a job waits, and after it has failed, `job.status.reason` says why in one sentence, and what you can do in another.
+Errors of a call say it in the same words. These are all of the sentences. Words in *italics* stand for what the cluster says of
+your job.
 
-What may heal is only told, and the job waits on: an image that may still be pushed, a node that may become free. Give
-`cluster={"pending_timeout_s": ...}` to bound that. What cannot heal fails the job at once; such entries say so.
-
-This page is made by `docs/make_troubleshooting.py` from the table that the library itself uses.
+What may heal is only reported while the job waits: an image that may still be pushed, a node that may become free. The job
+fails when it has waited for `pending_timeout_s` (a day). What cannot heal fails the job at once; such entries say so.
 """
 
+
+_IN_CALLS = frozenset((Seen.CONNECTION, Seen.API))
+"""Where an error ends a call, and no job."""
 
 _SOMETIMES = ("claim_said", "cluster_has", "last_said", "queue_said")
 """Facts that bring their own words, and often are none."""
 
-_SHOWN = {"missing": "what cannot be made", "pod_name": "pod"}
+_SHOWN = {"pod_name": "pod"}
 
 _CODE = re.compile(
     r"'(kubectl .*?)'(?=[ ;]|$)|(kubectl .*$)|'(docker run)'"
-    r"|((?:cluster|resources)=\{.*?\}|\w+=(?=[ ,)]|$)|--[a-z-]+)"
+    r"|(\w+=(?:True|False|\d+|'\w+')?(?=[ ,:;)]|$)|--[a-z-]+)"
 )
 
 
@@ -56,19 +58,16 @@ def _words(text: str) -> str:
     return f"{words[:1].upper()}{words[1:]}"
 
 
-def _entry(trouble: Trouble) -> str:
-    fails = " The job fails at once." if trouble.is_final else ""
-    seen = f"Recognised by {trouble.place.value}"
-    where = f"{seen}, of the container `{trouble.container}`" if trouble.container else seen
-    return (
-        f"({trouble.name})=\n### {trouble.title}\n\n> {_words(trouble.sentence)}.\n\n{_words(trouble.remedy)}.{fails}\n\n"
-        f"{where}.\n"
-    )
+def _entry(entry: Entry) -> str:
+    fails = "" if entry.heals or _IN_CALLS.issuperset(entry.seen) else " The job fails at once."
+    # A remedy may end with an object to apply, which stands on another page.
+    remedy = entry.remedy.replace(":\n\n{role}", " the Role of [this page](rbac.md)")
+    return f"({entry.name})=\n### {entry.title}\n\n> {_words(entry.sentence)}.\n\n{_words(remedy)}.{fails}\n"
 
 
 def page() -> str:
     """The whole page."""
-    groups = ["\n".join((f"## {title}\n", *map(_entry, group))) for title, group in troubles.GROUPS]
+    groups = ["\n".join((f"## {title}\n", *map(_entry, group))) for title, group in table.GROUPS]
     return "\n".join((HEAD, *groups))
 
 

@@ -16,28 +16,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kale_dist.backends.base import Plan
     from kale_dist.calls import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
     from kale_dist.launcher import form
     from kale_dist.notebook.execution import run_notebook
+    from kale_dist.places import Docker, Kubernetes, Local
     from kale_dist.recipe import Recipe
+    from kale_dist.resources import Resources
     from kale_dist.runtime.context import context, report
-    from kale_dist.spec import ClusterOptions, JobSpec, Resources, Volume
-    from kale_dist.status import JobStatus
     from kale_dist.strategies import AllReduce
+    from kale_dist.volumes import Volume
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllReduce",
-    "ClusterOptions",
+    "Docker",
     "Job",
-    "JobSpec",
-    "JobStatus",
     "KaleDistError",
-    "Plan",
+    "Kubernetes",
+    "Local",
     "Recipe",
     "Resources",
     "Volume",
@@ -55,15 +54,14 @@ __all__ = [
 
 _HOMES = {
     "AllReduce": "strategies",
-    "ClusterOptions": "spec",
+    "Docker": "places",
     "Job": "job",
-    "JobSpec": "spec",
-    "JobStatus": "status",
     "KaleDistError": "errors",
-    "Plan": "backends.base",
+    "Kubernetes": "places",
+    "Local": "places",
     "Recipe": "recipe",
-    "Resources": "spec",
-    "Volume": "spec",
+    "Resources": "resources",
+    "Volume": "volumes",
     "attach": "calls",
     "context": "runtime.context",
     "distribute": "calls",

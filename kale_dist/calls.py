@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import inspect
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, names, overrides, records, starting, training_checks
+from kale_dist import backends, checks, names, overrides, placing, records, starting
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
-from kale_dist.checks import Machine, Run
+from kale_dist.checks import Options
 from kale_dist.errors import ConfigError, JobNotFoundError
-from kale_dist.job import Job
-from kale_dist.recipe import Recipe
-from kale_dist.spec import ClusterOptions, Resources, Volume
+from kale_dist.job import Job, inside
+from kale_dist.places import Kubernetes, Place, word_of
+from kale_dist.placing import Run
 from kale_dist.starting import Call
 from kale_dist.strategies import AllReduce, Strategy
+from kale_dist.training_checks import Training
+from kale_dist.wording import closest
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from kale_dist.training.result import TrainingResult
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -39,7 +43,7 @@ def distribute(
     eval_step: Callable[..., Any] | None = None,
     epochs: int = 1,
     number_of_processes: int | None = None,
-    cuda: bool = False,
+    cuda: bool | None = None,
     train_args: Any = None,
     eval_args: Any = None,
     scheduler: Any = None,
@@ -52,15 +56,7 @@ def distribute(
     checkpoint_every: int | None = 1,
     seed: int | None = None,
     name: str | None = None,
-    on: str | Backend = "local",
-    image: str | Recipe | None = None,
-    packages: Sequence[str] | Literal["auto"] | None = None,
-    requirements: str | os.PathLike[str] | None = None,
-    resources: Resources | Mapping[str, Any] | None = None,
-    processes_per_pod: int | None = None,
-    volumes: Mapping[str, str] | Sequence[Volume] | None = None,
-    store: str | None = None,
-    cluster: ClusterOptions | Mapping[str, Any] | None = None,
+    on: str | Place | Backend | None = None,
     environment: Mapping[str, str] | None = None,
     threads: int | None = None,
     timeout_s: float | None = None,
@@ -69,6 +65,7 @@ def distribute(
     max_restarts: int = 0,
     detach: bool = False,
     strategy: Strategy | None = None,
+    **unknown: Never,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
 
@@ -88,9 +85,10 @@ def distribute(
         eval_step: `eval_step(model, data_loader, criterion, device, args)`, as `train_step`. Left out: loss, and
             accuracy for classes.
         epochs: How often the training data is passed over.
-        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; elsewhere two, or
-            those of one pod if `processes_per_pod` is more.
-        cuda: Whether each process gets a GPU.
+        number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
+            one pod if `processes_per_pod` is more.
+        cuda: Whether each process gets a GPU. None: if there are enough, which is said; in containers, if their
+            `resources` have GPUs.
         train_args: Anything; given to `train_step` as `args`.
         eval_args: Anything; given to `eval_step` as `args`.
         scheduler: A learning-rate scheduler of this optimizer, stepped after each epoch unless `train_step` does it.
@@ -104,24 +102,9 @@ def distribute(
         checkpoint_every: Epochs between checkpoints; None for none.
         seed: Of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
-        on: The backend: `"local"`, `"docker"` or `"kubernetes"`.
-        image: On Docker and a cluster, the containers' image: any with PyTorch and this Python's minor version, or a
-            `Recipe` of one, which is made if it is not there. None: the configured one; on a cluster else that of the
-            notebook's own pod.
-        packages: On Docker and a cluster, what the image is to have beyond that: requirements such as
-            `["einops==0.8"]`, or `"auto"` for the packages that the call imports, as they are installed here.
-        requirements: The same as a requirements file: its path, or its text.
-        resources: What each process asks of a cluster, or gets of a Docker engine: `Resources`, or a dict such as
-            `{"cpu": 2, "memory_gib": 4, "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"`
-            and `cpu="500m"`. On this machine processes share what there is.
-        processes_per_pod: Processes in one pod of a cluster, or one container of Docker; None for 1.
-        volumes: Folders that the processes need, as `{path in the process: folder}`. On Docker a value without a `/`,
-            `.` or `~` in front is a volume of the engine. On a cluster the values are
-            `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
-            `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects.
-        store: On a cluster, where bytes travel that do not fit into the request: `"pvc://claim/folder"`, or a URL that
-            fsspec opens. None: the notebook sends and fetches them itself.
-        cluster: On a cluster, where and how pods run: `ClusterOptions`, or a dict of its fields.
+        on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
+            `kd.Docker(...)` or `kd.Kubernetes(...)`, which say what images, resources and volumes to use. None: the
+            configured one, else this machine.
         environment: Variables to set in the processes.
         threads: Threads of a process; None for its fair share of the cores.
         timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
@@ -129,8 +112,10 @@ def distribute(
         stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
         max_restarts: How often all processes are started again, from the last checkpoint, after one was lost (a signal,
             an exit, a stall). Never after an exception, nor for lack of memory.
-        detach: Whether the job runs on when the notebook's kernel ends.
+        detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
+            jobs do.
         strategy: How gradients are exchanged; None for `AllReduce()`.
+        **unknown: Words of other libraries, and typing errors: they are refused with the right word.
 
     Returns:
         The job. `job.result()` is rank 0's `TrainingResult`.
@@ -142,24 +127,41 @@ def distribute(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    return starting.start(*_training_call(locals()))
+    if unknown:
+        raise checks.unknown_word(next(iter(unknown)), distribute)
+    training = Training(
+        model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
+        eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
+        scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
+        shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=AllReduce() if strategy is None else strategy,
+    )  # fmt: skip
+    options = Options(
+        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
+        threads=threads, seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
+        max_restarts=max_restarts, detach=detach,
+    )  # fmt: skip
+    return starting.start(*_training_call(training, options))
 
 
+def _refuses_the_functions_own(verb: Callable[P, R]) -> Callable[P, R]:
+    """Look at what was given, before the defaults stand beside it."""
+
+    @functools.wraps(verb)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_unambiguous(args, kwargs)
+        return verb(*args, **kwargs)
+
+    return checked
+
+
+@_refuses_the_functions_own
 def launch(
     fn: Callable[..., R],
     *args: Any,
     number_of_processes: int | None = None,
-    cuda: bool = False,
+    cuda: bool | None = None,
     name: str | None = None,
-    on: str | Backend = "local",
-    image: str | Recipe | None = None,
-    packages: Sequence[str] | Literal["auto"] | None = None,
-    requirements: str | os.PathLike[str] | None = None,
-    resources: Resources | Mapping[str, Any] | None = None,
-    processes_per_pod: int | None = None,
-    volumes: Mapping[str, str] | Sequence[Volume] | None = None,
-    store: str | None = None,
-    cluster: ClusterOptions | Mapping[str, Any] | None = None,
+    on: str | Place | Backend | None = None,
     environment: Mapping[str, str] | None = None,
     threads: int | None = None,
     seed: int | None = None,
@@ -172,34 +174,20 @@ def launch(
 ) -> Job[R]:
     """Call a function on several processes that can talk to each other through `torch.distributed`.
 
-    The names of the arguments below are launch's own; all others go to the function. A function that has an argument
-    of one of these names gets it by `functools.partial(fn, name=...)`.
+    The names of the arguments below are launch's own; all others go to the function. If the function has an argument of
+    one of these names, too, the call is refused: `functools.partial(fn, seed=5)` says what the function gets.
 
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: None: on this machine as many as there are GPUs (with `cuda`) or cores; elsewhere two, or
-            those of one pod if `processes_per_pod` is more.
-        cuda: Whether each process gets a GPU.
+        number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
+            one pod if `processes_per_pod` is more.
+        cuda: Whether each process gets a GPU. None: if there are enough, which is said; in containers, if their
+            `resources` have GPUs.
         name: The job's name; None for one made from the function's.
-        on: The backend: `"local"`, `"docker"` or `"kubernetes"`.
-        image: On Docker and a cluster, the containers' image: any with PyTorch and this Python's minor version, or a
-            `Recipe` of one, which is made if it is not there. None: the configured one; on a cluster else that of the
-            notebook's own pod.
-        packages: On Docker and a cluster, what the image is to have beyond that: requirements such as
-            `["einops==0.8"]`, or `"auto"` for the packages that the call imports, as they are installed here.
-        requirements: The same as a requirements file: its path, or its text.
-        resources: What each process asks of a cluster, or gets of a Docker engine: `Resources`, or a dict such as
-            `{"cpu": 2, "memory_gib": 4, "gpus": 1, "rdma/hca": 1}`. Texts with a unit of Kubernetes are `memory="2Gi"`
-            and `cpu="500m"`. On this machine processes share what there is.
-        processes_per_pod: Processes in one pod of a cluster, or one container of Docker; None for 1.
-        volumes: Folders that the processes need, as `{path in the process: folder}`. On Docker a value without a `/`,
-            `.` or `~` in front is a volume of the engine. On a cluster the values are
-            `"claim"`, `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"` or
-            `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects.
-        store: On a cluster, where bytes travel that do not fit into the request: `"pvc://claim/folder"`, or a URL that
-            fsspec opens. None: the notebook sends and fetches them itself.
-        cluster: On a cluster, where and how pods run: `ClusterOptions`, or a dict of its fields.
+        on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
+            `kd.Docker(...)` or `kd.Kubernetes(...)`, which say what images, resources and volumes to use. None: the
+            configured one, else this machine.
         environment: Variables to set in the processes.
         threads: Threads of a process; None for its fair share of the cores.
         seed: Of rank 0; rank r gets `seed + r`. None: a random one.
@@ -208,7 +196,8 @@ def launch(
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
             stall); `context().attempt` tells. Never after an exception, nor for lack of memory.
-        detach: Whether the job runs on when the notebook's kernel ends.
+        detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
+            jobs do.
         **kwargs: The function's keyword arguments.
 
     Returns:
@@ -221,7 +210,12 @@ def launch(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    return starting.start(*_function_call(locals()))
+    options = Options(
+        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
+        threads=threads, seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
+        max_restarts=max_restarts, detach=detach,
+    )  # fmt: skip
+    return starting.start(*_function_call(fn, args, kwargs, options))
 
 
 def render(*args: Any, **kwargs: Any) -> Plan:
@@ -262,14 +256,24 @@ def check(*args: Any, **kwargs: Any) -> None:
 def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     """The arguments of whichever verb they are for, checked."""
     training = "model" in kwargs or (bool(args) and checks.is_model(args[0]))
-    verb = distribute if training else launch
+    verb: Any = distribute if training else launch
     try:
         bound = inspect.signature(verb).bind(*args, **kwargs)
     except TypeError as error:
         remedy = f"Pass what you would pass to {verb.__name__}()"
         raise ConfigError("render", f"the arguments are incomplete ({error})", remedy) from None
     bound.apply_defaults()
-    return (_training_call if training else _function_call)(bound.arguments)
+    given = bound.arguments
+    fields = {field.name: given[field.name] for field in dataclasses.fields(Options)}
+    if not training:
+        _check_unambiguous(args, kwargs)
+        return _function_call(given["fn"], given["args"], given["kwargs"], Options(**fields))
+    if given["unknown"]:
+        raise checks.unknown_word(next(iter(given["unknown"])), distribute)
+    if given["strategy"] is None:
+        given["strategy"] = AllReduce()
+    what = Training(**{field.name: given[field.name] for field in dataclasses.fields(Training)})
+    return _training_call(what, Options(**fields))
 
 
 def attach(ref: str, *, trust: bool = False) -> Job[Any]:
@@ -298,22 +302,27 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     record = records.read(parsed.record_name)
     key = records.read_key(parsed.record_name)
     known = starting.known(parsed)
-    if known is not None and known.has_key(key):
+    if known is not None and inside(known).key == key:
         return known
     return starting.handle(backend, parsed, record.spec, key)
 
 
-def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Job[Any]]:
+def jobs(
+    on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
+) -> list[Job[Any]]:
     """All jobs there are, oldest first.
 
     Args:
-        on: The backend. `"local"`: those of this user on this machine.
+        on: Where: `"local"` (this user's, on this machine), `"docker"`, `"kubernetes"`, or what a call takes as `on`.
         namespace: On a cluster, of this namespace; None for the configured one, `"*"` for all.
         labels: On a cluster, those that have all of these labels.
 
     Raises:
         ConfigError: There is no such backend, it has no namespaces and labels, or these are none.
     """
+    if isinstance(on, Kubernetes):
+        namespace = namespace or on.namespace or None
+    on = on if isinstance(on, str) else word_of(on)
     backend = _named_backend("on", on)
     if isinstance(backend, Selects):
         listed = backend.select(namespace=namespace, labels=labels)
@@ -331,7 +340,7 @@ def jobs(on: str = "local", *, namespace: str | None = None, labels: Mapping[str
 
 def _named_backend(argument: str, name: Any) -> Backend:
     if name not in backends.NAMES:
-        near = checks.closest(name, backends.NAMES)
+        near = closest(name, backends.NAMES)
         example = "Write it as 'local://name'" if argument == "ref" else "Use one of: " + ", ".join(backends.NAMES)
         raise ConfigError(argument, f"there is no backend {name!r}", f"{near}{example}")
     return backends.get(name)
@@ -340,38 +349,36 @@ def _named_backend(argument: str, name: Any) -> Backend:
 # -- inside ----------------------------------------------------------------------------------------------------------
 
 
-_TRAINING_NAMES = (
-    "model", "train_data_loader", "criterion", "optimizer", "train_step", "eval_data_loader", "eval_step", "epochs",
-    "cuda", "train_args", "eval_args", "scheduler", "accumulate", "precision", "clip_norm", "split_batches", "shard",
-    "eval_sharding", "checkpoint_every", "strategy", "seed",
-)  # fmt: skip
-"""Arguments of `distribute` that go to the training loop."""
+def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
+    """A training and its surroundings, settled."""
+    from torch.nn.parameter import is_lazy
+
+    training = overrides.applied(training)
+    # Weights and their gradients, of which each process has its own.
+    weights = sum(2 * one.numel() * one.element_size() for one in training.model.parameters() if not is_lazy(one))
+    run = placing.settle(overrides.applied(options), rank_bytes=weights)
+    kwargs = {**training.arguments(), "cuda": run.cuda, "seed": run.seed}
+    label = f"train {type(training.model).__name__}"
+    return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
 
 
-def _training_call(given: Mapping[str, Any]) -> tuple[Call, Run]:
-    """The arguments of `distribute`, checked."""
-    given = overrides.apply(given)
-    training_checks.check(given)
-    run = checks.check_run(_machine, given)
-    strategy = given["strategy"] or AllReduce()
-    kwargs = {name: given[name] for name in _TRAINING_NAMES} | {"strategy": strategy}
-    label = f"train {type(given['model']).__name__}"
-    return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=strategy), run
-
-
-def _function_call(given: Mapping[str, Any]) -> tuple[Call, Run]:
-    """The arguments of `launch`, checked."""
-    given = overrides.apply(given)
-    fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
-    checks.check_function(fn, args, kwargs)
-    run = checks.check_run(_machine, given)
+def _function_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> tuple[Call, Run]:
+    """A function's call and its surroundings, settled."""
+    checks.check_function(fn, args, kwargs, launch)
+    run = placing.settle(overrides.applied(options))
     return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
 
 
-def _machine(cuda: bool) -> Machine:  # noqa: FBT001 - passed on as a callback
-    gpus = 0
-    if cuda:
-        import torch
+def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    fn = args[0] if args else kwargs.get("fn")
+    checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in _LAUNCH_NAMES])
 
-        gpus = torch.cuda.device_count()
-    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus)
+
+_LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
+
+
+def _pairs(environment: Any) -> Any:
+    """Variables in their one form, if they are a dict; `Options` says what is wrong with anything else."""
+    return tuple(environment.items()) if isinstance(environment, Mapping) else environment

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import training_checks
+from kale_dist import config, placing, training_checks
 from kale_dist.notebook import parameters
 
 LOOKS_FOR = (
@@ -21,6 +21,8 @@ OBJECTS = (
 """Fields whose values are names of the notebook; the first five are positional in a call."""
 
 _POSITIONAL = OBJECTS[:5]
+_CLASSES = {"docker": "Docker", "kubernetes": "Kubernetes"}
+_FLAGS = {"yes": True, "no": False}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,13 +82,17 @@ def guess(candidates: Candidates) -> dict[str, str]:
         chosen["eval_data_loader"] = ""
     if not chosen["eval_data_loader"]:
         chosen["eval_step"] = ""
-    return {**chosen, "epochs": "1", "on": "local"}
+    return {**chosen, "epochs": "1", "on": config.load().on or "local"}
 
 
 def arguments(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `distribute` for a choice, with the notebook's objects in the place of their names."""
+    """The arguments of `distribute` for a choice, with the notebook's objects in the place of their names.
+
+    Raises:
+        ConfigError: A setting of the place is wrong.
+    """
     given: dict[str, Any] = {field: namespace.get(choice.get(field, "")) for field in OBJECTS}
-    return {**given, **_settings(choice)}
+    return {**given, **placing.gathered({**_settings(choice), **_place(choice)})}
 
 
 def code(choice: Mapping[str, str]) -> str:
@@ -95,24 +101,43 @@ def code(choice: Mapping[str, str]) -> str:
     while positional and positional[-1] == "None" and len(positional) > len(_POSITIONAL) - 1:
         positional.pop()
     named = [f"{field}={choice[field]}" for field in OBJECTS[5:] if choice.get(field)]
-    named += [f"{field}={value!r}" for field, value in _settings(choice).items()]
+    settings, place = _settings(choice), _place(choice)
+    if place and choice.get("on") in _CLASSES:
+        settings.pop("on", None)
+        said = ", ".join(f"{field}={value!r}" for field, value in place.items())
+        named.append(f"on=kd.{_CLASSES[choice['on']]}({said})")
+    named += [f"{field}={value!r}" for field, value in settings.items()]
     lines = [f"    {', '.join(positional)},", *(f"    {one}," for one in named)]
     return "job = kd.distribute(\n" + "\n".join(lines) + "\n)\njob"
 
 
 def _settings(choice: Mapping[str, str]) -> dict[str, Any]:
-    """Everything but the objects, in its own type; what is left empty is left out."""
+    """Everything of the call but the objects, in its own type; what is left empty is left out."""
     found: dict[str, Any] = {}
-    for field in ("epochs", "number_of_processes", "processes_per_pod"):
+    for field in ("epochs", "number_of_processes"):
         if choice.get(field, "").strip():
             found[field] = parameters.parse(choice[field].strip())
-    if choice.get("on") not in ("", "local", None):
+    if choice.get("on") and choice["on"] != (config.load().on or "local"):
         found["on"] = choice["on"]
-    if choice.get("cuda") == "yes":
-        found["cuda"] = True
-    for field in ("image", "name"):
-        if choice.get(field, "").strip():
-            found[field] = choice[field].strip()
+    if choice.get("cuda") in _FLAGS:
+        found["cuda"] = _FLAGS[choice["cuda"]]
+    if choice.get("name", "").strip():
+        found["name"] = choice["name"].strip()
+    return found
+
+
+def _place(choice: Mapping[str, str]) -> dict[str, Any]:
+    """What is set of the place; empty on this machine, where the form hides these fields."""
+    found: dict[str, Any] = {}
+    if choice.get("on") not in _CLASSES:
+        return found
+    if choice.get("image", "").strip():
+        found["image"] = choice["image"].strip()
+    if choice.get("packages", "").strip():
+        listed = [part.strip() for part in choice["packages"].split(",") if part.strip()]
+        found["packages"] = "auto" if listed == ["auto"] else listed
+    if choice.get("processes_per_pod", "").strip():
+        found["processes_per_pod"] = parameters.parse(choice["processes_per_pod"].strip())
     resources = {
         field: parameters.parse(choice[field].strip())
         for field in ("cpu", "memory", "gpus")

@@ -1,7 +1,4 @@
-"""Checks of the arguments that `distribute` and `launch` share. They read; nothing is written, started or pickled.
-
-What a machine has (cores, GPUs) is passed in, so that a check of it is a function of its arguments alone.
-"""
+"""What `distribute` and `launch` both take, and checks of single values. Nothing is read but the arguments themselves."""
 
 from __future__ import annotations
 
@@ -10,204 +7,129 @@ import functools
 import inspect
 import math
 import numbers
-import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kale_dist import backends, cluster_checks, image_checks, names, overrides, store_address, volume_checks
-from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
+from kale_dist import names
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import Recipe
-from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
-from kale_dist.wording import closest as closest  # noqa: PLC0414 - other checks know it from here
-from kale_dist.wording import show as show  # noqa: PLC0414 - other checks know it from here
+from kale_dist.places import Kubernetes, Place
+from kale_dist.spec import Policy
+from kale_dist.wording import closest, show
 
-_CLUSTER = "kubernetes"
-_DOCKER = "docker"
-_CLUSTER_PROCESSES = 2
-"""Processes on a cluster where nobody says how many: nobody knows how many it has room for."""
-
-_CLUSTER_ONLY = ("store", "cluster", "processes_per_pod")
 _OWN_PREFIX = "KALE_DIST_"
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )  # fmt: skip
 
+_PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"
+_EACH = "Use `number_of_processes` for all processes together, and `processes_per_pod` of kd.Kubernetes(...)"
+_NEIGHBOURS = {
+    "num_processes": "Use `number_of_processes`", "nprocs": "Use `number_of_processes`", "world_size": "Use `number_of_processes`",
+    "num_workers": "Use `number_of_processes`; workers that load data are an argument of the DataLoader",
+    "nproc_per_node": _EACH, "num_proc_per_node": _EACH, "num_nodes": _EACH, "nnodes": _EACH,
+    "env": "Use `environment`", "env_vars": "Use `environment`", "backend": "Use `on`: 'local', 'docker' or 'kubernetes'",
+    "gpus": "Use `cuda=True` for one GPU a process", "gpu": "Use `cuda=True`", "use_gpu": "Use `cuda=True`", "device": "Use `cuda`",
+    "gradient_accumulation_steps": "Use `accumulate`", "accumulate_grad_batches": "Use `accumulate`",
+    "max_grad_norm": "Use `clip_norm`", "gradient_clip_val": "Use `clip_norm`", "mixed_precision": "Use `precision`",
+    "epoch": "Use `epochs`", "max_epochs": "Use `epochs`", "num_epochs": "Use `epochs`", "n_epochs": "Use `epochs`",
+    "num_train_epochs": "Use `epochs`", "dataloader": "Use `train_data_loader`", "train_loader": "Use `train_data_loader`",
+    "train_dataloader": "Use `train_data_loader`", "eval_loader": "Use `eval_data_loader`", "val_loader": "Use `eval_data_loader`",
+    "test_loader": "Use `eval_data_loader`", "eval_dataloader": "Use `eval_data_loader`", "val_dataloader": "Use `eval_data_loader`",
+    "loss": "Use `criterion`", "loss_fn": "Use `criterion`", "lr_scheduler": "Use `scheduler`", "timeout": "Use `timeout_s`",
+    "max_retries": "Use `max_restarts`", "max_failures": "Use `max_restarts`",
+    "resources_per_node": "Use `resources` of kd.Kubernetes(...)", "resources_per_worker": "Use `resources` of kd.Kubernetes(...)",
+    "cluster": f"Its settings are arguments of the place: {_PLACES}",
+}  # fmt: skip
+"""Words of other libraries, and of ours elsewhere, to what to write here."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What there is to run on."""
+class Options:
+    """How and where a call runs, whatever it runs. Fields as arguments of `distribute`."""
 
-    cores: int
-    """Cores that this process may use."""
-    gpus: int
+    number_of_processes: int | None = None
+    cuda: bool | None = None
+    name: str | None = None
+    on: str | Place | Backend | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    threads: int | None = None
+    seed: int | None = None
+    timeout_s: float | None = None
+    stall_warn_s: float | None = 300.0
+    stall_timeout_s: float | None = None
+    max_restarts: int = 0
+    detach: bool = False
+
+    def __post_init__(self) -> None:
+        for count in ("number_of_processes", "threads"):
+            if getattr(self, count) is not None:
+                check_count(count, getattr(self, count))
+        if self.cuda is not None:
+            check_flag("cuda", self.cuda)
+        check_flag("detach", self.detach)
+        if self.name is not None:
+            names.check(self.name)
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31):
+            # What numpy, random and torch all take, with room for the ranks.
+            raise ConfigError(
+                "seed", f"{seed!r} is not an int from 0 to 2**31 - 1", "Give one, or None for a random one"
+            )
+        object.__setattr__(self, "environment", _variables(self.environment))
+        _ = self.policy
+
+    @property
+    def policy(self) -> Policy:
+        """Its time limits, and what happens when a rank or the notebook goes away."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Policy)}
+        return Policy(**fields)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """The shared arguments of a call, checked and in one form."""
-
-    backend: Backend
-    name: str | None
-    topology: Topology
-    cuda: bool
-    threads: int | None
-    seed: int | None
-    volumes: tuple[Volume, ...]
-    environment: tuple[tuple[str, str], ...]
-    image: str
-    """Empty where the backend chooses one, or one is made."""
-    recipe: Recipe | None
-    """What the image is made of, if it is made."""
-    auto_packages: bool
-    """Whether the packages that the call imports belong to the recipe, too."""
-    resources: Resources
-    store: str
-    """Empty where bytes travel by themselves."""
-    cluster: ClusterOptions
-    policy: Policy
-    warnings: tuple[str, ...]
-    """Sentences for the user."""
+def _variables(environment: Any) -> tuple[tuple[str, str], ...]:
+    given = dict(environment) if isinstance(environment, tuple) else {} if environment is None else environment
+    if not isinstance(given, Mapping):
+        raise ConfigError("environment", f"{show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
+    for name, value in given.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise ConfigError("environment", f"{name!r} cannot be a variable's name", "Use letters, digits and _")
+        if not isinstance(value, str) or "\0" in value:
+            remedy = f"Write {str(value)!r}" if "\0" not in str(value) else "Leave out the NUL character"
+            raise ConfigError("environment", f"the value {value!r} of {name} is not text", remedy)
+        if name in _SET_BY_US or name.startswith(_OWN_PREFIX):
+            raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
+    return tuple(sorted(given.items()))
 
 
-def check_run(machine: Callable[[bool], Machine], given: Mapping[str, Any]) -> Run:
-    """Check and normalise what a call of any kind takes.
+# -- words and functions ---------------------------------------------------------------------------------------------
+
+
+def unknown_word(word: str, verb: Callable[..., Any]) -> ConfigError:
+    """The error for an argument that a verb does not have."""
+    return ConfigError(word, f"{verb.__name__}() has no argument of this name", _suggestion(word, verb))
+
+
+def _suggestion(word: str, verb: Callable[..., Any]) -> str:
+    """What somebody meant who wrote this word; a sentence."""
+    if any(word == field.name for field in dataclasses.fields(Kubernetes)):
+        return f"It belongs to the place: on=kd.Kubernetes({word}=...)"
+    if word in _NEIGHBOURS:
+        return _NEIGHBOURS[word]
+    known = [
+        name for name, parameter in inspect.signature(verb).parameters.items() if parameter.kind.name != "VAR_KEYWORD"
+    ]
+    return closest(word, known).strip() or f"Its arguments are listed by help({verb.__name__})"
+
+
+def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], verb: Callable[..., Any]) -> None:
+    """Check what `launch` is to call.
 
     Args:
-        machine: Tells what the machine has; it is asked with whether GPUs matter.
-        given: The call's arguments by name; those that are not shared are passed over.
-
-    Raises:
-        ConfigError: The first argument that is wrong.
-    """
-    number_of_processes, cuda, name = given["number_of_processes"], given["cuda"], given["name"]
-    threads, seed, detach = given["threads"], given["seed"], given["detach"]
-    limits = {field: given[field] for field in ("timeout_s", "stall_warn_s", "stall_timeout_s")}
-    backend = _backend(given["on"])
-    if name is not None:
-        names.check(name)
-    check_flag("cuda", cuda)
-    check_flag("detach", detach)
-    if number_of_processes is not None:
-        check_count("number_of_processes", number_of_processes)
-    if threads is not None:
-        check_count("threads", threads)
-    if seed is not None:
-        check_seed(seed)
-    if given["processes_per_pod"] is not None:
-        check_count("processes_per_pod", given["processes_per_pod"])
-    if backend.name == "local":
-        image_checks.check_none(given["image"], given["packages"], given["requirements"])
-        _check_local(given)
-    if backend.name == _DOCKER:
-        cluster_checks.check_docker(given)
-    volumes = {_CLUSTER: volume_checks.pod_volumes, _DOCKER: volume_checks.container_volumes}.get(
-        backend.name, _volumes
-    )
-    wanted = image_checks.check(given["image"], given["packages"], given["requirements"])
-    run = Run(
-        backend=backend,
-        name=name,
-        topology=Topology(number_of_processes=number_of_processes or 1),
-        cuda=cuda,
-        threads=threads,
-        seed=seed,
-        volumes=volumes(given["volumes"]),
-        environment=_environment(given["environment"], in_pods=backend.name in (_CLUSTER, _DOCKER)),
-        image=wanted.image,
-        recipe=wanted.recipe,
-        auto_packages=wanted.auto,
-        resources=cluster_checks.resources(given["resources"]),
-        store=store_address.check("store", given["store"]),
-        cluster=cluster_checks.cluster_options(given["cluster"]),
-        policy=Policy(**limits, detach=detach, max_restarts=given["max_restarts"]),
-        warnings=(),
-    )
-    if backend.name in (_CLUSTER, _DOCKER):
-        run = _in_pods(run, number_of_processes, given["processes_per_pod"])
-        return _on_cluster(run) if backend.name == _CLUSTER else run
-    if backend.name == "local":
-        for volume in run.volumes:
-            _check_folder(volume)
-    return _on_machine(run, machine(cuda), number_of_processes)
-
-
-def _on_machine(run: Run, there: Machine, number_of_processes: int | None) -> Run:
-    """Lay the ranks out on one machine, if it has what they need."""
-    cuda = run.cuda
-    if cuda and there.gpus < 1:
-        raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
-    world = number_of_processes or (there.gpus if cuda else there.cores)
-    if cuda and world > there.gpus:
-        problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
-        raise ConfigError("number_of_processes", problem, f"Ask for at most {there.gpus}")
-    crowded = (
-        f"number_of_processes: {world} processes share {there.cores} cores. More processes than cores make training "
-        "slower, not faster"
-    )
-    return dataclasses.replace(
-        run,
-        topology=Topology(number_of_processes=world, processes_per_pod=world),
-        warnings=(crowded,) if world > there.cores and not cuda else (),
-    )
-
-
-def _in_pods(run: Run, number_of_processes: int | None, processes_per_pod: int | None) -> Run:
-    """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
-    per_pod = processes_per_pod or 1
-    world = number_of_processes or max(_CLUSTER_PROCESSES, per_pod)
-    if per_pod > world:
-        problem = f"{per_pod} is more than the {world} of number_of_processes"
-        raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
-    topology = Topology(number_of_processes=world, processes_per_pod=per_pod)
-    return dataclasses.replace(run, topology=topology, warnings=_unused_gpus(run))
-
-
-def _on_cluster(run: Run) -> Run:
-    """Make the manifest once, so that what is wrong with it costs nothing."""
-    cluster_checks.check_fits(
-        JobSpec(
-            name=run.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
-            label="",
-            kind="",
-            snapshot="",
-            topology=run.topology,
-            cuda=run.cuda,
-            volumes=run.volumes,
-            environment=run.environment,
-            image=run.image,
-            resources=run.resources,
-            cluster=run.cluster,
-            policy=run.policy,
-        )
-    )
-    return run
-
-
-def _unused_gpus(run: Run) -> tuple[str, ...]:
-    if run.cuda or not run.resources.gpus:
-        return ()
-    return (
-        f"resources.gpus: {run.resources.gpus} for each process, which trains on the CPU all the same. Add cuda=True",
-    )
-
-
-def _check_local(given: Mapping[str, Any]) -> None:
-    """Refuse what only containers have."""
-    for argument in _CLUSTER_ONLY:
-        if given[argument] is not None:
-            problem = f"{show(given[argument])} means nothing on this machine, where processes see it as it is"
-            raise ConfigError(argument, problem, 'Leave it out, or run on a cluster with on="kubernetes"')
-    extended = cluster_checks.resources(given["resources"]).extended
-    if extended:
-        problem = f"{extended[0][0]} cannot be asked for on this machine"
-        raise ConfigError("resources", problem, 'Leave it out, or run on a cluster with on="kubernetes"')
-
-
-def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check what `launch` is to call.
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        verb: `launch`, of whose arguments `kwargs` has none.
 
     Raises:
         ConfigError: It cannot be called, cannot be called so, or would return something that is no result.
@@ -220,12 +142,42 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as error:
         accepted = inspect.signature(fn).parameters
-        near = (closest(name, overrides.SHARED) for name in kwargs if name not in accepted)
-        remedy = f"{next(filter(None, near), '')}It is {describe(fn)}. Names that launch() has itself are bound with "
-        remedy += "functools.partial"
+        hints = [f"{name}: {_suggestion(name, verb)}. " for name in kwargs if name not in accepted]
+        remedy = f"{''.join(hint for hint in hints if 'help(' not in hint)}It is {describe(fn)}"
         raise ConfigError("fn", f"it cannot be called with these arguments ({error})", remedy) from None
     except ValueError:
         pass  # Some functions written in C have no signature.
+
+
+def check_unambiguous(fn: Any, args: tuple[Any, ...], own: Iterable[str]) -> None:
+    """Refuse an argument that `launch` would take for itself although the function has one of the same name.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        own: Names of launch's own arguments that were given.
+
+    Raises:
+        ConfigError: The function has an argument of such a name, to which nothing is bound yet.
+    """
+    try:
+        signature = inspect.signature(fn)
+        bound = set(signature.bind_partial(*args).arguments)
+    except (TypeError, ValueError):
+        return
+    while isinstance(fn, functools.partial):
+        bound |= fn.keywords.keys()
+        fn = fn.func
+    for name in own:
+        parameter = signature.parameters.get(name)
+        if (
+            parameter is not None
+            and parameter.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
+            and name not in bound
+        ):
+            problem = f"launch() and {describe(fn)} both have an argument of this name"
+            remedy = f"Say first what the function gets: launch(functools.partial({title(fn)}, {name}=...), ...)"
+            raise ConfigError(name, problem, remedy)
 
 
 def check_returns(argument: str, fn: Any) -> None:
@@ -235,6 +187,30 @@ def check_returns(argument: str, fn: Any) -> None:
         raise ConfigError(argument, f"{title(fn)} is asynchronous", "Call it with asyncio.run in a plain function")
     if inspect.isgeneratorfunction(inner):
         raise ConfigError(argument, f"{title(fn)} has a `yield`: it returns a generator", "Return a value instead")
+
+
+def describe(fn: Any) -> str:
+    """A function with its arguments, as its author wrote them."""
+    try:
+        return f"{title(fn)}{inspect.signature(fn)}"
+    except (TypeError, ValueError):
+        return title(fn)
+
+
+def title(fn: Any) -> str:
+    """A function's name for people: without the functions around it."""
+    inner = functools.reduce(lambda found, _: getattr(found, "func", found), range(8), fn)
+    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__).rpartition("<locals>.")[2]
+
+
+def is_model(value: Any) -> bool:
+    """Whether this is a module, or a class of modules, without importing torch for it."""
+    torch = sys.modules.get("torch")
+    kind = value if isinstance(value, type) else type(value)
+    return torch is not None and issubclass(kind, torch.nn.Module)
+
+
+# -- single values ---------------------------------------------------------------------------------------------------
 
 
 def check_flag(argument: str, value: Any) -> None:
@@ -249,12 +225,6 @@ def check_count(argument: str, value: Any) -> None:
         raise ConfigError(argument, f"{value!r} is not a whole number", "Give an int of 1 or more")
     if value < 1:
         raise ConfigError(argument, f"{value} is less than 1", "Give an int of 1 or more")
-
-
-def check_seed(value: Any) -> None:
-    """Accept what numpy, random and torch all take as a seed, with room for the ranks."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ConfigError("seed", f"{value!r} is not an int from 0 to 2**31 - 1", "Give one, or None for a random seed")
 
 
 def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, ...] | None:
@@ -281,85 +251,3 @@ def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and (not number or math.isnan(timeout)):
         raise ConfigError("timeout", f"{timeout!r} is not a number of seconds", "Give seconds, or None for no limit")
-
-
-def describe(fn: Any) -> str:
-    """A function with its arguments, as its author wrote them."""
-    try:
-        return f"{title(fn)}{inspect.signature(fn)}"
-    except (TypeError, ValueError):
-        return title(fn)
-
-
-def title(fn: Any) -> str:
-    """A function's name for people: without the functions around it."""
-    inner = functools.reduce(lambda found, _: getattr(found, "func", found), range(8), fn)
-    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__).rpartition("<locals>.")[2]
-
-
-def is_model(value: Any) -> bool:
-    """Whether this is a module, or a class of modules, without importing torch for it."""
-    torch = sys.modules.get("torch")
-    kind = value if isinstance(value, type) else type(value)
-    return torch is not None and issubclass(kind, torch.nn.Module)
-
-
-def _backend(on: Any) -> Backend:
-    if isinstance(on, str) and on in backends.NAMES:
-        return backends.get(on)
-    if not isinstance(on, str) and not isinstance(on, type) and isinstance(on, Backend):
-        return on
-    known = ", ".join(repr(name) for name in backends.NAMES)
-    raise ConfigError("on", f"there is no backend {on!r}", f"{closest(on, backends.NAMES)}Use one of: {known}")
-
-
-def _volumes(volumes: Any) -> tuple[Volume, ...]:
-    if volumes is None:
-        return ()
-    if isinstance(volumes, Mapping):
-        made = tuple(Volume(mount_path=str(mount), source=str(source)) for mount, source in volumes.items())
-    elif isinstance(volumes, Sequence) and all(isinstance(volume, Volume) for volume in volumes):
-        made = tuple(volumes)
-    else:
-        raise ConfigError("volumes", f"{show(volumes)} is not a dict", "Write it as {'/data': '/data'}")
-    return made
-
-
-def _check_folder(volume: Volume) -> None:
-    """On this machine ranks see the folders as they are: nothing can be mounted somewhere else."""
-    if volume.kind not in (None, VolumeKind.FOLDER) or volume.sub_path or volume.read_only:
-        what = "that is not simply a folder" if volume.kind in (None, VolumeKind.FOLDER) else f"of kind {volume.kind}"
-        remedy = 'Name a folder, or run on a cluster with on="kubernetes"'
-        raise ConfigError("volumes", f"there is no volume {what} on this machine ({volume.mount_path!r})", remedy)
-    source, mount = pathlib.Path(volume.source).expanduser(), pathlib.Path(volume.mount_path)
-    if not source.is_dir():
-        what = "is not a folder" if source.exists() else "does not exist"
-        raise ConfigError("volumes", f"{volume.source!r} {what}", "Name a folder of this machine")
-    if source.resolve() != mount.resolve():
-        raise ConfigError(
-            "volumes",
-            f"local ranks cannot see {volume.source!r} at {volume.mount_path!r}: they see this machine's own folders",
-            f"Use {str(source.resolve())!r} for both, or make {volume.mount_path!r} a link to it",
-        )
-
-
-def _environment(environment: Any, *, in_pods: bool) -> tuple[tuple[str, str], ...]:
-    if environment is None:
-        return ()
-    if not isinstance(environment, Mapping):
-        raise ConfigError("environment", f"{show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
-    for name, value in environment.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise ConfigError("environment", f"{name!r} cannot be a variable's name", "Use letters, digits and _")
-        if not isinstance(value, str) or "\0" in value:
-            remedy = f"Write {str(value)!r}" if "\0" not in str(value) else "Leave out the NUL character"
-            raise ConfigError("environment", f"the value {value!r} of {name} is not text", remedy)
-        if in_pods and not names.is_variable(name):
-            problem = f"{name!r} cannot be a variable's name in a pod"
-            raise ConfigError("environment", problem, "Use letters, digits, '_', '-' and '.', and no digit first")
-        if name in _SET_BY_US or name.startswith(_OWN_PREFIX):
-            raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
-        if name.startswith(LOAD_ONLY_PREFIXES) and not in_pods:
-            problem = f"{name} is read when libraries are loaded, which has been done before a rank gets its job"
-            raise ConfigError("environment", problem, f"Set os.environ[{name!r}] before the call: a new agent starts")
-    return tuple(sorted(environment.items()))

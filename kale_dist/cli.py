@@ -22,6 +22,7 @@ from kale_dist.backends.base import Adopts, Backend, JobRef
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.view import facts, plain
+from kale_dist.wording import closest
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
 _LOOK_S = 5.0
@@ -152,7 +153,7 @@ def _find(text: str) -> tuple[Backend, JobRef]:
     """The job of a reference, known to exist."""
     ref = JobRef.parse(text)
     if ref.backend not in backends.NAMES:
-        near = checks.closest(ref.backend, backends.NAMES)
+        near = closest(ref.backend, backends.NAMES)
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
     backend = backends.get(ref.backend)
     if isinstance(backend, Adopts):
@@ -289,13 +290,8 @@ class _Parameter(argparse.Action):
 def _pod(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the call that makes the notebook's own pod; empty if nothing is said about it."""
     pod = dict(_assignment(text, "--pod", "resources={'memory_gib': 8}") for text in options.pod)
-    cluster = {"namespace": options.namespace, "service_account": options.service_account}
-    said = {name: value for name, value in cluster.items() if value}
-    if said:
-        given = pod.get("cluster", {})
-        if not isinstance(given, dict):
-            raise ConfigError("--pod", f"cluster is {given!r}, not a dict", "Write it as cluster={'queue': 'team-a'}")
-        pod["cluster"] = {**given, **said}
+    said = {"namespace": options.namespace, "service_account": options.service_account}
+    pod |= {name: value for name, value in said.items() if value}
     if options.image:
         pod["image"] = options.image
     if options.package:

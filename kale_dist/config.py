@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import tomllib
@@ -11,6 +12,7 @@ from typing import Any
 
 from kale_dist import names, store_address
 from kale_dist.errors import ConfigError
+from kale_dist.places import KINDS, Docker, Kubernetes, Local, Place, settings_of
 from kale_dist.wording import closest, shorten, show
 
 FILE_VARIABLE = "KALE_DIST_CONFIG"
@@ -29,8 +31,14 @@ _REGISTRY_REMEDY = (
 class Config:
     """Settings. An empty one is not set. Each can be a line of the file, and a variable such as `KALE_DIST_IMAGE`."""
 
+    on: str = ""
+    """Where calls run that do not say it: `local`, `docker` or `kubernetes`."""
+    docker: Docker = dataclasses.field(default_factory=Docker)
+    """Arguments of `kd.Docker` that hold for all calls: a table in the file, a JSON object in the environment."""
+    kubernetes: Kubernetes = dataclasses.field(default_factory=Kubernetes)
+    """Likewise, of `kd.Kubernetes`."""
     image: str = ""
-    """Container image of ranks on a cluster."""
+    """Container image of ranks in containers and on a cluster."""
     namespace: str = ""
     """Of the cluster."""
     context: str = ""
@@ -40,7 +48,7 @@ class Config:
     service_account: str = ""
     """Of the pods."""
     store: str = ""
-    """Where bytes travel: `pvc://claim/folder`, or a URL that fsspec opens."""
+    """Where snapshots, checkpoints and results are stored: `pvc://claim/folder`, or a URL that fsspec opens."""
     queue: str = ""
     """Kueue's local queue."""
     image_pull_secrets: tuple[str, ...] = ()
@@ -52,6 +60,24 @@ class Config:
     """The same place as the cluster's nodes reach it, if that is another name."""
     origins: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
     """(setting, where it comes from), for each that is set."""
+
+    def place(self, word: str) -> Place:
+        """What is configured of `local`, `docker` or `kubernetes`."""
+        if word == "docker":
+            return self.docker
+        return self.kubernetes if word == "kubernetes" else Local()
+
+    def as_environment(self) -> dict[str, str]:
+        """What is set, as variables for another process: name to value."""
+        found = {}
+        for key, _ in self.origins:
+            value = getattr(self, key)
+            if key in _TABLES:
+                text = json.dumps(settings_of(value), default=dataclasses.asdict)
+            else:
+                text = value if isinstance(value, str) else ",".join(value)
+            found[f"{_PREFIX}{key.upper()}"] = text
+        return found
 
 
 KEYS = tuple(field.name for field in dataclasses.fields(Config) if field.name != "origins")
@@ -89,8 +115,7 @@ def load(environment: Mapping[str, str] | None = None) -> Config:
         variable = f"{_PREFIX}{key.upper()}"
         text = environment.get(variable, "").strip()
         if text:
-            value = [part.strip() for part in text.split(",") if part.strip()] if key == "image_pull_secrets" else text
-            found[key], origins[key] = _checked(key, value, variable), variable
+            found[key], origins[key] = _checked(key, _from_text(key, text, variable), variable), variable
     return Config(**found, origins=tuple((key, origins[key]) for key in KEYS if found.get(key)))
 
 
@@ -119,8 +144,27 @@ def _read(file: pathlib.Path, *, must_exist: bool) -> dict[str, Any]:
     return settings
 
 
+def _from_text(key: str, text: str, variable: str) -> Any:
+    """What a variable says, in the form that the file has it."""
+    if key in _TABLES:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ConfigError(
+                variable, f"{shorten(text)} is not JSON", 'Write it as {"processes_per_pod": 4}'
+            ) from None
+    return [part.strip() for part in text.split(",") if part.strip()] if key == "image_pull_secrets" else text
+
+
 def _checked(key: str, value: Any, argument: str) -> Any:
     """A setting in its own type, if its form is right."""
+    if key in _TABLES:
+        if not isinstance(value, Mapping):
+            raise ConfigError(argument, f"{show(value)} is not a table", "Write it as {'processes_per_pod': 4}")
+        try:
+            return _TABLES[key](**value)
+        except ConfigError as error:
+            raise ConfigError(f"{error.argument} of {argument}", error.problem, error.remedy) from None
     if key == "image_pull_secrets":
         listed = [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
@@ -146,7 +190,9 @@ def _check_form(is_valid: Callable[[str], bool], value: str, argument: str, prob
         raise ConfigError(argument, f"{shorten(value)} {problem}", remedy)
 
 
+_TABLES: dict[str, type[Docker | Kubernetes]] = {"docker": Docker, "kubernetes": Kubernetes}
 _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
+    "on": (KINDS.__contains__, "is no place to run", "Use one of: 'local', 'docker', 'kubernetes'"),
     "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
     "namespace": (
         names.is_label, "cannot be a namespace", "Write lower-case letters, digits and dashes, such as 'team-a'"

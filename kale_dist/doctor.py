@@ -93,10 +93,10 @@ def examine_docker() -> tuple[Check, ...]:
     """Look at what jobs in containers need, and at the engine. Makes nothing there; never raises for what it finds."""
     here = (_python(), _state_folder())
     try:
-        from kale_dist.backends.docker import examination
+        from kale_dist.backends.docker import preparation
     except ModuleNotFoundError as error:
         return (*here, _missing(error, "docker"))
-    found = examination.examine()
+    found = preparation.examine()
     return (
         *here,
         *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),

@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import cluster_checks, names
+from kale_dist import names
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import BUILDERS, COMPRESSIONS, DOCKER, LAYERS, ZSTD, ImageFile, Recipe
+from kale_dist.recipe import BUILDERS, LAYERS, ImageFile, Recipe
 from kale_dist.wording import closest, shorten, show
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ _APT = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9]+)?(?:=[A-Za-z0-9.+:~-]+)?")
 _PLATFORM = re.compile(r"linux/[a-z0-9]+(?:/v[0-9]+)?")
 _OWN_PREFIX = "KALE_DIST_"
 _NEVER_BELOW = ("/proc", "/sys", "/dev")
-_INSTALLED = 'A container engine or a cluster has images: run there with on="docker" or on="kubernetes"'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +60,7 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
         remedy = "Write it as 'registry.example.com/team/train:1' or as kale_dist.Recipe(packages=[...])"
         raise ConfigError("image", f"{show(image)} is neither text nor a Recipe", remedy)
     if not isinstance(image, Recipe):
-        reference = cluster_checks.image(image)
+        reference = "" if image is None else names.check_image("image", image)
         if packages is None and requirements is None:
             return ImageWanted(image=reference)
         image = Recipe(base=reference)
@@ -74,22 +73,6 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
     if not (recipe.adds_something or auto):
         return ImageWanted(image=recipe.base)
     return ImageWanted(recipe=recipe, auto=auto)
-
-
-def check_none(image: Any, packages: Any, requirements: Any) -> None:
-    """Refuse images where there are none: on this machine.
-
-    Raises:
-        ConfigError: One is named, or is to be made.
-    """
-    for argument, value in (("packages", packages), ("requirements", requirements)):
-        if value is not None:
-            problem = "ranks on this machine have what is installed here"
-            pip = "%pip install" if argument == "packages" else "%pip install -r"
-            raise ConfigError(argument, problem, f"Install them here ({pip} ...), or leave it out. {_INSTALLED}")
-    if image is not None:
-        problem = f"{show(image)} means nothing on this machine, where processes see it as it is"
-        raise ConfigError("image", problem, f"Leave it out. {_INSTALLED}")
 
 
 def _packages(value: Any) -> tuple[str, ...]:
@@ -131,18 +114,11 @@ def _checked(recipe: Recipe) -> Recipe:
     if recipe.builder == LAYERS and recipe.needs_commands:
         remedy = 'Leave `builder` out, write builder="docker", or name a base that has them'
         raise ConfigError("apt", "Debian packages need a builder that runs commands, and 'layers' runs none", remedy)
-    if recipe.compression not in COMPRESSIONS:
-        near = closest(recipe.compression, COMPRESSIONS)
-        problem = f"there is no compression {shorten(recipe.compression)}"
-        raise ConfigError("compression", problem, f"{near}Use 'gzip' or 'zstd'")
-    if recipe.compression == ZSTD and recipe.chosen_builder == DOCKER:
-        problem = "an image that Docker builds is compressed by Docker, with gzip"
-        raise ConfigError("compression", problem, "Leave it out, or build with 'layers' and without `apt`")
     if not _PLATFORM.fullmatch(recipe.platform):
         problem = f"{shorten(recipe.platform)} is not a platform"
         raise ConfigError("platform", problem, "Write 'linux/amd64' or 'linux/arm64'")
     if recipe.base:
-        cluster_checks.image(recipe.base)
+        names.check_image("image", recipe.base)
     packages = recipe.packages
     if packages or recipe.index_urls:
         parser = _parser("packages")

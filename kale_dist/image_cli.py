@@ -1,18 +1,18 @@
-"""`kale-dist image`: make images for jobs ahead of time, and see and remove those there are."""
+"""`kale-dist image`: make images for jobs ahead of time, and see those there are."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kale_dist import config, image_checks, records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import BUILDERS, COMPRESSIONS, GZIP, Recipe
+from kale_dist.image import for_job
+from kale_dist.recipe import BUILDERS, Recipe
 from kale_dist.runtime import loading
 from kale_dist.view import plain
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kale_dist.image.reference import Reference
     from kale_dist.image.registry import Registry
 
-_DAY_S = 24 * 3600
 _MIB = 1 << 20
 _SHOWN_PACKAGES = 4
 
@@ -32,7 +31,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     Args:
         commands: Of the parser that it becomes part of.
     """
-    what = "make images for jobs, list, show and prune them"
+    what = "make images for jobs, list and show them"
     parser = commands.add_parser("image", help=what, description=f"{what[:1].upper()}{what[1:]}.")
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -58,7 +57,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     build.add_argument("--platform", default=Recipe().platform, help="of the cluster (%(default)s)")
     build.add_argument("--builder", choices=BUILDERS, default="", help="layers, unless something needs Docker")
     build.add_argument(
-        "--compression", choices=COMPRESSIONS, default=GZIP, help="zstd where all that pull can read it (gzip)"
+        "--base-packages",
+        metavar="FILE",
+        help="what the base answered to `question` elsewhere; it is not run here then",
     )
     build.add_argument("--allow-torch-change", action="store_true", help="let packages replace the base's torch")
     build.add_argument("--rebuild", action="store_true", help="make it although it is there")
@@ -67,10 +68,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     shown.add_argument("tag", metavar="TAG", help="kd-..., as `list` prints it")
     for made in (listed, shown):
         made.add_argument("--json", action="store_true", help="as JSON")
-    prune = command("prune", "delete images that this machine has not used for long, and what builds have kept", _prune)
-    prune.add_argument("--days", type=float, default=30.0, metavar="N", help="how long (30)")
-    prune.add_argument("--unknown", action="store_true", help="also those that were never used from this machine")
-    prune.add_argument("--local", action="store_true", help="only what builds have kept on this machine")
+    asked = inner.add_parser("question", help="print the program that a base is asked with, to run where it can be run")
+    asked.set_defaults(command=_question)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -79,7 +78,7 @@ def _build(options: argparse.Namespace) -> int:
         files=dict(_pair("--file", text, "/opt/x.txt=x.txt") for text in options.file),
         environment=dict(_pair("--env", text, "NAME=value") for text in options.env), index_urls=options.index_url,
         allow_torch_change=options.allow_torch_change, builder=options.builder,
-        compression=options.compression, rebuild=options.rebuild,
+        rebuild=options.rebuild,
     )  # fmt: skip
     wanted = image_checks.check(recipe, None, options.requirements)
     if wanted.recipe is None:
@@ -95,10 +94,10 @@ def _build(options: argparse.Namespace) -> int:
     with records.keeping_blobs():
         resolved = resolve(
             keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
-            pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(), say=_say,
-            progress=_Progress(),
+            pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(),
+            base_packages=_answer(options.base_packages), say=for_job.say, progress=for_job.Progress(),
         )  # fmt: skip
-    _say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
+    for_job.say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
     print(resolved.reference)
     return 0
 
@@ -114,8 +113,8 @@ def _list(options: argparse.Namespace) -> int:
     elif not found:
         print(f"There are no images in {home.name}.")
     else:
-        rows = [(made.tag, f"{made.size / _MIB:,.0f} MiB", _used(made), _base(made), _made_of(made)) for made in found]
-        head = ("tag", "size", "last used from here", "base", "made of")
+        rows = [(made.tag, f"{made.size / _MIB:,.0f} MiB", _base(made), _made_of(made)) for made in found]
+        head = ("tag", "size", "base", "made of")
         print("\n".join(plain.table(head, rows, right=frozenset((1,)))))
     return 0
 
@@ -131,7 +130,7 @@ def _show(options: argparse.Namespace) -> int:
         return 0
     recipe = made.recipe
     facts = [("image", f"{home.name}@{made.digest}"), ("tag", made.tag), ("platform", made.platform)]
-    facts += [("base", made.base or "not said"), ("last used from here", _used(made))]
+    facts += [("base", made.base or "not said"), (_used(made))]
     for name, values in (
         ("packages", recipe.packages if recipe else ()),
         ("apt", recipe.apt if recipe else ()),
@@ -147,45 +146,25 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prune(options: argparse.Namespace) -> int:
-    if not options.days >= 0:
-        raise ConfigError("--days", f"{options.days} is not a number of days", "Give 0 or more")
-    from kale_dist.image import cache, catalog
+def _question(_options: argparse.Namespace) -> int:
+    from kale_dist.image import base
 
-    unused_s = options.days * _DAY_S
-    if not options.local:
-        registry, home = _open(options)
-        with registry:
-            pruned = catalog.prune(registry, home.repository, unused_s=unused_s, unknown=options.unknown, say=print)
-        for made, reason in pruned.kept:
-            print(f"{made.tag} kept: {reason}")
-        if any(made.last_use_s is None for made, _ in pruned.kept):
-            print("--unknown deletes those that were never used from this machine, too.")
-    print(f"{cache.clean(unused_s) / _MIB:,.1f} MiB of inventories and packages removed from {cache.folder()}")
+    print(base.PROGRAM.strip())
     return 0
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
 
 
-class _Progress:
-    """How far a step is, on a line of its own where someone is looking."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty() or total <= 0:
-            return
-        text = f"{min(100, 100 * done // total)} %"
-        if text != self._last:
-            self._last = text
-            sys.stderr.write(f"\r{text:>5}\r")
-            sys.stderr.flush()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _answer(path: str | None) -> bytes | None:
+    """What a base answered, from a file."""
+    if path is None:
+        return None
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        remedy = "Name the file with what the program of `kale-dist image question` printed"
+        raise ConfigError("--base-packages", f"{path} cannot be read: {error.strerror}", remedy) from None
 
 
 def _place(options: argparse.Namespace, settings: config.Config) -> str:
@@ -213,12 +192,6 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     if not separator or not name:
         raise ConfigError(option, f"{text!r} has no '='", f"Write it as {example}")
     return name, value
-
-
-def _used(made: Made) -> str:
-    if made.last_use_s is None:
-        return "never"
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(made.last_use_s))
 
 
 def _base(made: Made) -> str:

@@ -24,28 +24,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from kale_dist import backends, calls, checks, config
+from kale_dist import backends, calls, config, overrides, placing
 from kale_dist.backends.base import Fetches, JobRef
 from kale_dist.contract import LogLine, StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
-from kale_dist.job import Job
+from kale_dist.job import Job, inside
 from kale_dist.notebook import documents, execution
 from kale_dist.notebook.execution import CellRun, Execution
 from kale_dist.notebook.following import JobEnd
 from kale_dist.notebook.terminal import Terminal
 from kale_dist.runtime import notebook_rank
 from kale_dist.view import facts
+from kale_dist.wording import closest
 
-SETTINGS = (
-    "cluster", "cuda", "environment", "image", "name", "packages", "requirements", "resources", "store", "timeout_s",
-    "volumes",
-)  # fmt: skip
-"""Arguments of `launch` that the notebook's own pod can be given."""
+SETTINGS = tuple(
+    sorted({"cuda", "environment", "name", "timeout_s", *overrides.PLACES} - {"context", "processes_per_pod"})
+)
+"""Arguments of `launch` and `kd.Kubernetes` that the notebook's own pod can be given."""
 
 CANCEL_GRACE_S = 30.0
 """From Ctrl-C on the pod has so long to end its cell, to cancel its jobs and to save the notebook."""
 
-_STAYS_HERE = ("context", "image", "kubeconfig", "namespace", "origins")
+_STAYS_HERE = ("context", "image", "kubeconfig", "namespace")
 """Settings that the notebook finds in its pod by itself."""
 
 _LOOK_S = 0.5
@@ -74,7 +74,8 @@ def run_notebook(
         arguments: Likewise.
         output: Likewise.
         terminal: Likewise.
-        pod: Arguments of `launch` for the pod (`SETTINGS`). With a service account, its token is there, too.
+        pod: Arguments of `launch` and `kd.Kubernetes` for the pod (`SETTINGS`). With a service account, its token is
+            there, too.
         keep: Whether the job stays on the cluster, with its log.
 
     Returns:
@@ -89,11 +90,13 @@ def run_notebook(
     given = dict(pod or {})
     for name in given:
         if name not in SETTINGS:
-            remedy = f"{checks.closest(name, SETTINGS)}These can be set: {', '.join(SETTINGS)}"
+            remedy = f"{closest(name, SETTINGS)}These can be set: {', '.join(SETTINGS)}"
             raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
     notebook = execution.prepare(path, parameters or {}, arguments or {}, output)
     settings = config.load()
-    given["cluster"] = _with_token(given.get("cluster"), settings.service_account)
+    if given.get("service_account") or settings.service_account:
+        # By its token the notebook starts jobs of its own.
+        given.setdefault("mount_service_account_token", True)
     packages = given.get("packages") or ()
     if "auto" in ([packages] if isinstance(packages, str) else packages):
         others = [] if isinstance(packages, str) else [package for package in packages if package != "auto"]
@@ -104,7 +107,7 @@ def run_notebook(
             warnings.simplefilter("always", KaleDistWarning)
             job = calls.launch(
                 notebook_rank.notebook, _library(), source, path.name, dict(arguments or {}), _variables(settings),
-                on="kubernetes", number_of_processes=1, stall_warn_s=None, **given,
+                number_of_processes=1, stall_warn_s=None, **placing.gathered({"on": "kubernetes", **given}),
             )  # fmt: skip
         try:
             # A line of this library's own code beside them would say nothing.
@@ -203,7 +206,7 @@ def _brought(job: Job[bytes], terminal: Terminal) -> tuple[bytes, dict[str, Any]
         return executed, json.loads(summary) if summary else {}
     if not _has_checkpoint(job):
         return b"", {}
-    executed, summary = notebook_rank.split(job.files.checkpoint.read_bytes())
+    executed, summary = notebook_rank.split(inside(job).files.checkpoint.read_bytes())
     try:
         _check_notebook(json.loads(executed))
         return executed, _checked(json.loads(summary)) if summary else {}
@@ -246,7 +249,7 @@ def _check_fields(made: CellRun | JobEnd, values: Mapping[str, Any]) -> None:
 
 def _has_checkpoint(job: Job[bytes]) -> bool:
     """Whether the notebook as it was last saved is here; one that only the job's store has is fetched."""
-    backend, path = backends.get("kubernetes"), job.files.checkpoint
+    backend, path = backends.get("kubernetes"), inside(job).files.checkpoint
     if not path.exists() and isinstance(backend, Fetches):
         # A job that never began has none.
         with contextlib.suppress(KaleDistError):
@@ -305,22 +308,8 @@ def _files(folder: Traversable, name: str) -> Iterator[tuple[str, Traversable]]:
 
 def _variables(settings: config.Config) -> dict[str, str]:
     """What is configured here, for the calls of the notebook."""
-    found = {}
-    for key in (key for key in config.KEYS if key not in _STAYS_HERE):
-        value = getattr(settings, key)
-        if value:
-            found[f"KALE_DIST_{key.upper()}"] = value if isinstance(value, str) else ",".join(value)
-    return found
-
-
-def _with_token(cluster: Any, configured: str) -> Any:
-    """The pod's options: with a service account, its token, by which the notebook starts jobs of its own."""
-    options = dict(cluster) if isinstance(cluster, Mapping) else {}
-    if cluster is not None and not isinstance(cluster, Mapping):
-        return cluster
-    if options.get("service_account") or configured:
-        options.setdefault("mount_service_account_token", True)
-    return options
+    left_out = {f"KALE_DIST_{key.upper()}" for key in _STAYS_HERE}
+    return {name: value for name, value in settings.as_environment().items() if name not in left_out}
 
 
 def _packages(notebook: Any, arguments: Mapping[str, Any], terminal: Terminal) -> Sequence[str]:

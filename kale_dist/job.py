@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime as dt
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kale_dist import checks, interrupts, watch, weights
-from kale_dist.backends.base import Backend, JobRef
-from kale_dist.contract import JobFiles, LogLine, StateName
-from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError
+from kale_dist.backends.base import Backend, Describes, JobRef
+from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
+from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError, warn
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
-from kale_dist.trained import Trained
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +32,24 @@ _KALE_STATES = {
     StateName.FAILED: "Failed",
     StateName.CANCELLED: "Failed",
 }
+_COUNTED = {
+    RankStateName.SUCCEEDED: "succeeded",
+    RankStateName.FAILED: "failed",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Inside:
+    """What the library's own parts need of a job, and users do not."""
+
+    files: JobFiles
+    """The job's files on this machine."""
+    key: bytes | None
+    """Its secret; a name may be used again after a deletion, a key is not."""
+    targets: weights.Targets | None
+    """The notebook's objects that the job trains; None if they are not known here."""
+    after_wait: list[Callable[[], None]]
+    """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
 
 
 class Job(Generic[R]):
@@ -62,11 +83,11 @@ class Job(Generic[R]):
         self._ref = ref
         self._spec = spec
         self._outcomes = outcomes
-        self._trained = Trained(str(ref), spec, outcomes, targets, lambda: backend.status(ref).attempt)
+        self._trained = _Trained(str(ref), spec, outcomes, targets, lambda: backend.status(ref).attempt)
         self._display = display
         self._again = again
         self._watcher = watch.watcher(backend)
-        self._after_wait: list[Callable[[], None]] = []
+        self._inside = Inside(files=outcomes.files, key=outcomes.key, targets=targets, after_wait=[])
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -84,11 +105,6 @@ class Job(Generic[R]):
     def spec(self) -> JobSpec:
         """What was submitted."""
         return self._spec
-
-    @property
-    def files(self) -> JobFiles:
-        """The job's files on this machine."""
-        return self._outcomes.files
 
     @property
     def status(self) -> JobStatus:
@@ -272,11 +288,6 @@ class Job(Generic[R]):
             raise BackendError(f"{self.ref} cannot be submitted again from here. Make the call again in a notebook")
         return self._again(self)
 
-    @property
-    def targets(self) -> weights.Targets | None:
-        """The notebook's objects that the job trains; None if they are not known here."""
-        return self._trained.targets
-
     def delete(self) -> None:
         """Cancel if need be and remove every trace: log, results, and what of its snapshot no other job needs."""
         self._backend.delete(self._ref)
@@ -284,14 +295,16 @@ class Job(Generic[R]):
     # -- Kale's names -------------------------------------------------------------------------------------------------
 
     def get(self) -> dict[str, Any]:
-        """What was submitted, as plain values: reference, specification, the plan's text, and the present state."""
-        return {
-            "ref": self.ref,
-            "name": self.name,
-            "spec": self._spec.to_json(),
-            "plan": self._backend.plan(self._spec).text,
-            "state": self.status.state.value,
-        }
+        """The job as its cluster has it: the custom resource. Elsewhere an equal one is made of what is known.
+
+        `job.get()["status"]["replicaStatuses"]["Master"]` has `active`, `succeeded` and `failed` on every backend.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+        """
+        if isinstance(self._backend, Describes):
+            return dict(self._backend.describe(self._ref))
+        return resource(self._spec, self.status)
 
     def get_job_status(self) -> str:
         """One of `Created`, `Running`, `Restarting`, `Succeeded`, `Failed`; empty if there is no such job any more."""
@@ -299,18 +312,13 @@ class Job(Generic[R]):
             status = self.status
         except JobNotFoundError:
             return ""
-        restarting = status.attempt > 0 and status.state in (StateName.PENDING, StateName.STARTING)
-        return "Restarting" if restarting else _KALE_STATES[status.state]
+        return state_of(status)
 
     # -- display ------------------------------------------------------------------------------------------------------
 
     def subscribe(self, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
         """Have every new status told to `callback`, in a thread of the library. Returns the end of the subscription."""
         return self._watcher.subscribe(self._ref, callback)
-
-    def call_after_wait(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the caller's thread whenever a wait for this job has ended, before it returns."""
-        self._after_wait.append(callback)
 
     def __repr__(self) -> str:
         """One line: reference, state, and the reason if there is one."""
@@ -339,10 +347,6 @@ class Job(Generic[R]):
         now = time.time()
         return {"text/plain": view.text(status, tail, now), "text/html": view.html(status, tail, now)}
 
-    def has_key(self, key: bytes | None) -> bool:
-        """Whether this is the job that has this key: a name may be used again after a deletion."""
-        return self._outcomes.has_key(key)
-
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _interruptible(self) -> contextlib.AbstractContextManager[None]:
@@ -354,7 +358,7 @@ class Job(Generic[R]):
             with self._interruptible():
                 return self._watcher.wait(self._ref, timeout)
         finally:
-            for callback in tuple(self._after_wait):
+            for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):
                     callback()
 
@@ -373,3 +377,126 @@ class Job(Generic[R]):
     def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
         with self._interruptible():
             yield from lines
+
+
+def state_of(status: JobStatus) -> str:
+    """One of `Created`, `Running`, `Restarting`, `Succeeded`, `Failed`."""
+    restarting = status.attempt > 0 and status.state in (StateName.PENDING, StateName.STARTING)
+    return "Restarting" if restarting else _KALE_STATES[status.state]
+
+
+def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
+    """What a cluster would say of this job; rank 0 is its master.
+
+    Args:
+        spec: What was submitted.
+        status: How it is.
+    """
+    state = state_of(status)
+    counts = {"Master": Counter[str](), "Worker": Counter[str]()}
+    for replica in status.replicas:
+        ended = _COUNTED.get(replica.state) or ("active" if state in ("Running", "Restarting") else "")
+        if ended:
+            counts["Master" if replica.rank == 0 else "Worker"][ended] += 1
+    conditions = ["Created", *([state] if state != "Created" else [])]
+    found: dict[str, Any] = {
+        "conditions": [
+            {
+                "type": name,
+                "status": "True",
+                "reason": f"PyTorchJob{name}",
+                "message": status.reason if name == state else "",
+            }
+            for name in conditions
+        ],
+        "replicaStatuses": {kind: dict(count) for kind, count in counts.items() if kind == "Master" or count},
+    }
+    for name, moment in (("startTime", status.started), ("completionTime", status.ended)):
+        if moment is not None:
+            found[name] = dt.datetime.fromtimestamp(moment, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    topology = spec.topology
+    replicas = {"Master": 1, "Worker": topology.number_of_processes - 1}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": spec.name},
+        "spec": {"pytorchReplicaSpecs": {kind: {"replicas": count} for kind, count in replicas.items() if count}},
+        "status": found,
+    }
+
+
+class _Trained:
+    """Loads a job's weights into the notebook's objects, once, in the thread that asks.
+
+    Args:
+        ref: The job's reference.
+        spec: What was submitted.
+        outcomes: Reads what its ranks return.
+        targets: The notebook's objects that it trains; None after `attach` from another process.
+        attempt: Tells which attempt has succeeded; asked when the weights are loaded.
+    """
+
+    def __init__(
+        self,
+        ref: str,
+        spec: JobSpec,
+        outcomes: OutcomeReader,
+        targets: weights.Targets | None,
+        attempt: Callable[[], int],
+    ) -> None:
+        self.targets = targets
+        self._ref = ref
+        self._spec = spec
+        self._outcomes = outcomes
+        self._attempt = attempt
+        self._lock = threading.RLock()
+        self._objects: weights.TrainedObjects | None = None
+
+    def check(self) -> None:
+        """Find out whether the job trains anything.
+
+        Raises:
+            ResultUnavailableError: It is one of `launch`.
+        """
+        if self._spec.kind != "training":
+            raise ResultUnavailableError(
+                f"{self._ref} was started by launch(), which trains no model of its own. What the function returned is "
+                "in job.result()",
+                self._ref,
+            )
+
+    def fill_notebook(self) -> None:
+        """Write the weights into the notebook's objects, if the job trains some that are known here."""
+        # A handle from `attach` has no model in the notebook; one is only built for whoever asks for it.
+        if self.targets is not None and self._spec.kind == "training":
+            self._load()
+
+    def objects(self) -> weights.TrainedObjects:
+        """The trained objects of a job that has succeeded.
+
+        Raises:
+            ResultUnavailableError: The weights do not fit the notebook's model any more.
+        """
+        objects = self._load()
+        if objects.problem:
+            raise ResultUnavailableError(
+                f"The weights of {self._ref} do not fit the notebook's model any more: {objects.problem}. "
+                "job.state_dict() has them",
+                self._ref,
+            )
+        return objects
+
+    def _load(self) -> weights.TrainedObjects:
+        with self._lock:
+            if self._objects is None:
+                targets = self.targets or self._outcomes.rebuilt_targets()
+                result = self._outcomes.value(0, self._attempt())
+                self._objects = weights.load(targets, result, self._ref, check=self.targets is not None)
+                for warning in self._objects.warnings:
+                    warn(warning)
+            return self._objects
+
+
+def inside(job: Job[Any]) -> Inside:
+    """What the library's own parts need of a job."""
+    return job._inside  # noqa: SLF001 - the one way in

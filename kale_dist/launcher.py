@@ -178,8 +178,14 @@ def _fields(found: candidates.Candidates) -> list[dict[str, Any]]:
         {"name": "number_of_processes", "label": "Processes", "kind": "number", "hint": "one for each core"}
         | {"hint_elsewhere": "two"},
         {"name": "on", "label": "Where", "kind": "select", "options": [[name, name] for name in backends.NAMES]},
-        {"name": "cuda", "label": "GPUs", "kind": "select", "options": [["", "no"], ["yes", "one for each process"]]},
+        {
+            "name": "cuda",
+            "label": "GPUs",
+            "kind": "select",
+            "options": [["", "if there are"], ["yes", "one for each process"], ["no", "no"]],
+        },
         {"name": "image", "label": "Image", "kind": "text", "hint": "registry/name:tag", "elsewhere": True},
+        {"name": "packages", "label": "Packages", "kind": "text", "hint": "einops==0.8, or auto", "elsewhere": True},
         {"name": "cpu", "label": "Cores each", "kind": "text", "hint": "1", "elsewhere": True},
         {"name": "memory", "label": "Memory each", "kind": "text", "hint": "2Gi", "elsewhere": True},
         {"name": "volumes", "label": "Volumes", "kind": "text", "hint": "/data=claim", "elsewhere": True},

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kale_dist import backends, records
 from kale_dist.backends.base import Adopts, JobRef, Selects
-from kale_dist.backends.job_reader import JobReader
+from kale_dist.following.reader import JobReader
 from kale_dist.errors import ConfigError, JobNotFoundError
 from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain

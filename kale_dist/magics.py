@@ -18,12 +18,13 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from kale_dist import backends, calls, checks, listing, overrides
+from kale_dist import backends, calls, listing, overrides, placing
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.notebook import parameters
 from kale_dist.runtime import cell as on_a_rank
 from kale_dist.view import facts, plain
+from kale_dist.wording import closest
 
 FILENAME = "<%%distribute>"
 """What tracebacks call the text of such a cell."""
@@ -52,11 +53,17 @@ class DistributeMagics(Magics):
 
     @magic_arguments()
     @argument("-n", "--number-of-processes", type=int, help="How many ranks run the cell")
-    @argument("--on", default="local", help="Where: local, docker or kubernetes")
+    @argument("--on", help="Where: local, docker or kubernetes (the configured one)")
     @argument("--image", help="The containers' image")
-    @argument("--cuda", action="store_true", help="One GPU for each rank")
+    @argument("--cuda", action="store_true", default=None, help="One GPU for each rank")
     @argument("--name", help="The job's name")
-    @argument("--set", action="append", default=[], metavar="NAME=VALUE", help="Any other argument of kale_dist.launch")
+    @argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Any other argument of kale_dist.launch or of the place, such as volumes",
+    )
     @argument("--job", metavar="NAME", help="Keep the job under this name")
     @argument("--no-wait", action="store_true", help="Do not wait: the job is the cell's value")
     @line_cell_magic
@@ -92,7 +99,11 @@ class DistributeMagics(Magics):
         with _warned():
             job: Job[Any] = _explained(
                 lambda: calls.launch(
-                    on_a_rank.cell, text, FILENAME, names, **{k: v for k, v in arguments.items() if v is not None}
+                    on_a_rank.cell,
+                    text,
+                    FILENAME,
+                    names,
+                    **placing.gathered({k: v for k, v in arguments.items() if v is not None}),
                 )
             )
         if options.job is not None:
@@ -247,7 +258,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     if not separator:
         raise UsageError(f"--set: {text!r} sets nothing; write it as timeout_s=60")
     if name not in overrides.SHARED:
-        near = checks.closest(name, overrides.SHARED)
+        near = closest(name, overrides.SHARED)
         raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
     return name, parameters.parse(value)
 

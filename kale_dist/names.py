@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from kale_dist.errors import ConfigError
+from kale_dist.wording import shorten
 
 MAX_LENGTH = 50
 """A label may have 63 characters; the rest is kept for what backends append, such as `-worker-123`."""
@@ -16,6 +17,7 @@ MAX_LABEL_LENGTH = 63
 """Characters of a label of a DNS name, and so of a pod's or a Service's name."""
 
 _MAX_SUBDOMAIN_LENGTH = 253
+_MAX_IMAGE_LENGTH = 511
 _VALID = re.compile(r"[a-z](?:[a-z0-9-]*[a-z0-9])?", re.ASCII)
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -100,6 +102,23 @@ def is_data_key(text: str) -> bool:
 def is_image(text: str) -> bool:
     """Whether this is a reference of an image: `host:port/path:tag@sha256:digest`, of which the path must be there."""
     return _IMAGE.fullmatch(text) is not None
+
+
+def check_image(argument: str, reference: str) -> str:
+    """Accept an image's reference or say what is wrong with it.
+
+    Raises:
+        ConfigError: This is no reference. The remedy has one that is, if it is near.
+    """
+    if is_image(reference) and len(reference) <= _MAX_IMAGE_LENGTH:
+        return reference
+    remedy = "Write it as 'registry.example.com/team/train:1'"
+    bare = re.sub(r"^[a-z-]+://", "", reference.strip())
+    for better in (bare, bare.lower()):
+        if better != reference and is_image(better):
+            remedy = f"Write {better!r}"
+            break
+    raise ConfigError(argument, f"{shorten(reference)} is not an image's reference", remedy)
 
 
 def is_registry_path(text: str) -> bool:

@@ -58,16 +58,12 @@ class OutcomeReader:
         self._fetch = fetch
         self._ref = ref
         self._spec = spec
-        self._key = key
+        self.key = key
         self._store = store
         self._originals = originals
         self._lock = threading.RLock()
         self._read: dict[tuple[int, int], outcome.Outcome] = {}
         self._loaded: loading.Loaded | None = None
-
-    def has_key(self, key: bytes | None) -> bool:
-        """Whether the job's key is this one."""
-        return self._key == key
 
     def value(self, rank: int, attempt: int) -> Any:
         """What a rank returned.
@@ -131,7 +127,7 @@ class OutcomeReader:
         return weights.remember(arguments["model"], arguments["optimizer"], arguments.get("scheduler"))
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
-        if self._key is None:
+        if self.key is None:
             raise ResultUnavailableError(
                 f"The key of {self._ref} cannot be read, so nobody could tell a forged result from a real one; status "
                 f"and log are there. Only the user who started the job can read {self.files.key}",
@@ -144,7 +140,7 @@ class OutcomeReader:
                     self._bring(self.files.outcome(attempt, rank))
                 found = self._read[rank, attempt] = outcome.read(
                     self.files.outcome(attempt, rank),
-                    key=self._key,
+                    key=self.key,
                     job=self._spec.name,
                     attempt=attempt,
                     rank=rank,

@@ -5,13 +5,17 @@ They reach the kernel as an environment variable, so that a notebook needs no ch
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from kale_dist.errors import ConfigError
+from kale_dist.places import Docker, Kubernetes
 from kale_dist.wording import closest, show
+
+T = TypeVar("T")
 
 VARIABLE = "KALE_DIST_SET"
 """Environment variable: a JSON object, argument to value."""
@@ -22,12 +26,15 @@ TRAINING = (
 )  # fmt: skip
 """Arguments of `distribute` alone that can be set."""
 
-SHARED = (
-    "number_of_processes", "cuda", "name", "on", "image", "resources", "processes_per_pod", "volumes", "store", "cluster",
-    "environment", "threads", "seed", "timeout_s", "stall_warn_s", "stall_timeout_s", "detach", "max_restarts",
-    "packages", "requirements",
+_CALLS = (
+    "number_of_processes", "cuda", "name", "on", "environment", "threads", "seed", "timeout_s", "stall_warn_s",
+    "stall_timeout_s", "detach", "max_restarts",
 )  # fmt: skip
-"""Arguments of `distribute` and `launch` that can be set."""
+PLACES = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes) for field in dataclasses.fields(kind)))
+"""Arguments of `kd.Docker` and `kd.Kubernetes`: set, they hold for wherever a call runs that has them."""
+
+SHARED = (*_CALLS, *PLACES)
+"""What can be set of every call."""
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -55,18 +62,18 @@ def encode(values: Mapping[str, Any]) -> str:
     return json.dumps(dict(values))
 
 
-def apply(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments, with those that are set from outside in the place of its own.
-
-    Args:
-        given: All arguments of the call by name. What is set and is no argument of this call is passed over.
+def applied(value: T) -> T:
+    """A frozen value of a call with those of its fields that are set from outside replaced.
 
     Raises:
-        ConfigError: The variable holds something else.
+        ConfigError: The variable holds something else, or a value is wrong.
     """
     text = os.environ.get(VARIABLE, "")
-    values = _decode(text) if text else {}
-    return {**given, **{name: value for name, value in values.items() if name in _settable(given)}}
+    if not text:
+        return value
+    fields = {field.name for field in dataclasses.fields(value)}  # type: ignore[arg-type]
+    changes = {name: given for name, given in _decode(text).items() if name in fields}
+    return dataclasses.replace(value, **changes) if changes else value  # type: ignore[type-var]
 
 
 def _decode(text: str) -> dict[str, Any]:
@@ -78,7 +85,3 @@ def _decode(text: str) -> dict[str, Any]:
         raise ConfigError(VARIABLE, f"{show(text)} is not a JSON object", 'Write it as {"epochs": 1}, or unset it')
     check(values)
     return values
-
-
-def _settable(given: Mapping[str, Any]) -> Iterable[str]:
-    return [name for name in (*SHARED, *TRAINING) if name in given]

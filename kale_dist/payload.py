@@ -14,10 +14,8 @@ _MODULES = (
     "blobs",
     "contract",
     "errors",
-    "pod_order",
     "strategies",
     "tracebacks",
-    "transport",
     "url_store",
 )
 _PACKAGES = ("runtime", "training")

@@ -13,18 +13,14 @@ from kale_dist.errors import ConfigError
 from kale_dist.wording import show
 
 LAYERS, DOCKER = "layers", "docker"
-"""Builders: one that needs no daemon, and the Docker engine."""
+"""Builders: one that adds layers without a build, and BuildKit in the Docker engine."""
 
 BUILDERS = (LAYERS, DOCKER)
-
-GZIP, ZSTD = "gzip", "zstd"
-COMPRESSIONS = (GZIP, ZSTD)
-"""Of a layer: every runtime reads the first."""
 
 TAG_PREFIX = "kd-"
 """What tags of images that this library makes begin with."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of every digest: raised where the same recipe would make another image."""
 
 _TAG_DIGITS = 20
@@ -56,13 +52,11 @@ class Recipe:
         apt: Debian packages. They need `builder="docker"`, which is then chosen by itself.
         files: `{"/opt/x.txt": "x.txt"}`: path in the image to file on this machine.
         environment: `{"NAME": "value"}`, set in every process that is started in the image.
-        index_urls: Where packages come from; empty: what pip is configured for here. Credentials come from netrc or a
-            keyring.
+        index_urls: Where packages come from; empty: what pip is configured for here. Credentials come from netrc.
         allow_torch_change: Whether packages may replace the base's torch.
-        builder: `"layers"` (needs no daemon), `"docker"`, or empty: layers, unless something needs commands.
+        builder: `"layers"` (adds layers without a build), `"docker"` (BuildKit), or empty: layers, unless something needs
+            commands.
         platform: Operating system and processor of the cluster.
-        compression: `"gzip"`, or `"zstd"` for smaller layers that are unpacked faster, where all that pull the image can
-            read them (containerd 1.5, Docker 23, Podman 3 and later).
         rebuild: Whether the image is built although it is there.
 
     Raises:
@@ -81,7 +75,6 @@ class Recipe:
     """The first in the place of pip's default index."""
     allow_torch_change: bool
     builder: str
-    compression: str
     rebuild: bool
     """Not part of its identity."""
 
@@ -90,7 +83,6 @@ class Recipe:
         *,
         base: str = "",
         platform: str = "linux/amd64",
-        compression: str = GZIP,
         packages: Iterable[str] = (),
         apt: Iterable[str] = (),
         files: Mapping[str, str | pathlib.PurePath] | Iterable[ImageFile] = (),
@@ -103,7 +95,6 @@ class Recipe:
         values = {
             "base": _text("base", base),
             "platform": _text("platform", platform),
-            "compression": _text("compression", compression),
             "packages": _texts("packages", packages),
             "apt": _texts("apt", apt),
             "files": _files(files),
@@ -145,9 +136,6 @@ class Recipe:
         """
         made_of = self.to_json()
         del made_of["rebuild"]
-        if self.compression == GZIP:
-            # As recipes were named before there was a choice.
-            del made_of["compression"]
         made_of |= {"format": _FORMAT, "base": base_digest, "builder": self.chosen_builder, "python": python}
         made_of["files"] = [[file.path, file.digest, file.executable] for file in self.files]
         text = json.dumps(made_of, sort_keys=True, separators=(",", ":"))

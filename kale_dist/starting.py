@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from kale_dist import names, records, weights
 from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
 from kale_dist.blobs import FolderStore, Store
-from kale_dist.checks import Run
 from kale_dist.errors import BackendError, SnapshotError, warn
-from kale_dist.job import Job
+from kale_dist.job import Job, inside
 from kale_dist.outcomes import OutcomeReader
+from kale_dist.placing import Run
+from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import JobSpec
 from kale_dist.strategies import Strategy
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 SUFFIX_LENGTH = 5
 _GIB = 1 << 30
+_LARGE_BYTES = 100_000_000
+_SHOWN_PATHS = 2
 
 _jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary()
 """Reference to the handle that this process already has, which knows the notebook's own objects."""
@@ -78,8 +81,10 @@ def start(call: Call, run: Run) -> Job[Any]:
         captured, spec = capture_call(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
         if isinstance(run.backend, Prepares):
             spec = run.backend.prepare(spec, submit=True)
+        for note in run.notes:
+            _say(f"[kale-dist] {note}")
         # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
-        for warning in (*run.warnings, *captured.snapshot.notes, *_disk_warnings()):
+        for warning in (*run.warnings, *captured.snapshot.notes, *_data_warnings(call, run), *_disk_warnings()):
             warn(warning)
         given = call.kwargs
         targets = None
@@ -187,7 +192,7 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
         if isinstance(backend, Prepares):
             spec = backend.prepare(spec, submit=True)
         ref = backend.submit(backend.plan(spec), key)
-    return handle(backend, ref, spec, key, targets=job.targets)
+    return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 
 def _show(job: Job[Any]) -> None:
@@ -206,6 +211,31 @@ def _free_name(label: str) -> str:
         name = names.make(label, suffix)
         if not records.exists(name):
             return name
+
+
+def _data_warnings(call: Call, run: Run) -> Iterator[str]:
+    """What of a training's data travels badly, or not at all."""
+    if call.kind != "training" or run.backend.name == "local":
+        return
+    for argument in ("train_data_loader", "eval_data_loader"):
+        loader = call.kwargs[argument]
+        if loader is None:
+            continue
+        found = datasets.examine(loader.dataset)
+        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in run.volumes])
+        where = "Kubernetes" if run.backend.name == "kubernetes" else "Docker"
+        remedy = f'on=kd.{where}(volumes={{"/data": ...}})'
+        if missing:
+            more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
+            yield (
+                f"{argument}: its dataset refers to files of this machine, {', '.join(missing[:_SHOWN_PATHS])}{more}, "
+                f"which the processes will not see. Put them on a volume that is mounted at the same path: {remedy}"
+            )
+        if found.memory_bytes > _LARGE_BYTES:
+            yield (
+                f"{argument}: its dataset holds {found.memory_bytes / 1e6:.0f} MB in memory, which are sent to each of "
+                f"{run.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
+            )
 
 
 def _disk_warnings() -> Iterator[str]:

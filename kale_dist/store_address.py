@@ -29,7 +29,7 @@ def check(argument: str, value: Any) -> str:
     scheme, separator, rest = value.partition("://")
     # First: the other refusals show the address.
     if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:
-        remedy = "Leave it out, and give it to the pods by cluster={'secret_environment': {'NAME': 'secret/key'}}"
+        remedy = "Leave it out, and give it to the pods by secret_environment={'NAME': 'secret/key'}"
         raise ConfigError(argument, "this URL holds a password", remedy)
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
         raise ConfigError(argument, f"{shorten(value)} names no store", example)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from kale_dist.checks import check_count, check_flag, check_returns, closest, describe, show
+from kale_dist.checks import check_count, check_flag, check_returns, describe
 from kale_dist.errors import ConfigError
-from kale_dist.strategies import AllReduce
+from kale_dist.strategies import AllReduce, Strategy
+from kale_dist.wording import closest, show
 
 STEP_ARGUMENTS = {
     "train_step": ("model", "data_loader", "criterion", "optimizer", "device", "args"),
@@ -21,54 +23,68 @@ _PRECISIONS = ("bf16", "fp16")
 _EVAL_SHARDINGS = ("samples", "none")
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """Check the objects of a training, that they belong together, and its numbers and words.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What is trained, and how. Fields as arguments of `distribute`; they go to the training loop by these names."""
 
-    Args:
-        given: The arguments of `distribute` by name; those it shares with `launch` are passed over.
+    model: Any
+    train_data_loader: Any
+    criterion: Any
+    optimizer: Any
+    train_step: Callable[..., Any] | None = None
+    eval_data_loader: Any = None
+    eval_step: Callable[..., Any] | None = None
+    epochs: int = 1
+    train_args: Any = None
+    eval_args: Any = None
+    scheduler: Any = None
+    accumulate: int = 1
+    precision: str | None = None
+    clip_norm: float | None = None
+    split_batches: bool = False
+    shard: bool = True
+    eval_sharding: str = "samples"
+    checkpoint_every: int | None = 1
+    strategy: Strategy = dataclasses.field(default_factory=AllReduce)
 
-    Raises:
-        ConfigError: The first argument that is wrong.
-    """
-    model, criterion, optimizer = given["model"], given["criterion"], given["optimizer"]
-    train_step, eval_step, eval_data_loader = given["train_step"], given["eval_step"], given["eval_data_loader"]
-    _check_model(model)
-    _check_loader("train_data_loader", given["train_data_loader"])
-    if eval_data_loader is not None:
-        _check_loader("eval_data_loader", eval_data_loader)
-    _check_criterion(criterion, needed_by=_ready_made(train_step, eval_data_loader, eval_step))
-    _check_optimizer(optimizer, model, criterion)
-    _check_step("train_step", train_step)
-    _check_step("eval_step", eval_step)
-    if eval_step is not None and eval_data_loader is None:
-        raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
-    _check_scheduler(given["scheduler"], optimizer)
-    _check_settings(given)
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        _check_loader("train_data_loader", self.train_data_loader)
+        if self.eval_data_loader is not None:
+            _check_loader("eval_data_loader", self.eval_data_loader)
+        _check_criterion(self.criterion, needed_by=_ready_made(self.train_step, self.eval_data_loader, self.eval_step))
+        _check_optimizer(self.optimizer, self.model, self.criterion)
+        _check_step("train_step", self.train_step)
+        _check_step("eval_step", self.eval_step)
+        if self.eval_step is not None and self.eval_data_loader is None:
+            raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
+        _check_scheduler(self.scheduler, self.optimizer)
+        for argument in ("epochs", "accumulate"):
+            check_count(argument, getattr(self, argument))
+        if self.checkpoint_every is not None:
+            check_count("checkpoint_every", self.checkpoint_every)
+        for argument in ("split_batches", "shard"):
+            check_flag(argument, getattr(self, argument))
+        precision, clip_norm = self.precision, self.clip_norm
+        if precision is not None and precision not in _PRECISIONS:
+            near = closest(precision, _PRECISIONS)
+            raise ConfigError("precision", f"there is no precision {precision!r}", f"{near}Use 'bf16', 'fp16' or None")
+        if clip_norm is not None:
+            number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+            if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
+                raise ConfigError("clip_norm", f"{clip_norm!r} is not a positive number", "Give such as 1.0, or None")
+        if self.eval_sharding not in _EVAL_SHARDINGS:
+            near = closest(self.eval_sharding, _EVAL_SHARDINGS)
+            remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
+            raise ConfigError("eval_sharding", f"there is no way {self.eval_sharding!r}", remedy)
+        strategy: Any = self.strategy
+        if not isinstance(strategy, AllReduce):
+            remedy = "Use kale_dist.AllReduce(), or leave it out"
+            raise ConfigError("strategy", f"{strategy!r} is not a strategy of this version", remedy)
 
-
-def _check_settings(given: Mapping[str, Any]) -> None:
-    for argument in ("epochs", "accumulate"):
-        check_count(argument, given[argument])
-    if given["checkpoint_every"] is not None:
-        check_count("checkpoint_every", given["checkpoint_every"])
-    for argument in ("split_batches", "shard"):
-        check_flag(argument, given[argument])
-    precision, clip_norm = given["precision"], given["clip_norm"]
-    if precision is not None and precision not in _PRECISIONS:
-        near = closest(precision, _PRECISIONS)
-        raise ConfigError("precision", f"there is no precision {precision!r}", f"{near}Use 'bf16', 'fp16' or None")
-    if clip_norm is not None:
-        number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-        if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
-            raise ConfigError("clip_norm", f"{clip_norm!r} is not a positive number", "Give such as 1.0, or None")
-    eval_sharding, strategy = given["eval_sharding"], given["strategy"]
-    if eval_sharding not in _EVAL_SHARDINGS:
-        near = closest(eval_sharding, _EVAL_SHARDINGS)
-        remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
-        raise ConfigError("eval_sharding", f"there is no way {eval_sharding!r}", remedy)
-    if strategy is not None and not isinstance(strategy, AllReduce):
-        remedy = "Use kale_dist.AllReduce(), or leave it out"
-        raise ConfigError("strategy", f"{strategy!r} is not a strategy of this version", remedy)
+    def arguments(self) -> dict[str, Any]:
+        """Name to value, as the training loop takes them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def _check_model(model: Any) -> None:

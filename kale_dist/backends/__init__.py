@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kale_dist.backends.base import Backend
+import functools
+from collections.abc import Callable
+
+from kale_dist.backends.base import Backend, Place
 from kale_dist.errors import ConfigError
 
 NAMES = ("local", "docker", "kubernetes")
@@ -25,22 +28,29 @@ def get(name: str) -> Backend:
         return local.shared()
     if name == "docker":
         try:
-            from kale_dist.backends.docker import backend as docker_backend
+            from kale_dist.backends.docker.place import DockerPlace
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in _ENGINE_PACKAGES:
                 raise
             problem = f"'docker' needs the package {package!r}, which is not installed in this Python"
             raise ConfigError("on", problem, "Install it: pip install 'kale-dist[docker]'") from None
-        return docker_backend.shared()
+        return _followed(DockerPlace)
     if name == "kubernetes":
         try:
-            from kale_dist.backends.kubernetes import backend
+            from kale_dist.backends.kubernetes.place import KubernetesPlace
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in _CLIENT_PACKAGES:
                 raise
             problem = f"'kubernetes' needs the package {package!r}, which is not installed in this Python"
             raise ConfigError("on", problem, "Install it: pip install 'kale-dist[kubernetes]'") from None
-        return backend.shared()
+        return _followed(KubernetesPlace)
     raise KeyError(name)
+
+
+@functools.cache
+def _followed(place: Callable[[], Place]) -> Backend:
+    from kale_dist.following.backend import FollowedBackend
+
+    return FollowedBackend(place())

@@ -223,6 +223,18 @@ class OffersVolumes(Protocol):
         """Their names, as the values of `volumes=` take them."""
 
 
+@runtime_checkable
+class Describes(Protocol):
+    """A backend whose jobs are objects that it can show."""
+
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The object as it is now, such as a PyTorchJob with its status.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+
 # -- places: where a job's containers run ---------------------------------------------------------------------------------
 
 
@@ -346,6 +358,9 @@ class Place(Protocol):
 
     def plan(self, spec: JobSpec) -> Plan:
         """What `start` creates. Pure."""
+
+    def object_name(self, spec: JobSpec, run: int) -> str:
+        """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
 
     def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create a run's objects and their input.

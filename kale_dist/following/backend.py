@@ -132,7 +132,7 @@ class FollowedBackend:
         if follower is not None:
             follower.stop()
         for run in records.runs(ref.record_name):
-            self.place.remove(handle_of(record, run))
+            self.place.remove(handle_of(self.place, record, run))
         if follower is not None:
             follower.join()
         with self._lock:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -159,7 +160,7 @@ class HeadClient:
                 return
 
     def _put(self, path: str, view: memoryview, offset: int, on_progress: Callable[[int], None]) -> None:
-        with contextlib.closing(self._open(_ANSWER_S)) as peer:
+        with self._open(_ANSWER_S) as (peer, _):
             peer.putrequest("PUT", path)
             peer.putheader(MAC_HEADER, sign_request(self._key, "PUT", path))
             peer.putheader(SIZE_HEADER, str(len(view)))
@@ -190,7 +191,7 @@ class HeadClient:
     def _request(
         self, method: str, path: str, body: bytes = b"", silence_s: float = _ANSWER_S
     ) -> Iterator[tuple[http.client.HTTPResponse, Callable[[], None]]]:
-        with contextlib.closing(self._open(silence_s)) as peer:
+        with self._open(silence_s) as (peer, end):
             digest = hashlib.sha256(body).hexdigest() if method == "POST" else ""
             headers = {MAC_HEADER: sign_request(self._key, method, path, digest)}
             try:
@@ -200,15 +201,23 @@ class HeadClient:
                 raise _cut(f"asking {method} {path}", error) from error
             with answer:
                 _check(answer, path)
-                yield answer, peer.sock.close
+                yield answer, end
 
-    def _open(self, silence_s: float) -> http.client.HTTPConnection:
-        connection = self._connect()
-        connection.settimeout(silence_s)
-        peer = http.client.HTTPConnection("head")
-        peer.sock = _Socket(connection)
-        peer.auto_open = 0
-        return peer
+    @contextlib.contextmanager
+    def _open(self, silence_s: float) -> Iterator[tuple[http.client.HTTPConnection, Callable[[], None]]]:
+        with contextlib.closing(self._connect()) as connection:
+            connection.settimeout(silence_s)
+            peer = http.client.HTTPConnection("head")
+            peer.sock = _Socket(connection)
+            peer.auto_open = 0
+
+            def end() -> None:
+                # To close a socket does not wake a thread that reads from it.
+                if isinstance(connection, socket.socket):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+
+            yield peer, end
 
     def _repeat(self, doing: str, act: Callable[[], None]) -> None:
         for attempt in range(1, _TRIES + 1):
@@ -233,7 +242,9 @@ class _Socket:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.sendall = connection.sendall
-        self.close = connection.close
+
+    def close(self) -> None:
+        """Nothing: the library lets go of its socket before the answer has been read."""
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         return io.BufferedReader(_Received(self._connection), _PIECE_BYTES)

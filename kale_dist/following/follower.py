@@ -50,6 +50,9 @@ EXPLAIN_S = 10.0
 CANCEL_MARGIN_S = 10.0
 """A cancelled job whose pods still run so long after its ranks' grace is killed."""
 
+MAX_LAST_WORDS, MAX_LAST_LINES, LAST_WORDS_BYTES = 3, 20, 1 << 14
+"""Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
+
 _MIB = 1 << 20
 _CANCELLED = "cancelled"
 _LOCK = "follower.lock"
@@ -63,16 +66,14 @@ def identity() -> str:
     return f"{person}@{socket.gethostname()}"
 
 
-def run_name(name: str, number: int) -> str:
-    """Name of the object of a job's run."""
-    return name if number == 1 else f"{name}-{number}"
-
-
-def handle_of(record: Record, run: Run) -> RunHandle:
+def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
     """What a place needs to find a run."""
-    name = run.object or run_name(record.spec.name, run.number)
     return RunHandle(
-        ref=JobRef.parse(record.ref), object=name, run=run.number, spec=record.spec, place=run.place or record.place
+        ref=JobRef.parse(record.ref),
+        object=run.object or place.object_name(record.spec, run.number),
+        run=run.number,
+        spec=record.spec,
+        place=run.place or record.place,
     )
 
 
@@ -125,7 +126,7 @@ class Follower:
         self._files = records.files(record.name)
         self._status = JobReader(record.name, lambda _: True)
         self._run = records.runs(record.name)[-1]
-        self._handle = handle_of(record, self._run)
+        self._handle = handle_of(place, record, self._run)
         self._opened: RunCopy | None = None
         self._reader: HeadReader | None = None
         self._input: threading.Thread | None = None
@@ -135,6 +136,7 @@ class Follower:
         self._looked_at = self._clock.monotonic()
         self._between_looks_s = 0.0
         self._decided: Verdict | None = None
+        self._heard: set[str] = set()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._stopped = threading.Event()
@@ -231,6 +233,8 @@ class Follower:
             with _opened_lock(self._files) as lock:
                 while not _try_lock(lock):
                     # Another process follows. This one only looks, for what it shows until then.
+                    self._run = records.runs(self._record.name)[-1]
+                    self._handle = handle_of(self._place, self._record, self._run)
                     self._look()
                     self._kill_if_due()
                     if self._stopped.is_set() or self._status.status().is_final:
@@ -301,7 +305,7 @@ class Follower:
 
     def _open_newest_run(self) -> None:
         self._run = records.runs(self._record.name)[-1]
-        self._handle = handle_of(self._record, self._run)
+        self._handle = handle_of(self._place, self._record, self._run)
         self._listen()
         self._opened = RunCopy(self._run.files, self._spec.topology.number_of_processes, self._on_change)
         if not self._run.files.run_facts.exists():
@@ -426,6 +430,8 @@ class Follower:
             return False
         if self._reader is not None:
             self._reader.stop()
+        if verdict.state is StateName.FAILED:
+            self._keep_last_words()
         copy = self._copy
         if verdict.is_lost and not canceller(self._files):
             if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
@@ -448,6 +454,18 @@ class Follower:
             with contextlib.suppress(BackendError, StoreError):
                 client.ack()
         return True
+
+    def _keep_last_words(self) -> None:
+        """Copy what other pods printed that ended badly: what they could not hand to their head."""
+        ended = [part for part in self.look.parts if part.number and part.state == "ended" and part.exit_code]
+        for part in ended[:MAX_LAST_WORDS]:
+            if part.uid in self._heard:
+                continue
+            self._heard.add(part.uid)
+            with contextlib.suppress(BackendError):
+                said = self._place.last_words(self._handle, part, LAST_WORDS_BYTES).decode(errors="replace")
+                for line in [text for text in said.splitlines() if text.strip()][-MAX_LAST_LINES:]:
+                    self._copy.say(f"pod {part.number}: {line}")
 
     def _fetch_results(self, verdict: Verdict) -> bool:
         """Bring outcomes here before the end is shown; whether all are here that will ever be."""
@@ -501,7 +519,7 @@ class Follower:
         fresh = Run(
             number=run.number + 1,
             files=self._files.run(run.number + 1),
-            object=self._handle.object if uid else run_name(self._spec.name, run.number + 1),
+            object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
             uid=uid,
             first_attempt=run.first_attempt + copy.last_attempt + 1,
             is_started=bool(uid),
@@ -542,7 +560,7 @@ class Follower:
         self._show(f"Run {self._run.number} is being started")
         try:
             # What the run before it holds (GPUs, quota) is what this one needs.
-            self._place.remove(handle_of(self._record, runs[-2]))
+            self._place.remove(handle_of(self._place, self._record, runs[-2]))
             try:
                 self._handle = self._place.start(
                     self._place.plan(spec),
@@ -552,7 +570,7 @@ class Follower:
                 )
             except JobExistsError:
                 # The follower of another machine was first, or this one before it was killed: it is the same run.
-                self._handle = handle_of(self._record, self._run)
+                self._handle = handle_of(self._place, self._record, self._run)
         except BackendError as error:
             self.problem = f"{error}"
             self._on_change()

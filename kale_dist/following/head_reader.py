@@ -172,6 +172,8 @@ class HeadReader:
             if self._stopped.is_set():
                 return
             self._copy.take(blocks.feed(piece), missing=missing)
+            if self._copy.is_complete:
+                return
         if not self._stopped.is_set():
             self._copy.take(blocks.finish(), missing=missing)
 

@@ -81,6 +81,20 @@ def find(registry_host: str, *, repository: str = "", pull_secret_jsons: tuple[s
     return None
 
 
+def log_in(host: str) -> str:
+    """What to do about credentials that are missing or wrong."""
+    return f"Log in (docker login {host}), or name a pull secret that holds credentials for {host}."
+
+
+def for_engine(credentials: Credentials | None) -> dict[str, str] | None:
+    """Credentials as a Docker engine takes them."""
+    if credentials is None:
+        return None
+    names = {"username": credentials.username, "password": credentials.password}
+    names |= {"identitytoken": credentials.token, "registrytoken": credentials.bearer}
+    return {name: value for name, value in names.items() if value}
+
+
 def _files() -> Iterator[pathlib.Path]:
     home = pathlib.Path.home()
     candidates = [pathlib.Path(os.environ.get("DOCKER_CONFIG") or home / ".docker") / "config.json"]

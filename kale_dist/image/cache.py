@@ -1,10 +1,8 @@
-"""What is kept on this machine between builds: inventories, wheels, locks, and when an image was last used from here.
+"""What is kept on this machine between builds, in `$XDG_CACHE_HOME/kale-dist/` (or `~/.cache/kale-dist/`).
 
-`$XDG_CACHE_HOME/kale-dist/` (or `~/.cache/kale-dist/`) holds
-
-    layers/ resolutions/ wheels/ ...   of the builder without a daemon; all of it can be made again
-    locks/<tag>                        held while an image is made
-    used/<registry and path>/<tag>     empty; its time is that of the last use
+bases/ manifests/ packed/   what bases answered, manifests by digest, names of layers; all of it can be made again
+locks/<tag>                 held while an image is made
+used/<registry and path>/<tag>   empty; its time is that of the last use
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ import fcntl
 import os
 import pathlib
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from urllib.parse import quote
 
-from kale_dist.errors import StoreError
+from kale_dist.errors import ImageError, StoreError
 
-_OWN = frozenset({"locks", "used"})
 _BUILDING = "building-"
-_DAY_S = 24 * 3600
+_LEFT_BEHIND_S = 24 * 3600
+"""A build that is older than this was killed."""
 
 
 def folder() -> pathlib.Path:
@@ -39,6 +37,49 @@ def folder() -> pathlib.Path:
     except RuntimeError as error:
         raise StoreError(f"{error} Set HOME, or XDG_CACHE_HOME to a folder you can write to") from error
     return _made(root / "kale-dist")
+
+
+@contextlib.contextmanager
+def working_folder() -> Iterator[pathlib.Path]:
+    """A folder for one build, which goes at its end; those that killed builds have left go at the beginning.
+
+    Raises:
+        ImageError: It cannot be made.
+    """
+    root = folder()
+    for left in root.glob(f"{_BUILDING}*"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - _LEFT_BEHIND_S:
+                shutil.rmtree(left, ignore_errors=True)
+    try:
+        made = tempfile.TemporaryDirectory(dir=root, prefix=_BUILDING)
+    except OSError as error:
+        raise no_room(root, error) from error
+    with made as name:
+        yield pathlib.Path(name)
+
+
+def no_room(path: pathlib.Path, error: OSError) -> ImageError:
+    """The error for something of a build that could not be written."""
+    return ImageError(
+        f"An image is made in {path}, which could not be written: {error.strerror or error}. Make room there, or set "
+        f"XDG_CACHE_HOME to a folder that has some and that you can write to, and call again."
+    )
+
+
+def write(path: pathlib.Path, data: bytes) -> None:
+    """Keep something: whole or not at all, and not where there is no room, for it can be found out again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            temporary = pathlib.Path(file.name)
+            try:
+                file.write(data)
+                file.flush()
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
 
 
 @contextlib.contextmanager
@@ -63,61 +104,6 @@ def alone(tag: str, waiting: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def note_use(repository: str, tag: str) -> None:
-    """Write down that an image is used now.
-
-    Args:
-        repository: With its registry: `localhost:5000/team/kale-dist`.
-        tag: Of the image.
-    """
-    # An image that is used and not noted is at worst listed as unknown.
-    with contextlib.suppress(OSError, StoreError):
-        (_made(folder() / "used" / quote(repository, safe="")) / tag).touch()
-
-
-def last_use(repository: str, tag: str) -> float | None:
-    """When an image was last used from this machine, in seconds since 1970; None: never."""
-    try:
-        return (folder() / "used" / quote(repository, safe="") / tag).stat().st_mtime
-    except OSError:
-        return None
-
-
-def forget_use(repository: str, tag: str) -> None:
-    """Remove what `note_use` wrote."""
-    with contextlib.suppress(OSError):
-        (folder() / "used" / quote(repository, safe="") / tag).unlink()
-
-
-def clean(older_than_s: float) -> int:
-    """Remove what builders have kept and not touched for so many seconds. Gives the bytes that were freed.
-
-    What builds that were killed have left goes after a day; younger folders may be at work.
-    """
-    now, freed = time.time(), 0
-    for place in folder().iterdir():
-        if place.name.startswith(_BUILDING):
-            if place.stat().st_mtime < now - max(older_than_s, _DAY_S):
-                shutil.rmtree(place, ignore_errors=True)
-        elif place.name not in _OWN and place.is_dir():
-            freed += _clean(place, now - older_than_s)
-    return freed
-
-
-def _clean(place: pathlib.Path, limit: float) -> int:
-    freed = 0
-    for path in sorted(place.rglob("*"), reverse=True):
-        with contextlib.suppress(OSError):
-            status = path.lstat()
-            if path.is_dir() and not path.is_symlink():
-                # Only an empty one goes.
-                path.rmdir()
-            elif max(status.st_mtime, status.st_atime) < limit:
-                path.unlink()
-                freed += status.st_size
-    return freed
-
-
 def _made(path: pathlib.Path) -> pathlib.Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,9 +114,5 @@ def _made(path: pathlib.Path) -> pathlib.Path:
 
 def _store_error(path: pathlib.Path, error: OSError) -> StoreError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = (
-        "Free some space; `kale-dist image prune` removes what builds have left"
-        if full
-        else "Set XDG_CACHE_HOME to a folder you can write to"
-    )
+    remedy = "Free some space" if full else "Set XDG_CACHE_HOME to a folder you can write to"
     return StoreError(f"{path} could not be written ({error.strerror or error}). {remedy}")

@@ -1,25 +1,31 @@
-"""Requests to one registry: TLS, proxies, credentials, redirects, and waiting when it is busy.
+"""Requests to one registry: TLS, proxies, credentials, and waiting when it is busy.
 
-No library does what is needed here: oras and python-dxf neither go on with an upload that was cut nor wait when a
-registry is busy, and oras brings jsonschema along. So the protocol is ours, and urllib3, which the clients of
-Kubernetes and Docker bring with them, does the HTTP.
+No library does what is needed here (oras and python-dxf neither wait as a busy registry asks nor know pull secrets), so the
+protocol is ours, and urllib3, which the clients of Kubernetes and Docker bring with them, does the HTTP.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import ipaddress
 import json
+import os
+import pathlib
 import re
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Self
-from urllib.parse import urljoin, urlsplit, urlunsplit
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, Self
+from urllib.parse import unquote, urlencode, urljoin, urlsplit, urlunsplit
 
 import urllib3
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
+    MaxRetryError,
     NameResolutionError,
     NewConnectionError,
     ProxyError,
@@ -27,33 +33,36 @@ from urllib3.exceptions import (
 )
 
 from kale_dist.errors import ImageError
-from kale_dist.image.auth import Credentials
-from kale_dist.image.challenge import Access, Answers, log_in
-from kale_dist.image.network import CERTIFICATES, Network, is_here, trust
+from kale_dist.image.auth import Credentials, log_in
 from kale_dist.image.reference import DOCKER_HUB
 
-Body = Callable[[], Iterable[bytes]]
-"""Makes the body anew for each try."""
-
+BLOCK_BYTES = 1 << 20
 MAX_JSON_BYTES = 4 << 20
 """No answer that is read whole is longer; registries refuse longer manifests."""
 
+Access = tuple[str, ...]
+"""What a request needs, as token servers name it: `repository:team/train:pull,push`."""
+
 _HUB_HOST = "registry-1.docker.io"
-_CONNECT_S, _READ_S, _WRITE_S = 10.0, 60.0, 300.0
+_CERTIFICATES = ("/etc/docker/certs.d", "/etc/containers/certs.d")
+_CONNECT_S, _READ_S = 10.0, 300.0
 """Registries check a whole blob before they answer the request that ends its upload."""
 
-_TRIES = 5
-_FIRST_WAIT_S, _LONGEST_WAIT_S, _PATIENCE_S = 0.2, 8.0, 60.0
+_PATIENCE_S = 60.0
 _BUSY = (429, 502, 503, 504)
-_REDIRECTS = (301, 302, 303, 307, 308)
-_MAX_REDIRECTS = 5
+_KEPT = 8
+"""Connections to one host that stay open, for as many threads."""
+
 _MAX_ERROR_BYTES = 64 << 10
 _SHOWN = 300
+_TOKEN_LIFE_S, _RENEW_BEFORE_S = 60.0, 5.0
 _UNREACHED = (NewConnectionError, NameResolutionError, ConnectTimeoutError, ProxyError)
+_SCHEME = re.compile(r"(?:^|,)\s*(basic|bearer)(?=\s|,|$)", re.IGNORECASE)
+_PARAMETER = re.compile(r'([a-z_]+)=(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))', re.IGNORECASE)
 
 
 class CutError(ImageError):
-    """The connection ended within a request that is not repeated as it is."""
+    """The connection ended within a request."""
 
 
 class RefusedError(ImageError):
@@ -71,6 +80,28 @@ class RefusedError(ImageError):
         self.args = (message, retryable, status, code)
         self.status = status
         self.code = code
+
+
+class _Patience(urllib3.Retry):
+    """Waits as long as a registry asks, but not for ever."""
+
+    def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
+        wait_s = super().get_retry_after(response)
+        if wait_s is not None and wait_s > _PATIENCE_S:
+            raise ImageError(
+                f"The registry is busy ({response.status}) and asks to wait {wait_s:.0f} s. Wait, log in, or use a mirror.",
+                retryable=True,
+            )
+        return wait_s
+
+
+_REPEATED = _Patience(
+    total=6, connect=3, read=4, redirect=5, status=5, backoff_factor=0.2, backoff_max=8.0, status_forcelist=_BUSY,
+    allowed_methods=None, raise_on_status=False, raise_on_redirect=False,
+)  # fmt: skip
+"""For what may be sent twice. Credentials are not passed on to other hosts."""
+
+_ONCE = _Patience(total=0, redirect=0, status=0, allowed_methods=None, raise_on_status=False, raise_on_redirect=False)
 
 
 class Connection:
@@ -95,16 +126,19 @@ class Connection:
         ca_file: str | None = None,
     ) -> None:
         self.host = host
-        plain = insecure if insecure is not None else is_here(host) and ca_file is None
+        plain = insecure if insecure is not None else _is_here(host) and ca_file is None
         self.origin = f"{'http' if plain else 'https'}://{_HUB_HOST if host == DOCKER_HUB else host}"
-        self._network = Network(None if plain else trust(host, ca_file))
-        self._has_credentials = credentials is not None
+        self._trusted = None if plain else _trust(host, ca_file)
+        self._pools: dict[str, urllib3.PoolManager] = {}
+        self._credentials = credentials
         self._logging_in = threading.Lock()
-        self._answers = Answers(host, credentials, secure=not plain, fetch=self._fetch)
+        self._basic = ""
+        self._tokens: dict[Access, tuple[str, float]] = {}
 
     def close(self) -> None:
         """Close what is open. Calling it again does nothing."""
-        self._network.close()
+        while self._pools:
+            self._pools.popitem()[1].clear()
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +155,7 @@ class Connection:
         access: Access,
         expect: tuple[int, ...] = (200,),
         headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
+        body: bytes | io.BufferedIOBase | None = None,
         repeat: bool = True,
     ) -> urllib3.BaseHTTPResponse:
         """Send a request and give the answer, whose body has not been read: `read` it, stream it, or be `done` with it.
@@ -130,53 +164,43 @@ class Connection:
             method: HTTP's.
             url: Path at this registry, or a whole URL; to other hosts no credentials are sent.
             doing: For messages: `read the manifest of team/train:1`.
-            access: What is needed, as token servers name it.
+            access: What is needed.
             expect: Answers that are no error.
             headers: Besides those for credentials.
             body: With a `Content-Length` among the headers.
-            repeat: Whether the same request may be sent again after the connection has ended.
+            repeat: Whether the same request may be sent again after the connection has ended, or while it is busy.
 
         Raises:
             CutError: The connection ended, each time where it may be repeated.
             RefusedError: Another answer.
             ImageError: The registry cannot be reached, or is busy for longer than one should wait.
         """
-        url, moves, tries, asked = self.absolute(url), 0, 0, False
-        while True:
-            shown = self._answers.header(access) if self._is_ours(url) else ""
-            try:
-                answer = self._once(method, url, dict(headers or {}), body, shown)
-            except HTTPError as error:
-                tries += 1
-                cut = self._explain(error, doing, url)
-                if not isinstance(cut, CutError) or not repeat or tries >= _TRIES:
-                    raise cut from error
-                time.sleep(_wait_s(tries))
-                continue
+        url = self.absolute(url)
+        ours = urlsplit(url)[:2] == urlsplit(self.origin)[:2]
+        shown = self._authorization(access) if ours else ""
+        start = body.tell() if body is not None and not isinstance(body, bytes) else 0
+        for last in (False, True):
+            sent = {"Accept-Encoding": "identity", **(headers or {})} | ({"Authorization": shown} if shown else {})
+            answer = self._request(method, url, doing, headers=sent, body=body, retries=_REPEATED if repeat else _ONCE)
             if answer.status in expect:
                 return answer
+            challenge = ", ".join(answer.headers.getlist("WWW-Authenticate"))
             refused = self._refusal(answer, doing)
-            if answer.status in _REDIRECTS and "Location" in answer.headers and moves < _MAX_REDIRECTS:
-                url, moves = self.absolute(answer.headers["Location"], url), moves + 1
-            elif answer.status == 401 and not asked and self._is_ours(url):  # noqa: PLR2004 - HTTP's own number
-                asked = True
-                if not self._log_in(", ".join(answer.headers.getlist("WWW-Authenticate")), access, shown):
-                    raise refused
-            elif answer.status in _BUSY and tries < _TRIES:
-                tries += 1
-                self._be_patient(answer, tries, refused)
-            else:
+            if answer.status != 401 or last or not ours or not self._log_in(challenge, access, shown):  # noqa: PLR2004 - HTTP's own number
                 raise refused
+            shown = self._authorization(access)
+            if body is not None and not isinstance(body, bytes):
+                body.seek(start)
+        raise AssertionError
 
     def read(self, answer: urllib3.BaseHTTPResponse, doing: str) -> bytes:
-        """The whole body of a short answer.
+        """The whole body of an answer.
 
         Raises:
-            CutError: It ended early.
-            ImageError: It is longer than 4 MiB.
+            ImageError: It is too long, or the connection ended.
         """
         try:
-            data: bytes = answer.read(MAX_JSON_BYTES + 1, decode_content=False)
+            data = answer.read(MAX_JSON_BYTES + 1, decode_content=False)
         except HTTPError as error:
             raise self._explain(error, doing, self.origin) from error
         finally:
@@ -214,65 +238,106 @@ class Connection:
             parts = parts._replace(scheme="https", netloc=ours.netloc)
         return urlunsplit(parts)
 
-    def _is_ours(self, url: str) -> bool:
-        return _origin(url) == _origin(self.origin)
+    # -- HTTP --------------------------------------------------------------------------------------------------------
+
+    def _request(self, method: str, url: str, doing: str, **options: Any) -> urllib3.BaseHTTPResponse:
+        headers = {"User-Agent": "kale-dist", **options.pop("headers")}
+        timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
+        try:
+            return self._pool(url).request(
+                method, url, headers=headers, timeout=timeout, preload_content=False, **options
+            )
+        except HTTPError as error:
+            raise self._explain(error, doing, url) from error
+
+    def _pool(self, url: str) -> urllib3.PoolManager:
+        """Connections, kept open, directly or through the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`)."""
+        parts = urlsplit(url)
+        # As docker: what runs on this machine is never asked for through a proxy.
+        direct = _is_here(parts.netloc) or urllib.request.proxy_bypass(parts.hostname or "")
+        proxy = "" if direct else urllib.request.getproxies().get(parts.scheme, "")
+        if proxy not in self._pools:
+            settings: dict[str, Any] = {"ssl_context": self._trusted, "blocksize": BLOCK_BYTES, "maxsize": _KEPT}
+            if not proxy:
+                self._pools[proxy] = urllib3.PoolManager(**settings)
+                return self._pools[proxy]
+            way = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+            if way.scheme not in ("http", "https") or not way.hostname:
+                raise ImageError(
+                    f"The proxy at {way.hostname or 'no host'} in the environment is not HTTP's. Unset it."
+                )
+            if way.username:
+                login = f"{unquote(way.username)}:{unquote(way.password or '')}"
+                settings["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=login)
+            address = f"{way.scheme}://{way.netloc.rpartition('@')[2]}"
+            self._pools[proxy] = urllib3.ProxyManager(address, **settings)
+        return self._pools[proxy]
+
+    # -- credentials: https://distribution.github.io/distribution/spec/auth/token/ and, for identity tokens, oauth/ --
+
+    def _authorization(self, access: Access) -> str:
+        """What to send for this access; empty where nothing has been asked for yet."""
+        if self._basic:
+            return self._basic
+        if self._credentials is not None and self._credentials.bearer:
+            return f"Bearer {self._credentials.bearer}"
+        token, ends = self._tokens.get(access, ("", 0.0))
+        return f"Bearer {token}" if token and time.monotonic() < ends - _RENEW_BEFORE_S else ""
 
     def _log_in(self, challenge: str, access: Access, shown: str) -> bool:
         """Whether there is something else to show than what was refused; requests at the same time log in once."""
         with self._logging_in:
-            return self._answers.header(access) not in ("", shown) or self._answers.accept(challenge, access)
+            if self._authorization(access) not in ("", shown):
+                return True
+            offered, known = _challenges(challenge), self._credentials
+            if "realm" in offered.get("bearer", {}):
+                self._tokens[access] = self._new_token(offered["bearer"], access)
+                return True
+            if "basic" in offered and known is not None and known.password and not self._basic:
+                self._basic = urllib3.make_headers(basic_auth=f"{known.username}:{known.password}")["authorization"]
+                return True
+            return False
 
-    def _once(
-        self, method: str, url: str, headers: dict[str, str], body: Body | None, authorization: str
-    ) -> urllib3.BaseHTTPResponse:
-        headers |= {"User-Agent": "kale-dist", "Accept-Encoding": "identity"}
-        if authorization:
-            headers["Authorization"] = authorization
-        read_s = _READ_S if method in ("GET", "HEAD") else _WRITE_S
-        return self._network.pool(url).request(
-            method,
-            url,
-            headers=headers,
-            body=body() if body else None,
-            timeout=urllib3.Timeout(connect=_CONNECT_S, read=read_s),
-            retries=False,
-            redirect=False,
-            preload_content=False,
-        )
+    def _new_token(self, offered: Mapping[str, str], access: Access) -> tuple[str, float]:
+        realm, asked, known = self.absolute(offered["realm"]), time.monotonic(), self._credentials
+        server = urlsplit(realm).netloc
+        service = [("service", offered["service"])] if "service" in offered else []
+        scopes = _joined(access, offered.get("scope", ""))
+        headers: dict[str, str] = {}
+        form: bytes | None = None
+        if known is not None and known.token:
+            grant = [("grant_type", "refresh_token"), ("refresh_token", known.token), ("client_id", "kale-dist")]
+            form = urlencode([*service, ("scope", " ".join(scopes)), *grant]).encode()
+            headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        else:
+            account = []
+            if known is not None and known.password:
+                headers = urllib3.make_headers(basic_auth=f"{known.username}:{known.password}")
+                account = [("account", known.username)]
+            query = urlencode([*service, *account, *(("scope", scope) for scope in scopes)])
+            realm = f"{realm}{'&' if '?' in realm else '?'}{query}"
+        doing = "get a token"
+        method = "GET" if form is None else "POST"
+        answer = self._request(method, realm, doing, headers=headers, body=form, retries=_REPEATED)
+        status, body = answer.status, self.read(answer, doing)
+        if status in (400, 401, 403):
+            refused = "refuses anonymous use" if known is None else "refuses the credentials"
+            raise ImageError(
+                f"{server}, which gives the tokens for {self.host}, {refused} ({status}). {log_in(self.host)}"
+            )
+        try:
+            said = json.loads(body) if status == 200 else {}  # noqa: PLR2004 - HTTP's own number
+            token = said.get("token") or said.get("access_token") or ""
+            life_s = float(said.get("expires_in") or _TOKEN_LIFE_S)
+        except (ValueError, AttributeError, TypeError):
+            token, life_s = "", 0.0
+        if not (isinstance(token, str) and token and token.isascii() and token.isprintable()):
+            problem = f"{server}, which gives the tokens for {self.host}, gave none (status {status})"
+            raise ImageError(f"{problem}. Try again later.", retryable=True)
+        # Counted from when it was asked for, because the answer may have taken long.
+        return token, asked + max(life_s, 2 * _RENEW_BEFORE_S)
 
-    def _fetch(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> tuple[int, bytes]:
-        """A request to the token server, tried again where it is busy or ends the connection."""
-        tries, doing = 0, "get a token"
-        while True:
-            tries += 1
-            try:
-                answer = self._network.pool(url).request(
-                    method,
-                    url,
-                    headers={"User-Agent": "kale-dist", **headers},
-                    body=body,
-                    timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
-                    retries=False,
-                    redirect=False,
-                    preload_content=False,
-                )
-                if answer.status in _BUSY and tries < _TRIES:
-                    self._be_patient(answer, tries, self._refusal(answer, doing))
-                    continue
-                return answer.status, self.read(answer, doing)
-            except HTTPError as error:
-                cut = self._explain(error, doing, url)
-                if not isinstance(cut, CutError) or tries >= _TRIES:
-                    raise cut from error
-                time.sleep(_wait_s(tries))
-
-    def _be_patient(self, answer: urllib3.BaseHTTPResponse, tries: int, refused: RefusedError) -> None:
-        wait_s = _wait_s(tries)
-        with contextlib.suppress(urllib3.exceptions.InvalidHeader):
-            wait_s = max(wait_s, urllib3.Retry().get_retry_after(answer) or 0.0)
-        if wait_s > _PATIENCE_S:
-            raise RefusedError(f"{refused} It asks to wait {wait_s:.0f} s.", True, refused.status, refused.code)  # noqa: FBT003 - exceptions pickle by position
-        time.sleep(wait_s)
+    # -- errors ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, answer: urllib3.BaseHTTPResponse, doing: str) -> RefusedError:
         """What an unexpected answer means. Reads and closes it."""
@@ -286,32 +351,33 @@ class Connection:
         status = answer.status
         remedy = {
             401: f"The credentials in use are wrong or do not allow it. {log_in(self.host)}"
-            if self._has_credentials
+            if self._credentials is not None
             else f"{log_in(self.host)} Check the name, too: registries may say so where there is nothing.",
             403: f"The credentials in use do not allow it. {log_in(self.host)}",
             404: "Check the name; some registries say so too where credentials are missing.",
-            405: "The registry does not allow it: whoever runs it has to.",
-            413: "A proxy in front of the registry limits the size of requests: whoever runs it has to raise the limit.",
+            413: "A proxy in front of the registry limits the size of requests: have its limit raised.",
             429: "It limits how often it is asked: wait, log in, or use a mirror.",
         }.get(status, "Try again later." if status >= 500 else "")  # noqa: PLR2004 - HTTP's own number
-        if "HTTP request to an HTTPS server" in said:
-            remedy = f"Reach {self.host} over TLS: insecure=False."
         why = " ".join(part for part in (str(status), code, said) if part)
         text = f"The registry {self.host} refused to {doing}: {why}. {remedy}".rstrip()
         return RefusedError(text, status in _BUSY or status >= 500, status, code)  # noqa: PLR2004 - HTTP's own number
 
     def _explain(self, error: HTTPError, doing: str, url: str) -> ImageError:
         """What a failed connection means."""
+        if isinstance(error, MaxRetryError) and isinstance(error.reason, HTTPError):
+            error = error.reason
         server = urlsplit(url).netloc.rpartition("@")[2]
         problem = f"Could not {doing} at the registry {self.host}"
         if isinstance(error, SSLError):
             if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER" in str(error):
-                return ImageError(f"{problem}: {server} does not speak TLS. If it may be used without: insecure=True.")
+                return ImageError(
+                    f"{problem}: {server} does not speak TLS. Name it with http:// in front if that is meant."
+                )
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 reason = str(error).partition("CERTIFICATE_VERIFY_FAILED]")[2].partition("(_ssl")[0].strip(" :")
                 return ImageError(
-                    f"{problem}: the certificate of {server} is not trusted ({reason}). Name the certificate of its "
-                    f"authority: ca_file=, or {CERTIFICATES[0]}/{self.host}/ca.crt, or SSL_CERT_FILE."
+                    f"{problem}: the certificate of {server} is not trusted ({reason}). Put the certificate of its authority "
+                    f"into {_CERTIFICATES[0]}/{self.host}/ca.crt, or name it by SSL_CERT_FILE."
                 )
         if isinstance(error, _UNREACHED):
             text = f"{problem}: {server} cannot be reached ({_reason(error)}). Is it up, and is its name right?"
@@ -319,32 +385,71 @@ class Connection:
         return CutError(f"{problem}: the connection to {server} ended ({_reason(error)}). Try again.", retryable=True)
 
 
-def _origin(url: str) -> tuple[str, str, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+def _is_here(host: str) -> bool:
+    """Whether a host, with or without a port, is this machine."""
+    name = urlsplit(f"//{host}").hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost" or name.endswith(".localhost")
 
 
-def _wait_s(tries: int) -> float:
-    return min(_FIRST_WAIT_S * 2.0 ** (tries - 1), _LONGEST_WAIT_S)
+def _trust(host: str, ca_file: str | None = None) -> ssl.SSLContext:
+    """The system's authorities, those of docker's `certs.d`, and the certificate that is shown to a registry."""
+    context = ssl.create_default_context()
+    own = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or pathlib.Path.home() / ".config") / "docker" / "certs.d"
+    folders = [path for path in (pathlib.Path(folder) / host for folder in (*_CERTIFICATES, own)) if path.is_dir()]
+    path = pathlib.Path()
+    try:
+        for path in (
+            *(one for folder in folders for one in sorted(folder.glob("*.crt"))),
+            *([ca_file] if ca_file else ()),
+        ):
+            context.load_verify_locations(path)
+        for path in (one for folder in folders for one in sorted(folder.glob("*.cert"))):
+            context.load_cert_chain(path, path.with_suffix(".key"))
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or "it is no certificate"
+        raise ImageError(
+            f"The certificate {path} for {host} (with its key beside it, .key) cannot be used: {reason}."
+        ) from error
+    return context
+
+
+def _challenges(header: str) -> dict[str, dict[str, str]]:
+    """The schemes in a `WWW-Authenticate` header that are known here, in lower case, each with its parameters."""
+    starts = list(_SCHEME.finditer(header))
+    ends = [found.start() for found in starts[1:]] + [len(header)]
+    return {
+        found[1].lower(): {
+            name.lower(): re.sub(r"\\(.)", r"\1", quoted) or bare
+            for name, quoted, bare in _PARAMETER.findall(header[found.end() : end])
+        }
+        for found, end in zip(starts, ends, strict=True)
+    }
+
+
+def _joined(access: Access, offered: str) -> Access:
+    """What is needed, and what the registry asks for beyond that."""
+    known = {scope.rpartition(":")[0]: set(scope.rpartition(":")[2].split(",")) for scope in access}
+    more = []
+    for scope in offered.split():
+        target, _, actions = scope.rpartition(":")
+        if not set(actions.split(",")) <= known.get(target, set()):
+            more.append(scope)
+    return (*access, *more)
 
 
 def _reason(error: HTTPError) -> str:
     """What urllib3 says, without its objects and their addresses."""
-    return _plain(
-        re.sub(
-            r"^\(?\'?|<[^<>]* object at 0x[0-9a-f]+>:? ?|^HTTPS?Connection(?:Pool)?\([^()]*\): ",
-            "",
-            str(error.args[-1] if error.args else error),
-        )
-    )
+    pattern = r"^\(?\'?|<[^<>]* object at 0x[0-9a-f]+>:? ?|^HTTPS?Connection(?:Pool)?\([^()]*\): "
+    return _plain(re.sub(pattern, "", str(error.args[-1] if error.args else error)))
 
 
 def _said(data: bytes) -> tuple[str, str]:
     """Code and message of a registry's error; the start of the text where it is no such thing."""
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         first = json.loads(data)["errors"][0]
-        code, message = str(first.get("code") or ""), str(first.get("message") or "")
-        return _plain(code), _plain(message)
+        return _plain(str(first.get("code") or "")), _plain(str(first.get("message") or ""))
     text = data.decode(errors="replace")
     return "", "" if "<html" in text.lower() else _plain(text)
 

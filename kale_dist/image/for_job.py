@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from kale_dist.config import Config
 from kale_dist.errors import ConfigError
 from kale_dist.recipe import Recipe
 from kale_dist.runtime import loading
+
+if TYPE_CHECKING:
+    from kale_dist.image.base import Ask
 
 _MIB = 1 << 20
 _SAY_EACH_S = 2.0
@@ -17,7 +21,7 @@ _BAR_LENGTH = 24
 _MOST_STEPS = 1000
 """Builders that run commands count those; everything else counts bytes."""
 
-_CLIENT_PACKAGES = ("installer", "packaging", "pip", "urllib3")
+_CLIENT_PACKAGES = ("isal", "packaging", "urllib3")
 
 
 def make(
@@ -28,6 +32,7 @@ def make(
     cuda: bool,
     in_engine: bool,
     pull_secret_jsons: tuple[str, ...] = (),
+    ask: Ask | None = None,
 ) -> str:
     """The reference that a job pins, made first where there is a recipe, or where no image is named at all.
 
@@ -38,6 +43,7 @@ def make(
         cuda: Whether the ranks have GPUs.
         in_engine: Whether the job runs in this machine's Docker engine, which can keep what has no registry.
         pull_secret_jsons: Texts of Kubernetes pull secrets.
+        ask: Runs an image to learn what it has, as a pod of the cluster; None: this machine's Docker engine does.
 
     Raises:
         ConfigError: There is neither an image nor a registry to make one in, or a package is missing here.
@@ -67,7 +73,7 @@ def make(
     def in_registry(made_of: Recipe, base: str) -> str:
         return resolve.resolve(
             made_of, base=base, registry=settings.registry, pull=settings.registry_pull, python=python, say=say,
-            progress=Progress(), pull_secret_jsons=pull_secret_jsons,
+            progress=Progress(), pull_secret_jsons=pull_secret_jsons, ask=ask,
         ).reference  # fmt: skip
 
     if recipe is None or (not image and not recipe.base):

@@ -1,8 +1,7 @@
-"""One layer of an image: a reproducible tar of files and of whiteouts, compressed with gzip or zstd.
+"""One layer of an image: a reproducible tar of files, compressed with gzip.
 
-The same entries give the same bytes, so the same digest: entries are sorted, belong to root, have no times, and parent
-directories are left out. A runtime makes the parents that are missing and leaves those of the base as they are, with
-their owners and modes. What the base has and must not have is hidden by a whiteout, an empty file `.wh.NAME` beside it.
+The same entries give the same bytes, so the same digest: entries are sorted, belong to root and have no times. Folders
+that are not among them are left out: a runtime makes those that are missing, and leaves those of the base as they are.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ import pathlib
 import posixpath
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable
-from typing import IO, cast
+from collections.abc import Iterable
+from typing import IO, Any
+
+from isal import igzip_threaded
 
 from kale_dist.errors import ImageError
-from kale_dist.image.gzip_stream import BLOCK_BYTES, Gzip, Writable
-from kale_dist.image.zstd import Zstd
-from kale_dist.recipe import GZIP, ZSTD
+from kale_dist.image import cache
 
-WHITEOUT = ".wh."
-"""What the name of an entry begins with that removes, rather than adds, a name."""
+_BLOCK_BYTES = 1 << 20
+"""What is compressed at once: other blocks would give other bytes."""
 
-OPAQUE = ".wh..wh..opq"
-"""Name of the entry that removes all that lower layers have in its directory."""
+_THREADS = min(4, os.cpu_count() or 1)
+_LEVEL = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One file of a layer."""
+    """One file or folder of a layer."""
 
     path: str
     """Absolute, in the image; its parent is no symbolic link there."""
-    content: pathlib.Path | bytes
-    """A file on this machine, or the bytes themselves."""
+    content: pathlib.Path | bytes | None
+    """A file on this machine, the bytes themselves, or None for a folder."""
     executable: bool = False
 
 
@@ -53,63 +52,48 @@ class Layer:
     """Bytes, compressed."""
     diff_id: str
     """`sha256:...` of the tar itself: its name in an image's configuration."""
-    compression: str = GZIP
 
 
-def whiteout(path: str) -> Entry:
-    """The entry that removes a file or a whole directory of lower layers.
-
-    Args:
-        path: Absolute, in the image.
-    """
-    folder, name = posixpath.split(path)
-    return Entry(path=posixpath.join(folder, WHITEOUT + name), content=b"")
-
-
-def make_layer(
-    entries: Iterable[Entry],
-    out: pathlib.Path,
-    compression: str = GZIP,
-    *,
-    grown: Callable[[pathlib.Path, int], None] = lambda _path, _size: None,
-) -> Layer:
+def make_layer(entries: Iterable[Entry], out: pathlib.Path) -> Layer:
     """Write a layer.
 
     Args:
         entries: In any order; each path once.
         out: The file to write; replaced whole, or not at all.
-        compression: `gzip` or `zstd`.
-        grown: Told now and then how many bytes can be read already, and of which file; it gets the name `out` in the end.
-
-    Returns:
-        The layer, at `out`.
 
     Raises:
         ImageError: A path is given twice, is not a plain absolute path, or the disk is full.
-        ConfigError: zstd is wanted, and this Python cannot write it.
     """
     ordered = sorted(entries, key=lambda entry: entry.path)
     _check(ordered)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".layer-", delete=False) as file:
             temporary = pathlib.Path(file.name)
             try:
-                layer = _write(ordered, _Growing(file.file, temporary, grown), out, compression)
+                packed = _Hashing(file.file)
+                with (
+                    igzip_threaded.open(  # type: ignore[no-untyped-call]
+                        packed, "wb", compresslevel=_LEVEL, threads=_THREADS, block_size=_BLOCK_BYTES
+                    ) as compressed,
+                    io.BufferedWriter(compressed, _BLOCK_BYTES) as blocks,
+                ):
+                    plain = _Hashing(blocks)
+                    with tarfile.TarFile(
+                        fileobj=plain, mode="w", format=tarfile.PAX_FORMAT, copybufsize=_BLOCK_BYTES
+                    ) as archive:
+                        for entry in ordered:
+                            _add(archive, entry)
+                file.flush()
                 temporary.replace(out)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise ImageError(
-            f"The layer for the image could not be written to {out}: {error.strerror or error}. "
-            f"Make room there, or set XDG_CACHE_HOME to a folder that has some, and call again."
-        ) from error
-    return layer
+        raise cache.no_room(out.parent, error) from error
+    return Layer(path=out, digest=packed.digest, size=packed.size, diff_id=plain.digest)
 
 
 def _check(ordered: list[Entry]) -> None:
-    """Refuse what a runtime would unpack differently from what was meant."""
     for before, entry in zip([None, *ordered], ordered, strict=False):
         if before is not None and before.path == entry.path:
             raise ImageError(
@@ -120,61 +104,26 @@ def _check(ordered: list[Entry]) -> None:
             raise ImageError(f"{entry.path!r} cannot be put into an image: give an absolute path without `..`.")
 
 
-def _write(ordered: list[Entry], file: _Growing, out: pathlib.Path, compression: str) -> Layer:
-    """Write the compressed tar, counting and hashing both it and what is in it."""
-    packed = _Hashing(file)
-    with (Zstd if compression == ZSTD else Gzip)(packed) as compressed:
-        plain = _Hashing(compressed)
-        stream = cast("IO[bytes]", plain)
-        with tarfile.TarFile(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT, copybufsize=BLOCK_BYTES) as archive:
-            for entry in ordered:
-                _add(archive, entry)
-    file.flush()
-    return Layer(path=out, digest=packed.digest, size=packed.size, diff_id=plain.digest, compression=compression)
-
-
 def _add(archive: tarfile.TarFile, entry: Entry) -> None:
     """One entry, with nothing in its header that tells when or by whom it was made."""
     header = tarfile.TarInfo(entry.path.lstrip("/"))
-    header.mode = 0o755 if entry.executable else 0o644
-    if isinstance(entry.content, bytes):
+    header.mode = 0o755 if entry.executable or entry.content is None else 0o644
+    if entry.content is None:
+        header.type = tarfile.DIRTYPE
+        archive.addfile(header)
+    elif isinstance(entry.content, bytes):
         header.size = len(entry.content)
         archive.addfile(header, io.BytesIO(entry.content))
-        return
-    with entry.content.open("rb") as source:
-        header.size = os.fstat(source.fileno()).st_size
-        archive.addfile(header, source)
+    else:
+        with entry.content.open("rb") as source:
+            header.size = os.fstat(source.fileno()).st_size
+            archive.addfile(header, source)
 
 
-class _Growing:
-    """A file that others read while it is written."""
-
-    def __init__(self, file: IO[bytes], path: pathlib.Path, grown: Callable[[pathlib.Path, int], None]) -> None:
-        self._file = file
-        self._path = path
-        self._grown = grown
-        self._written = 0
-        self._told = 0
-
-    def write(self, data: bytes) -> int:
-        """Add bytes."""
-        self._file.write(data)
-        self._written += len(data)
-        if self._written - self._told >= BLOCK_BYTES:
-            self.flush()
-        return len(data)
-
-    def flush(self) -> None:
-        """Let others read all that there is."""
-        self._file.flush()
-        self._told = self._written
-        self._grown(self._path, self._told)
-
-
-class _Hashing:
+class _Hashing(io.RawIOBase):
     """A stream that hashes and counts what passes through it."""
 
-    def __init__(self, stream: Writable) -> None:
+    def __init__(self, stream: IO[bytes] | Any) -> None:
         self._stream = stream
         self._hasher = hashlib.sha256()
         self.size = 0
@@ -184,11 +133,15 @@ class _Hashing:
         """Of all that has passed."""
         return f"sha256:{self._hasher.hexdigest()}"
 
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
     def tell(self) -> int:
         """How much has passed; `tarfile` asks at its beginning."""
         return self.size
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         """Pass the bytes on."""
         self._stream.write(data)
         self._hasher.update(data)

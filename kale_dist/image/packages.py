@@ -1,324 +1,436 @@
-"""Packages for an image: resolved against what its base has, fetched as wheels, unpacked as its Python wants them.
+"""Packages for an image: uv resolves them against what the base has, and unpacks only what is missing.
 
-pip resolves and fetches, as a program, with the settings, proxies and credentials that this user has given it; it is
-wherever Python is, and it is the only one that can be told what is installed elsewhere: the base's inventory is laid
-before it as bare metadata, so it takes what is met as met, also what is in no index (`torch 2.13.0+cpu`). The wheels are
-unpacked by the library `installer`, which writes launchers, records and data files for another interpreter.
+uv is told what the base has by stubs: bare metadata in the folder that it installs into, so that it takes what is met as
+met, also what is in no index (`torch 2.13.0+cpu`). The stubs are removed before the packages are packed. Packages lie in
+folders of their own, and one `.pth` file in the base's site directory puts them before the base's packages and after the
+standard library, in every interpreter that is started in the image. PYTHONPATH would put them before the standard library.
 """
 
 from __future__ import annotations
 
+import base64
+import configparser
+import csv
 import dataclasses
 import hashlib
-import json
+import io
 import os
 import pathlib
-import time
-import zipfile
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from installer import install
-from installer.destinations import SchemeDictionaryDestination
-from installer.exceptions import InstallerError
-from installer.sources import WheelContentElement, WheelFile
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import parse_wheel_filename
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
-from kale_dist.errors import ImageError
-from kale_dist.image.installed import Distribution, canonical, read_metadata
-from kale_dist.image.inventory import Inventory
-from kale_dist.image.kept import write_atomically
+from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import cache
+from kale_dist.image.base import FOLDER, Distribution, Facts
 from kale_dist.image.layer import Entry
-from kale_dist.image.package_errors import explain, explain_source, missing_requirement
-from kale_dist.image.pip_program import Pip, PipError
 from kale_dist.recipe import Recipe
 
-_SOURCE_BUILDS = 20
-"""Packages of one recipe that are made from their source here, at most."""
+PTH = "kale_dist.pth"
+SCRIPTS = f"{FOLDER}/bin"
+"""Goes behind the base's own PATH."""
 
-_FRESH_S = 24 * 3600
-"""How long a resolution is taken again for the same packages on the same base."""
+_KEPT = re.compile(r"torch|torchvision|torchaudio|triton|pytorch-triton|nvidia-.*")
+"""Packages that are kept in the base's versions: they are built for one another."""
 
+_OWN_SCRIPTS = re.compile(r"python[\d.]*|pip[\d.]*|torchrun")
+"""Scripts that are the base's business."""
+
+_GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
+"""Minor versions that uv knows."""
+
+_STUB = "kale-dist-stub"
 _MIB = 1 << 20
+_SHOWN_CHARACTERS = 2000
+_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
+_TOLD = re.compile(r"\s*(?:Downloading|Building) ")
+_UV_SETTINGS = re.compile(
+    r"UV_(?:CACHE_DIR|DEFAULT_INDEX|INDEX(?:_.*)?|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS|HTTP_.*|"
+    r"KEYRING_PROVIDER|OFFLINE|CONCURRENT_.*|LINK_MODE)"
+)
+"""Variables that say how this machine reaches packages; others say where packages go on it."""
+
+_PTH_LINE = (
+    "import os, sys, site; n = len(sys.path); list(map(site.addsitedir, {folders!r})); new = sys.path[n:]; del sys.path[n:]; "
+    "lib = os.path.dirname(os.__file__); start = sys.path.index(lib) if lib in sys.path else 0; "
+    "at = next((i for i, p in enumerate(sys.path[start:], start) if p.endswith('-packages')), len(sys.path)); "
+    "sys.path[at:at] = new\n"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Wheel:
-    """A package that an image lacks."""
+class Packages:
+    """Packages as they lie in an image."""
 
-    name: str
-    """Canonical."""
-    version: str
-    path: pathlib.Path
-    """On this machine."""
+    entries: tuple[Entry, ...]
+    """All files and folders."""
+    added: tuple[Distribution, ...]
+    """Sorted by name."""
+    key: str
+    """Names the content: equal packages, put into an equal base, have equal ones."""
+    facts: Facts
+    """Of the image that has them."""
+    notes: tuple[str, ...]
+    """What the user should know, a sentence each."""
 
 
-def resolve(
-    recipe: Recipe, inventory: Inventory, *, cache_dir: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]
-) -> tuple[Wheel, ...]:
-    """Find and fetch what the recipe's packages need beyond what the base has.
+def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable[[str], None]) -> Packages | None:
+    """Find, fetch and unpack what the recipe's packages need beyond what the base has.
 
     Args:
         recipe: Its packages, index URLs, and whether torch may change.
-        inventory: What the base has.
-        cache_dir: Where wheels and resolutions are kept.
-        folder: A folder on the same disk that does not exist yet, for what is needed on the way; whoever called removes it.
+        facts: What the base has.
+        folder: An empty folder for it, which has to stay until the layer is made.
         say: Takes a line for the user.
 
     Returns:
-        Sorted by name.
+        None: the base has all that was asked for.
 
     Raises:
+        ConfigError: uv is not installed.
         ImageError: A package does not exist, has no wheel for the base, conflicts, or would change the base's torch.
     """
-    if not recipe.packages:
-        return ()
-    remembered = cache_dir / "resolutions" / f"{_key(recipe, inventory)}.json"
-    wheels = None if recipe.rebuild else _recall(remembered, cache_dir)
-    if wheels is None:
-        try:
-            folder.mkdir()
-            wheels = _resolve_anew(recipe, inventory, folder, cache_dir, say)
-        except OSError as error:
-            raise ImageError(
-                f"Packages for the image could not be kept on this machine: {error}. Make room in the folder for caches "
-                f"({cache_dir}), or set XDG_CACHE_HOME to one that has some, and call again."
-            ) from error
-        _remember(remembered, wheels)
-    torch = inventory.find("torch")
-    changed = next((wheel for wheel in wheels if wheel.name == "torch"), None)
-    if torch is not None and changed is not None and not recipe.allow_torch_change:
-        raise ImageError(
-            f"The packages would replace the base image's torch {torch.version} by {changed.version}. "
-            f"Give `allow_torch_change=True` if that is meant, or versions that work with torch {torch.version}."
-        )
-    if wheels:
-        size = sum(wheel.path.stat().st_size for wheel in wheels) / _MIB
-        say(
-            f"Packages for the image ({size:.1f} MiB): "
-            + ", ".join(f"{wheel.name} {wheel.version}" for wheel in wheels)
-        )
-    else:
+    target = folder / "target"
+    stubs = _lay_stubs(facts, target)
+    kept = () if recipe.allow_torch_change else (one for one in facts.distributions if one.name in stubs)
+    constraints = folder / "constraints.txt"
+    lines = (f"{one.name}=={one.version}\n" for one in kept if _KEPT.fullmatch(one.name))
+    constraints.write_text("".join(lines), encoding="utf-8")
+    _run_uv(recipe, facts, constraints, target, say)
+    for name, place in stubs.items():
+        if (place / _STUB).exists():
+            shutil.rmtree(place)
+            stubs[name] = pathlib.Path()
+    replaced = {name for name, place in stubs.items() if place != pathlib.Path()}
+    found = sorted(_added(target, facts), key=lambda one: one.name)
+    if not found:
         say("The base image has all packages that were asked for.")
-    return wheels
-
-
-def _key(recipe: Recipe, inventory: Inventory) -> str:
-    """Names what the outcome of a resolution depends on."""
-    installed = [(distribution.name, distribution.version) for distribution in inventory.distributions]
-    base = (inventory.python_version, inventory.platform, inventory.libc, installed)
-    indexes = (
-        recipe.index_urls,
-        [os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")],
-    )
-    facts = (recipe.packages, recipe.allow_torch_change, base, indexes)
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _recall(path: pathlib.Path, cache_dir: pathlib.Path) -> tuple[Wheel, ...] | None:
-    """What was resolved lately, if all its wheels are still there."""
-    try:
-        if time.time() - path.stat().st_mtime > _FRESH_S:
-            return None
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
         return None
-    wheels = tuple(_wheel(cache_dir / "wheels" / name) for name in names)
-    return wheels if all(wheel.path.is_file() for wheel in wheels) else None
-
-
-def _remember(path: pathlib.Path, wheels: Sequence[Wheel]) -> None:
-    names = [f"{wheel.path.parent.name}/{wheel.path.name}" for wheel in wheels]
-    write_atomically(path, json.dumps(names).encode())
-
-
-def _wheel(path: pathlib.Path) -> Wheel:
-    name, version, _, _ = parse_wheel_filename(path.name)
-    return Wheel(name=canonical(name), version=str(version), path=path)
-
-
-def _resolve_anew(
-    recipe: Recipe, inventory: Inventory, folder: pathlib.Path, cache_dir: pathlib.Path, say: Callable[[str], None]
-) -> tuple[Wheel, ...]:
-    """Ask pip, making wheels of packages that exist as source only."""
-    fetched = folder / "wheels"
-    fetched.mkdir()
-    with Pip(inventory, folder, index_urls=recipe.index_urls, say=say) as pip:
-        digests = _fetch(pip, recipe, inventory, fetched, say)
-    return tuple(sorted((_keep(path, cache_dir, digests) for path in fetched.iterdir()), key=lambda wheel: wheel.name))
-
-
-def _fetch(
-    pip: Pip, recipe: Recipe, inventory: Inventory, fetched: pathlib.Path, say: Callable[[str], None]
-) -> dict[str, str]:
-    """Resolve, and put the wheels into a folder; gives SHA-256 by name, of those that pip has compared with theirs."""
-    pip.lay_installed(
-        (distribution.name, distribution.version, _kept_requirements(distribution, inventory))
-        for distribution in inventory.distributions
+    say("Packages for the image: " + ", ".join(f"{one.name} {one.version}" for one in found))
+    changed = [one for one in found if one.name in replaced]
+    if changed:
+        pairs = (f"{one.name} {_version(facts, one.name)} by {one.version}" for one in changed)
+        say(f"They come before those of the base image: {', '.join(pairs)}.")
+    number = len(facts.folders) + 1
+    name = "site-packages" if number == 1 else f"site-packages-{number}"
+    folders = (*facts.folders, name)
+    entries, records = _entries(target, f"{FOLDER}/{name}", facts)
+    line = _PTH_LINE.format(folders=tuple(f"{FOLDER}/{one}" for one in reversed(folders)))
+    entries.append(Entry(path=f"{facts.site}/{PTH}", content=line.encode()))
+    places = {
+        facts.place(FOLDER),
+        *(str(parent) for entry in entries for parent in pathlib.PurePosixPath(entry.path).parents),
+    }
+    entries += [Entry(path=path, content=None) for path in places if f"{path}/".startswith(f"{facts.place(FOLDER)}/")]
+    new = {one.name for one in found}
+    distributions = (*(one for one in facts.distributions if one.name not in new), *found)
+    facts_key = repr((line, facts.site, facts.executable))
+    return Packages(
+        entries=tuple(entries),
+        added=tuple(found),
+        key=hashlib.sha256("\n".join([facts_key, *records]).encode()).hexdigest(),
+        facts=dataclasses.replace(
+            facts, folders=folders, distributions=tuple(sorted(distributions, key=lambda one: one.name))
+        ),
+        notes=tuple(_broken(facts, found)),
     )
-    constraints = () if recipe.allow_torch_change else tuple(_torch_constraints(inventory))
-    built: set[str] = set()
-    while True:
+
+
+# -- before uv runs --------------------------------------------------------------------------------------------------
+
+
+def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Metadata of what the base has; each lists itself, so that uv can remove it cleanly. Gives its folders by name."""
+    stubs = {}
+    target.mkdir(parents=True)
+    for one in facts.distributions:
         try:
-            found = pip.resolve(recipe.packages, constraints)
-            break
-        except PipError as error:
-            missing = missing_requirement(error.output)
-            name = canonical(Requirement(missing).name) if missing else ""
-            if not missing or name in built or len(built) >= _SOURCE_BUILDS:
-                raise explain(error.output, inventory) from None
-            built.add(name)
-            _build(pip, name, missing, inventory, say)
-    links, digests = [], {}
-    for item in found:
-        metadata, link = item["metadata"], item["download_info"]
-        name = canonical(metadata["name"])
-        url = link["url"]
-        if not url.split("#")[0].endswith(".whl"):
-            url = _build(pip, name, f"{name} @ {_source_url(link)}", inventory, say).as_uri()
-        digest = (link.get("archive_info") or {}).get("hashes", {}).get("sha256")
-        if digest and url == link["url"]:
-            digests[name] = digest
-        links.append(f"{name} @ {url}" + (f"#sha256={digest}" if name in digests else ""))
-    if links:
+            Version(one.version)
+        except InvalidVersion:
+            continue
+        info = f"{one.name.replace('-', '_')}-{one.version}.dist-info"
+        lines = ["Metadata-Version: 2.1", f"Name: {one.name}", f"Version: {one.version}"]
+        for requirement in _requirements(one):
+            # A base's torch works as it is, whatever its metadata asks for beyond that.
+            if _KEPT.fullmatch(one.name) and not _is_met(requirement, facts):
+                continue
+            extras = re.findall(r"extra\s*==\s*['\"]([\w.-]+)['\"]", str(requirement.marker or ""))
+            lines += [*(f"Provides-Extra: {extra}" for extra in extras), f"Requires-Dist: {requirement}"]
+        stubs[one.name] = place = target / info
+        place.mkdir()
+        (place / "METADATA").write_text("\n".join(dict.fromkeys(lines)) + "\n", encoding="utf-8")
+        (place / _STUB).touch()
+        (place / "RECORD").write_text("".join(f"{info}/{name},,\n" for name in ("METADATA", "RECORD", _STUB)))
+    return stubs
+
+
+def _run_uv(
+    recipe: Recipe, facts: Facts, constraints: pathlib.Path, target: pathlib.Path, say: Callable[[str], None]
+) -> None:
+    configured = pip_settings()
+    command = [
+        _uv(), "pip", "install", "--target", str(target), "--python", sys.executable, "--python-version", facts.python,
+        "--python-platform", _platform(facts), "--constraint", str(constraints), "--index-strategy", "unsafe-best-match",
+        "--no-config", "--no-progress", "--color", "never",
+        *([] if _is_like_this(facts) else ["--only-binary", ":all:"]),
+        *(["--keyring-provider", "subprocess"] if shutil.which("keyring") else []),
+        *_index_options(recipe, configured), "--", *recipe.packages,
+    ]  # fmt: skip
+    # With its standard input closed: nothing is asked of a user who cannot see it.
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=_environment(configured),
+        encoding="utf-8", errors="replace",
+    ) as process:  # fmt: skip
+        lines: list[str] = []
         try:
-            pip.download(links, fetched)
-        except PipError as error:
-            raise explain(error.output, inventory) from None
-    return digests
+            for line in process.stdout or ():
+                lines.append(_SECRET.sub("***@", line.rstrip()))
+                if _TOLD.match(line):
+                    say(lines[-1].strip())
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise _explain("\n".join(lines), facts, recipe)
 
 
-def _source_url(link: dict[str, object]) -> str:
-    """Of a package that is fetched from a repository or an archive, as a requirement has it."""
-    version_control = link.get("vcs_info")
-    if isinstance(version_control, dict):
-        return f"{version_control['vcs']}+{link['url']}@{version_control['commit_id']}"
-    return str(link["url"])
-
-
-def _build(pip: Pip, name: str, requirement: str, inventory: Inventory, say: Callable[[str], None]) -> pathlib.Path:
-    """A wheel from source; only one that runs anywhere is of use in an image."""
+def _uv() -> str:
     try:
-        wheel = pip.build(name, requirement)
-    except PipError as error:
-        raise explain_source(requirement, error.output, pip.explain_missing(requirement), inventory) from None
-    if not wheel.name.endswith("-none-any.whl"):
-        raise ImageError(
-            f"{requirement} has no wheel for {inventory.libc} on {inventory.platform} with Python {inventory.python_minor}, "
-            f'only source with parts that must be compiled there. Use `builder="docker"`, with the compiler and libraries '
-            f"it needs in `apt=`, another version, or a base image that has it."
+        import uv
+    except ModuleNotFoundError:
+        found = shutil.which("uv")
+        if found is None:
+            problem = "packages of an image are resolved by uv, which is not installed in this Python"
+            raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from None
+        return found
+    return str(uv.find_uv_bin())
+
+
+def _platform(facts: Facts) -> str:
+    """The base's platform in uv's words: the nearest C library that uv knows and that is not newer."""
+    family, _, version = facts.libc.partition(" ")
+    if family == "musl":
+        return f"{facts.machine}-unknown-linux-musl"
+    minor = int(version.split(".")[1]) if re.match(r"2\.\d+", version) else _GLIBC[-1]
+    return f"{facts.machine}-manylinux_2_{next((known for known in _GLIBC if known <= minor), _GLIBC[-1])}"
+
+
+def _is_like_this(facts: Facts) -> bool:
+    """Whether what this Python builds from source may run there, too."""
+    return facts.machine == os.uname().machine and facts.minor == f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def _index_options(recipe: Recipe, configured: Mapping[str, str]) -> list[str]:
+    """Where packages come from: as the recipe says, else as pip is configured here."""
+    first, more = recipe.index_urls[:1], recipe.index_urls[1:]
+    if not first:
+        first, more = (
+            tuple(configured.get("index-url", "").split()),
+            tuple(configured.get("extra-index-url", "").split()),
         )
-    say(f"{requirement} exists as source only; made a wheel of it here.")
-    return wheel
+    options = [word for url in first for word in ("--default-index", url)]
+    options += [word for url in more for word in ("--index", url)]
+    for place in configured.get("find-links", "").split():
+        # As pip, and unlike uv: a folder that is not there is passed over.
+        if "://" in place or pathlib.Path(place).expanduser().exists():
+            options += ["--find-links", place]
+    if configured.get("no-index", "").lower() in {"1", "true", "yes", "on"} and not recipe.index_urls:
+        options.append("--no-index")
+    return options
 
 
-def _keep(path: pathlib.Path, cache_dir: pathlib.Path, digests: Mapping[str, str]) -> Wheel:
-    """Move a wheel to where wheels are kept, by content."""
-    digest = digests.get(_wheel(path).name)
-    if digest is None:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    place = cache_dir / "wheels" / digest / path.name
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(place)
-    return _wheel(place)
+def _environment(configured: Mapping[str, str]) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("UV_") or _UV_SETTINGS.fullmatch(name)
+    }
+    certificates = certificate_file(configured)
+    if certificates:
+        kept["SSL_CERT_FILE"] = certificates
+    if configured.get("proxy"):
+        kept |= {"HTTP_PROXY": configured["proxy"], "HTTPS_PROXY": configured["proxy"]}
+    if configured.get("trusted-host"):
+        kept["UV_INSECURE_HOST"] = " ".join([kept.get("UV_INSECURE_HOST", ""), configured["trusted-host"]]).strip()
+    if configured.get("timeout", "").isdecimal():
+        kept.setdefault("UV_HTTP_TIMEOUT", configured["timeout"])
+    return kept
 
 
-def _kept_requirements(distribution: Distribution, inventory: Inventory) -> Iterator[str]:
-    """A base package's requirements without those that the base itself does not meet: the base is taken as it is."""
+def pip_settings() -> dict[str, str]:
+    """What pip is configured for on this machine, from its files and `PIP_*`: `{"index-url": ...}`."""
+    own = os.environ.get("PIP_CONFIG_FILE", "")
+    config_home = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    places = [pathlib.Path(folder) / "pip" for folder in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":")]
+    places += [pathlib.Path("/etc"), pathlib.Path("~/.pip").expanduser(), config_home / "pip", pathlib.Path(sys.prefix)]
+    files = [] if own == os.devnull else [place / "pip.conf" for place in places] + [pathlib.Path(own)] * bool(own)
+    found: dict[str, str] = {}
+    for file in files:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(file, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "packages", f"pip's settings in {file} cannot be read: {error}", "Repair the file"
+            ) from error
+        for section in ("global", "install"):
+            if parser.has_section(section):
+                found |= {key.replace("_", "-"): value for key, value in parser.items(section)}
+    names = {
+        name.removeprefix("PIP_").lower().replace("_", "-"): name for name in os.environ if name.startswith("PIP_")
+    }
+    return found | {key: os.environ[name] for key, name in names.items() if os.environ[name]}
+
+
+def certificate_file(configured: Mapping[str, str]) -> str:
+    """The file of certificates that package indexes are trusted by here; empty for the system's."""
+    names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
+    return next(filter(None, map(os.environ.get, names)), configured.get("cert", ""))
+
+
+# -- after uv has run ------------------------------------------------------------------------------------------------
+
+
+def _added(target: pathlib.Path, facts: Facts) -> Iterator[Distribution]:
+    for place in target.glob("*.dist-info"):
+        headers: list[tuple[str, str]] = []
+        for line in (place / "METADATA").read_text(encoding="utf-8", errors="replace").splitlines():
+            if not line:
+                break
+            name, _, value = line.partition(": ")
+            headers.append((name, value.strip()))
+        named = dict(reversed(headers))
+        wheel = (place / "WHEEL").read_text(encoding="utf-8", errors="replace")
+        if re.search(r"^Tag: \S+-linux_", wheel, re.MULTILINE):
+            raise ImageError(
+                f"{named['Name']} {named['Version']} has no wheel for {_platform(facts)} with Python {facts.minor}, only "
+                f"source with parts that were compiled for this machine's libraries. {_COMPILED}"
+            )
+        yield Distribution(
+            name=canonicalize_name(named["Name"]),
+            version=named["Version"],
+            requires=tuple(value for name, value in headers if name == "Requires-Dist"),
+        )
+
+
+def _entries(target: pathlib.Path, place: str, facts: Facts) -> tuple[list[Entry], list[str]]:
+    """All files as they lie in the image, and digests of the packages' records."""
+    entries, records = [], []
+    root = facts.place(place)
+    for folder, _, names in os.walk(target):
+        for name in names:
+            path = pathlib.Path(folder, name)
+            inside = path.relative_to(target)
+            if inside.parts[0] == "bin" or inside == pathlib.Path(".lock") or name == "uv_cache.json":
+                continue
+            content: pathlib.Path | bytes = path
+            if name == "RECORD" and inside.parent.name.endswith(".dist-info") and len(inside.parts) == 2:  # noqa: PLR2004 - NAME/RECORD
+                content = _record(path, target, facts)
+                records.append(hashlib.sha256(content).hexdigest())
+            executable = bool(path.stat().st_mode & 0o100)
+            entries.append(Entry(path=f"{root}/{inside.as_posix()}", content=content, executable=executable))
+    for path in sorted((target / "bin").glob("*")):
+        if path.is_file() and not _OWN_SCRIPTS.fullmatch(path.name):
+            script = _script(path, facts)
+            entries.append(Entry(path=facts.place(f"{SCRIPTS}/{path.name}"), content=script, executable=True))
+    return entries, sorted(records)
+
+
+def _record(path: pathlib.Path, target: pathlib.Path, facts: Facts) -> bytes:
+    """A package's list of its files, with its scripts where they lie in the image."""
+    rows = []
+    for row in csv.reader(path.read_text(encoding="utf-8").splitlines()):
+        name, kept = row[0], row
+        if name.startswith("bin/") and "/" not in name.removeprefix("bin/"):
+            if _OWN_SCRIPTS.fullmatch(name.removeprefix("bin/")):
+                continue
+            script = _script(target / name, facts)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(script).digest()).rstrip(b"=").decode()
+            kept = [f"../{name}", f"sha256={digest}", str(len(script))]
+        if not name.endswith("/uv_cache.json"):
+            rows.append(kept)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _script(path: pathlib.Path, facts: Facts) -> bytes:
+    """A script that names the base's Python where uv has named this one."""
+    data = path.read_bytes()
+    found = re.match(rb"#!/bin/sh\n'''exec' .*\n' '''\n|#!.*\n", data)
+    if found is None or b"python" not in found[0]:
+        return data
+    return f"#!{facts.executable}\n".encode() + data[found.end() :]
+
+
+def _broken(facts: Facts, added: Sequence[Distribution]) -> Iterator[str]:
+    """A sentence for each package of the base that no longer gets the version of another one that it asks for."""
+    new = {one.name: one for one in added}
+    for one in facts.distributions:
+        for requirement in () if one.name in new else _requirements(one):
+            after = new.get(canonicalize_name(requirement.name))
+            if after is None or "extra" in str(requirement.marker or "") or not _is_met(requirement, facts):
+                continue
+            if not requirement.specifier.contains(after.version, prereleases=True):
+                yield (
+                    f"{one.name} {one.version} of the base image asks for {requirement.name}{requirement.specifier}, and gets "
+                    f"{after.version}."
+                )
+
+
+def _requirements(distribution: Distribution) -> Iterator[Requirement]:
     for text in distribution.requires:
         try:
-            requirement = Requirement(text)
+            yield Requirement(text)
         except InvalidRequirement:
             continue
-        if "extra" in str(requirement.marker or "") or _is_met(requirement, inventory):
-            yield text
 
 
-def _is_met(requirement: Requirement, inventory: Inventory) -> bool:
-    installed = inventory.find(requirement.name)
-    return installed is not None and requirement.specifier.contains(installed.version, prereleases=True)
+def _is_met(requirement: Requirement, facts: Facts) -> bool:
+    there = facts.find(requirement.name)
+    return there is not None and requirement.specifier.contains(there.version, prereleases=True)
 
 
-def _torch_constraints(inventory: Inventory) -> Iterator[str]:
-    """What keeps the base's torch as it is, and working: itself, and its requirements as far as the base meets them."""
-    torch = inventory.find("torch")
-    if torch is None:
-        return
-    yield f"torch=={torch.version}"
-    for text in _kept_requirements(torch, inventory):
-        requirement = Requirement(text)
-        if requirement.specifier and _is_met(requirement, inventory) and "extra" not in str(requirement.marker or ""):
-            yield f"{requirement.name}{requirement.specifier}"
+def _version(facts: Facts, name: str) -> str:
+    there = facts.find(name)
+    return there.version if there is not None else ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Unpacked:
-    """Packages as files of an image."""
+# -- errors ----------------------------------------------------------------------------------------------------------
 
-    entries: tuple[Entry, ...] = ()
-    """All files, without bytecode."""
-    distributions: tuple[Distribution, ...] = ()
-    """What is installed by them."""
+_COMPILED = 'Use `builder="docker"`, with the compiler and libraries it needs in `apt=`, another version, or a base image that has it.'
 
 
-def unpack(wheels: Sequence[Wheel], inventory: Inventory, folder: pathlib.Path) -> Unpacked:
-    """Unpack wheels as they lie in the image.
-
-    Args:
-        wheels: What is installed.
-        inventory: Where it goes, and which interpreter its scripts name.
-        folder: An empty folder; it gets the image's paths below it.
-
-    Raises:
-        ImageError: A wheel is damaged.
-    """
-    site = inventory.site_directory
-    distributions = []
-    for wheel in wheels:
-        places = {
-            "purelib": site,
-            "platlib": site,
-            "scripts": inventory.scripts_directory,
-            "data": inventory.prefix,
-            "headers": f"{inventory.prefix}/include/python{inventory.python_minor}/{wheel.name}",
-        }
-        destination = SchemeDictionaryDestination(
-            places, inventory.python, "posix", destdir=str(folder), overwrite_existing=True
+def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
+    """What uv's refusal means, in its own words, with a remedy."""
+    words = output[output.find("error: ") :].removeprefix("error: ") if "error: " in output else output
+    words = " ".join(words.split())[:_SHOWN_CHARACTERS].rstrip(".")
+    text = f"The packages for the image cannot be had: {words}."
+    torch = facts.find("torch")
+    if "No space left on device" in output:
+        return ImageError(
+            f"{text} Make room in {cache.folder()} and in uv's own cache (`uv cache clean`), and call again."
         )
-        try:
-            with _Sources.open(wheel.path) as source:
-                install(source, destination, additional_metadata={"INSTALLER": b"kale-dist\n"})
-                _, _, requires = read_metadata(source.read_dist_info("METADATA"))
-                metadata = source.dist_info_dir
-        except OSError as error:
-            raise ImageError(
-                f"{wheel.path.name} could not be unpacked to {folder}: {error.strerror or error}. "
-                f"Make room there, or set XDG_CACHE_HOME to a folder that has some, and call again."
-            ) from error
-        except (zipfile.BadZipFile, InstallerError, ValueError, KeyError, AssertionError) as error:
-            raise ImageError(
-                f"The wheel {wheel.path.name} cannot be unpacked: {error}. Ask whoever published it for a sound one, "
-                f"or take another version."
-            ) from error
-        distributions.append(
-            Distribution(name=wheel.name, version=wheel.version, requires=requires, folder=site, metadata=metadata)
+    if re.search(r"Failed to fetch|error sending request|HTTP status|dns error|client error", output):
+        remedy = "Look at the network, at pip's configuration (`pip config list`) and its credentials (~/.netrc), and call again."
+        return ImageError(f"{text} {remedy}", retryable=True)
+    if "was not found in the" in output:
+        return ImageError(
+            f"{text} Look at its spelling (the name to install is not always the name to import), or name its index in "
+            f"`index_urls=`."
         )
-    return Unpacked(entries=tuple(_entries(folder)), distributions=tuple(distributions))
-
-
-class _Sources(WheelFile):
-    """A wheel without the bytecode that some are published with by mistake."""
-
-    def get_contents(self) -> Iterator[WheelContentElement]:
-        """All other files."""
-        return (element for element in super().get_contents() if "__pycache__" not in element[0][0].split("/"))
-
-
-def _entries(folder: pathlib.Path) -> Iterator[Entry]:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            path = pathlib.Path(root, name)
-            inside = "/" + path.relative_to(folder).as_posix()
-            yield Entry(path=inside, content=path, executable=bool(path.stat().st_mode & 0o100))
+    if re.search(r"building from source is disabled|Failed to build|no usable wheels|is not compatible with", output):
+        return ImageError(f"{text} It has to be built from source for the base image. {_COMPILED}")
+    if torch is not None and not recipe.allow_torch_change and f"torch=={torch.version}" in output:
+        return ImageError(
+            f"{text} The base image's torch {torch.version} is kept: choose versions that work with it, a base image with "
+            f"another torch, or `allow_torch_change=True`."
+        )
+    base = f"Python {facts.minor}, {facts.libc}, {facts.machine}"
+    return ImageError(
+        f"{text} The base image has {base}: ask for a version that fits it, or loosen what was asked for."
+    )

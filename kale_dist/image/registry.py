@@ -7,38 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
-import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any, BinaryIO, Self
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any, Self
 from urllib.parse import quote
 
-from kale_dist.errors import ConfigError, ImageError
-from kale_dist.image import media
-from kale_dist.image.auth import Credentials
-from kale_dist.image.connection import Connection, RefusedError
-from kale_dist.image.download import check, damaged, download
-from kale_dist.image.early_upload import EarlyUpload
-from kale_dist.image.kept import ByDigest
-from kale_dist.image.reference import is_digest, is_registry
-from kale_dist.image.registry_paths import (
-    blob_path,
-    check_repository,
-    manifest_path,
-    pull_access,
-    push_access,
-    shown,
-    upload_path,
-)
-from kale_dist.image.upload import Progress, Upload
-from kale_dist.image.upload_session import Begun, Session
+from urllib3.exceptions import HTTPError
 
-_OK, _ACCEPTED, _ABSENT, _NOT_ALLOWED = 200, 202, 404, 405
-_PAGE = 500
-_MAX_PAGES = 1000
+from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import cache, manifest
+from kale_dist.image.auth import Credentials
+from kale_dist.image.connection import BLOCK_BYTES, Connection, CutError, RefusedError
+from kale_dist.image.reference import is_digest, is_registry, is_repository, is_tag
+
+Progress = Callable[[int, int], None]
+"""Bytes sent, bytes in all; the first falls back after a cut."""
+
+_OK, _ACCEPTED, _ABSENT = 200, 202, 404
+_PAGE, _MAX_PAGES = 500, 1000
 _NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
+_TRIES = 4
+_BETWEEN_S = 0.3
+_SINGLE_BYTES = 1 << 20
+"""Up to here a blob goes with the request that names it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,17 +98,16 @@ class Registry:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- manifests ---------------------------------------------------------------------------------------------------
+
     def head(self, repository: str, reference: str) -> Descriptor | None:
         """What a tag or digest names, without reading it; None where there is nothing."""
-        doing = f"look up {shown(repository, reference)}"
+        path = _manifest_path(repository, reference)
+        accept = {"Accept": ", ".join(manifest.ACCEPTED)}
         answer = self._connection.send(
-            "HEAD",
-            manifest_path(repository, reference),
-            doing=doing,
-            access=pull_access(repository),
-            expect=(_OK, _ABSENT),
-            headers={"Accept": ", ".join(media.ACCEPTED)},
-        )
+            "HEAD", path, doing=f"look up {_shown(repository, reference)}", access=_pull(repository),
+            expect=(_OK, _ABSENT), headers=accept,
+        )  # fmt: skip
         self._connection.done(answer)
         if answer.status == _ABSENT:
             return None
@@ -122,101 +116,135 @@ class Registry:
             return self.manifest(repository, reference)[1]
         return Descriptor(digest=digest, size=int(size), media_type=_kind(answer.headers.get("Content-Type")))
 
-    def manifest(
-        self, repository: str, reference: str, *, cache_dir: pathlib.Path | None = None
-    ) -> tuple[dict[str, Any], Descriptor]:
+    def manifest(self, repository: str, reference: str) -> tuple[dict[str, Any], Descriptor]:
         """A manifest or an index, by tag or digest; its bytes have been checked against the digest.
 
-        Args:
-            repository: Where it lies.
-            reference: Tag or digest.
-            cache_dir: Where what is named by a digest is kept; it is not asked for again.
+        What is named by a digest is kept on this machine, and not asked for again.
         """
-        doing = f"read the manifest of {shown(repository, reference)}"
-        path, kept = manifest_path(repository, reference), ByDigest(cache_dir)
-        if is_digest(reference) and (known := kept.get(reference)) is not None:
-            body = self._json(known, doing)
-            return body, Descriptor(digest=reference, size=len(known), media_type=media.media_type(body))
-        answer = self._connection.send(
-            "GET",
-            path,
-            doing=doing,
-            access=pull_access(repository),
-            headers={"Accept": ", ".join(media.ACCEPTED)},
-        )
+        doing = f"read the manifest of {_shown(repository, reference)}"
+        path = _manifest_path(repository, reference)
+        data = _recall(reference)
+        if data is not None:
+            body = self._json(data, doing)
+            return body, Descriptor(digest=reference, size=len(data), media_type=manifest.media_type(body))
+        accept = {"Accept": ", ".join(manifest.ACCEPTED)}
+        answer = self._connection.send("GET", path, doing=doing, access=_pull(repository), headers=accept)
         data = self._connection.read(answer, doing)
-        wanted = reference if is_digest(reference) else answer.headers.get("Docker-Content-Digest", "")
-        digest = check(self.host, data, wanted, doing) if is_digest(wanted) else media.digest_of(data)
+        said = reference if is_digest(reference) else answer.headers.get("Docker-Content-Digest", "")
+        digest = self._check(data, said, doing) if is_digest(said) else manifest.digest_of(data)
         body = self._json(data, doing)
         kind = _kind(answer.headers.get("Content-Type"))
-        if kind not in media.ACCEPTED:
-            kind = media.media_type(body)
-        if kind == media.media_type(body):
-            kept.put(digest, data)
+        if kind not in manifest.ACCEPTED or kind == manifest.media_type(body):
+            kind = manifest.media_type(body)
+            _keep(digest, data)
         return body, Descriptor(digest=digest, size=len(data), media_type=kind)
 
-    def image(
-        self,
-        repository: str,
-        reference: str,
-        platform: str = "linux/amd64",
-        *,
-        cache_dir: pathlib.Path | None = None,
-    ) -> ImageManifest:
+    def image(self, repository: str, reference: str, platform: str = "linux/amd64") -> ImageManifest:
         """The image for a platform, chosen from the index where there are several.
 
         Args:
             repository: Where it lies.
             reference: Tag or digest.
             platform: `os/architecture` or `os/architecture/variant`.
-            cache_dir: Where manifests and configurations are kept by digest, so that they are read once; None: nowhere.
 
         Raises:
             ImageError: Also where there is none for this platform; the text names those there are.
         """
-        what = f"{self.host}/{shown(repository, reference)}"
-        body, descriptor = self.manifest(repository, reference, cache_dir=cache_dir)
-        if media.is_index(descriptor.media_type):
-            chosen = media.choose(body, platform, what).get("digest")
+        what = f"{self.host}/{_shown(repository, reference)}"
+        body, descriptor = self.manifest(repository, reference)
+        if descriptor.media_type in manifest.INDEXES:
+            chosen = manifest.choose(body, platform, what).get("digest")
             if not isinstance(chosen, str) or not is_digest(chosen):
                 raise ImageError(f"The index of {what} names no digest for {platform}. It is damaged: push it again.")
-            body, descriptor = self.manifest(repository, chosen, cache_dir=cache_dir)
+            body, descriptor = self.manifest(repository, chosen)
         entry = body.get("config")
         entry = entry if isinstance(entry, dict) else {}
-        kind = entry.get("mediaType", media.OCI_CONFIG if entry else "")
-        if descriptor.media_type not in media.MANIFESTS or kind not in media.CONFIGS:
+        kind = entry.get("mediaType", manifest.OCI_CONFIG if entry else "")
+        if descriptor.media_type not in manifest.MANIFESTS or kind not in manifest.CONFIGS:
             found = kind or descriptor.media_type or "an unknown kind of manifest"
             raise ImageError(
                 f"{what} is no image that can be run: {found}. Name an image, or push it again with a newer tool."
             )
-        config = self._config(repository, str(entry.get("digest")), what, ByDigest(cache_dir))
-        wanted = media.split_platform(platform)
+        config = self._config(repository, str(entry.get("digest")), what)
+        wanted = tuple(platform.split("/"))[:2]
         there = (str(config.get("os") or wanted[0]), str(config.get("architecture") or wanted[1]))
-        if there != wanted[:2]:
+        if there != wanted:
             raise ImageError(f"{what} is for {'/'.join(there)}, not for {platform}. Choose another image.")
         return ImageManifest(descriptor=descriptor, manifest=body, config=config)
 
-    def blob(self, repository: str, digest: str, *, start: int = 0) -> Iterator[bytes]:
-        """A blob's bytes, in blocks of at most 1 MiB. A cut stream is gone on with.
+    def put_manifest(self, repository: str, reference: str, body: bytes, media_type: str) -> str:
+        """Put a manifest under a tag or its own digest; gives its digest."""
+        doing = f"push {_shown(repository, reference)}"
+        headers = {"Content-Type": media_type, "Content-Length": str(len(body))}
+        answer = self._connection.send(
+            "PUT", _manifest_path(repository, reference), doing=doing, access=_push(repository), expect=(201, 202),
+            headers=headers, body=body,
+        )  # fmt: skip
+        self._connection.done(answer)
+        digest = manifest.digest_of(body)
+        said = answer.headers.get("Docker-Content-Digest", digest)
+        if said != digest:
+            raise self._damaged(doing, digest, said)
+        return digest
 
-        Args:
-            repository: Where it lies.
-            digest: Its name. The bytes are checked against it after the last; whoever uses them before has to be ready
-                for an error then. Not checked with a `start`.
-            start: How many bytes are left out at the beginning.
-        """
-        path, doing = blob_path(repository, digest), f"read {digest[:19]} of {repository}"
-        return download(self._connection, path, digest=digest, start=start, access=pull_access(repository), doing=doing)
+    def tags(self, repository: str) -> tuple[str, ...]:
+        """The repository's tags, sorted; none where it does not exist."""
+        _check_repository(repository)
+        path, names = f"/v2/{repository}/tags/list?n={_PAGE}", set[str]()
+        doing = f"list the tags of {repository}"
+        for _ in range(_MAX_PAGES):
+            answer = self._connection.send("GET", path, doing=doing, access=_pull(repository), expect=(_OK, _ABSENT))
+            data = self._connection.read(answer, doing)
+            if answer.status == _ABSENT:
+                break
+            names.update(str(name) for name in self._json(data, doing).get("tags") or ())
+            following = _NEXT.search(answer.headers.get("Link", ""))
+            if following is None:
+                break
+            path = self._connection.absolute(following[1])
+        return tuple(sorted(names))
+
+    # -- blobs -------------------------------------------------------------------------------------------------------
+
+    def blob(self, repository: str, digest: str) -> Iterator[bytes]:
+        """A blob's bytes, in blocks of at most 1 MiB, checked against its digest after the last; a cut one is resumed."""
+        path, doing = _blob_path(repository, digest), f"read {digest[:19]} of {repository}"
+        hasher, at, cuts = hashlib.new(digest.partition(":")[0]), 0, 0
+        while True:
+            headers = {"Range": f"bytes={at}-"} if at else {}
+            answer = self._connection.send(
+                "GET", path, doing=doing, access=_pull(repository), expect=(_OK, 206), headers=headers
+            )
+            skip = at if answer.status == _OK else 0
+            try:
+                for block in answer.stream(BLOCK_BYTES, decode_content=False):
+                    rest = block[skip:]
+                    skip -= len(block) - len(rest)
+                    at, cuts = at + len(rest), 0 if rest else cuts
+                    hasher.update(rest)
+                    yield rest
+            except HTTPError as error:
+                cuts += 1
+                if cuts > _TRIES:
+                    text = (
+                        f"Could not {doing} at the registry {self.host}: the connection ended {cuts} times. Try again."
+                    )
+                    raise CutError(text, retryable=True) from error
+                time.sleep(_BETWEEN_S * cuts)
+            else:
+                break
+            finally:
+                answer.close()
+        found = f"{hasher.name}:{hasher.hexdigest()}"
+        if found != digest:
+            raise self._damaged(doing, digest, found)
 
     def has_blob(self, repository: str, digest: str) -> bool:
         """Whether a repository has a blob."""
         answer = self._connection.send(
-            "HEAD",
-            blob_path(repository, digest),
-            doing=f"look for {digest[:19]} in {repository}",
-            access=pull_access(repository),
-            expect=(_OK, _ABSENT),
-        )
+            "HEAD", _blob_path(repository, digest), doing=f"look for {digest[:19]} in {repository}",
+            access=_pull(repository), expect=(_OK, _ABSENT),
+        )  # fmt: skip
         self._connection.done(answer)
         return answer.status == _OK
 
@@ -226,22 +254,22 @@ class Registry:
         Returns:
             Whether it is in the repository now; False where the source lacks it or the registry does not do this.
         """
-        blob_path(source_repository, digest)
-        path = f"{upload_path(repository)}?mount={digest}&from={quote(source_repository, safe='')}"
+        _blob_path(source_repository, digest)
+        path = f"/v2/{repository}/blobs/uploads/?mount={digest}&from={quote(source_repository, safe='')}"
         doing = f"take {digest[:19]} over from {source_repository} into {repository}"
-        access = (*push_access(repository), *pull_access(source_repository))
+        access = (*_push(repository), *_pull(source_repository))
         try:
             answer = self._connection.send(
                 "POST", path, doing=doing, access=access, expect=(201, _ACCEPTED), headers={"Content-Length": "0"}
             )
         except RefusedError as error:
             # The source may be somebody else's: then the bytes have to travel.
-            if error.status in (401, 403, _ABSENT, _NOT_ALLOWED):
+            if error.status in (401, 403, 404, 405):
                 return False
             raise
         self._connection.done(answer)
         if answer.status == _ACCEPTED and "Location" in answer.headers:
-            # The registry has begun an upload instead, which nobody goes on with.
+            # The registry has begun an upload instead, which is not needed.
             with contextlib.suppress(ImageError):
                 self._connection.done(
                     self._connection.send(
@@ -253,114 +281,89 @@ class Registry:
     def upload(
         self,
         repository: str,
-        file: BinaryIO | bytes,
+        file: IO[bytes] | bytes,
         digest: str,
         *,
         progress: Progress = lambda _done, _total: None,
         look: bool = True,
-        begun: Begun | None = None,
     ) -> None:
-        """Put a blob into a repository, unless it is there. A cut upload is gone on with where the registry allows it.
+        """Put a blob into a repository, unless it is there. After a cut it is sent again from its beginning.
 
         Args:
             repository: Where it goes.
             file: Its bytes; a file has to be seekable.
             digest: `sha256:...` of them; the registry checks it.
             progress: Called with the bytes sent and the bytes in all.
-            look: Whether to ask first if it is there; False where that is known, or as quickly sent as asked.
-            begun: What an early upload has sent of it.
+            look: Whether to ask first if it is there.
         """
+        _check_repository(repository)
         source = io.BytesIO(file) if isinstance(file, bytes) else file
         size = source.seek(0, io.SEEK_END)
         if not (look and self.has_blob(repository, digest)):
-            Upload(
-                self._connection,
-                repository,
-                source,
-                size=size,
-                digest=digest,
-                access=push_access(repository),
-                progress=progress,
-                begun=begun,
-            ).run()
+            for tries in range(1, _TRIES + 1):
+                try:
+                    self._send(repository, _Counted(source, size, progress), size, digest)
+                    break
+                except ImageError as error:
+                    # A request that was cut may have arrived: its answer alone was lost.
+                    if not error.retryable or (tries == _TRIES and not self.has_blob(repository, digest)):
+                        raise
+                    if self.has_blob(repository, digest):
+                        break
+                    time.sleep(_BETWEEN_S * 2**tries)
         progress(size, size)
 
-    def early_upload(self, repository: str) -> EarlyUpload:
-        """The upload of a blob that is still being written, and has no digest yet."""
-        check_repository(repository)
-        doing = f"upload a layer into {repository}"
-        return EarlyUpload(Session(self._connection, repository, push_access(repository), doing))
-
-    def put_manifest(self, repository: str, reference: str, body: bytes, media_type: str) -> str:
-        """Put a manifest under a tag or its own digest; gives its digest."""
-        doing = f"push {shown(repository, reference)}"
+    def _send(self, repository: str, body: _Counted, size: int, digest: str) -> None:
+        """One try: begin an upload, send the bytes as one piece, as docker does, and name them."""
+        doing, access = f"upload {digest[:19]} into {repository}", _push(repository)
+        start = f"/v2/{repository}/blobs/uploads/"
         answer = self._connection.send(
-            "PUT",
-            manifest_path(repository, reference),
-            doing=doing,
-            access=push_access(repository),
-            expect=(201, 202),
-            headers={"Content-Type": media_type, "Content-Length": str(len(body))},
-            body=lambda: (body,),
+            "POST", start, doing=doing, access=access, expect=(202,), headers={"Content-Length": "0"}
         )
         self._connection.done(answer)
-        digest = media.digest_of(body)
-        said = answer.headers.get("Docker-Content-Digest", digest)
-        if said != digest:
-            raise damaged(self.host, doing, digest, said)
-        return digest
-
-    def tags(self, repository: str) -> tuple[str, ...]:
-        """The repository's tags, sorted; none where it does not exist."""
-        check_repository(repository)
-        path, doing = f"/v2/{repository}/tags/list?n={_PAGE}", f"list the tags of {repository}"
-        return self._list(path, "tags", doing, pull_access(repository))
-
-    def repositories(self, prefix: str = "") -> tuple[str, ...]:
-        """The registry's repositories whose path begins so, sorted. Large public registries refuse to list them."""
-        found = self._list(f"/v2/_catalog?n={_PAGE}", "repositories", "list the repositories", ("registry:catalog:*",))
-        return tuple(name for name in found if name.startswith(prefix))
-
-    def delete(self, repository: str, digest: str) -> None:
-        """Delete a manifest, and with it all its tags. Nothing happens where it is not there.
-
-        Blobs stay until the registry's own collection of garbage.
-        """
-        blob_path(repository, digest)
-        answer = self._connection.send(
-            "DELETE",
-            manifest_path(repository, digest),
-            doing=f"delete {shown(repository, digest)}",
-            access=(f"repository:{repository}:delete,pull,push",),
-            expect=(_OK, 202, 204, _ABSENT),
-        )
+        where = self._connection.absolute(answer.headers.get("Location") or start)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        single = size <= _SINGLE_BYTES
+        body.seek(0)
+        if not single:
+            answer = self._connection.send(
+                "PATCH",
+                where,
+                doing=doing,
+                access=access,
+                expect=(201, 202, 204),
+                headers=headers,
+                body=body,
+                repeat=False,
+            )
+            self._connection.done(answer)
+            where = self._connection.absolute(answer.headers.get("Location") or where, where)
+        url = f"{where}{'&' if '?' in where else '?'}digest={digest}"
+        try:
+            answer = self._connection.send(
+                "PUT", url, doing=doing, access=access, expect=(201, 204), repeat=False,
+                headers=headers if single else {"Content-Length": "0"}, body=body if single else None,
+            )  # fmt: skip
+        except RefusedError as error:
+            if error.code != "DIGEST_INVALID":
+                raise
+            text = f"{error} The bytes were damaged on their way."
+            raise RefusedError(text, retryable=True, status=error.status, code=error.code) from error
         self._connection.done(answer)
 
-    def _config(self, repository: str, digest: str, what: str, kept: ByDigest) -> dict[str, Any]:
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _config(self, repository: str, digest: str, what: str) -> dict[str, Any]:
         doing = f"read the configuration of {what}"
         if not is_digest(digest):
             raise ImageError(f"The manifest of {what} names no configuration. It is damaged: push it again.")
-        path, data = blob_path(repository, digest), kept.get(digest)
+        data = _recall(digest)
         if data is None:
-            answer = self._connection.send("GET", path, doing=doing, access=pull_access(repository))
+            answer = self._connection.send("GET", _blob_path(repository, digest), doing=doing, access=_pull(repository))
             data = self._connection.read(answer, doing)
-            check(self.host, data, digest, doing)
-            kept.put(digest, data)
+            self._check(data, digest, doing)
+            _keep(digest, data)
         return self._json(data, doing)
-
-    def _list(self, path: str, key: str, doing: str, access: tuple[str, ...]) -> tuple[str, ...]:
-        names: set[str] = set()
-        for _ in range(_MAX_PAGES):
-            answer = self._connection.send("GET", path, doing=doing, access=access, expect=(_OK, _ABSENT))
-            data = self._connection.read(answer, doing)
-            if answer.status == _ABSENT:
-                break
-            names.update(str(name) for name in self._json(data, doing).get(key) or ())
-            following = _NEXT.search(answer.headers.get("Link", ""))
-            if following is None:
-                break
-            path = self._connection.absolute(following[1])
-        return tuple(sorted(names))
 
     def _json(self, data: bytes, doing: str) -> dict[str, Any]:
         try:
@@ -371,6 +374,86 @@ class Registry:
             raise ImageError(f"The registry {self.host} answered no JSON object to: {doing}. Is it a registry?")
         return value
 
+    def _check(self, data: bytes, digest: str, doing: str) -> str:
+        """The digest, if it is that of the bytes."""
+        algorithm = digest.partition(":")[0]
+        found = f"{algorithm}:{hashlib.new(algorithm, data).hexdigest()}"
+        if found != digest:
+            raise self._damaged(doing, digest, found)
+        return digest
+
+    def _damaged(self, doing: str, wanted: str, found: str) -> ImageError:
+        problem = f"Could not {doing} at the registry {self.host}: the bytes have the digest {found[:80]}, not {wanted}"
+        text = f"{problem}. They were damaged there or on their way: try again, else push it again."
+        return ImageError(text, retryable=True)
+
+
+class _Counted(io.BufferedIOBase):
+    """A file that tells how much of it has been read."""
+
+    def __init__(self, file: IO[bytes], size: int, progress: Progress) -> None:
+        self._file = file
+        self._size = size
+        self._progress = progress
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = self._file.read(-1 if size is None else size)
+        self._progress(self._file.tell(), self._size)
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _recall(digest: str) -> bytes | None:
+    """Small content that was kept under its digest; None if it was not, or has been changed."""
+    with contextlib.suppress(OSError):
+        data = (cache.folder() / "manifests" / digest.replace(":", "-")).read_bytes()
+        return data if manifest.digest_of(data) == digest else None
+    return None
+
+
+def _keep(digest: str, data: bytes) -> None:
+    cache.write(cache.folder() / "manifests" / digest.replace(":", "-"), data)
+
 
 def _kind(content_type: str | None) -> str:
     return (content_type or "").partition(";")[0].strip()
+
+
+def _check_repository(repository: str) -> None:
+    """Refuse what would lead elsewhere."""
+    if not is_repository(repository):
+        problem = f"{repository[:80]!r} is not the path of a repository"
+        raise ConfigError("repository", problem, "Give lower-case parts with / between them: team/train")
+
+
+def _manifest_path(repository: str, reference: str) -> str:
+    _check_repository(repository)
+    if not (is_tag(reference) or is_digest(reference)):
+        raise ConfigError("reference", f"{reference[:80]!r} is neither tag nor digest", "Give '1.0' or 'sha256:...'")
+    return f"/v2/{repository}/manifests/{reference}"
+
+
+def _blob_path(repository: str, digest: str) -> str:
+    _check_repository(repository)
+    if not is_digest(digest):
+        raise ConfigError("digest", f"{digest[:80]!r} is no digest", "Give sha256: and 64 lower-case hex digits")
+    return f"/v2/{repository}/blobs/{digest}"
+
+
+def _pull(repository: str) -> tuple[str, ...]:
+    """What a token has to allow for reading."""
+    return (f"repository:{repository}:pull",)
+
+
+def _push(repository: str) -> tuple[str, ...]:
+    """What a token has to allow for writing."""
+    return (f"repository:{repository}:pull,push",)
+
+
+def _shown(repository: str, reference: str) -> str:
+    return f"{repository}{'@' if is_digest(reference) else ':'}{reference}"

@@ -1,7 +1,7 @@
 """From a recipe to the image that a job pins: found by its tag, else made.
 
-The tag says what the image is made of, the base by its digest. So nothing has to be remembered: whoever makes the same
-recipe on the same base finds the image, from any machine.
+The tag says what the image is made of, the base by its digest. So nothing has to be remembered: the same recipe on the same
+base finds the image, from any machine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Self
 
 from kale_dist import records
 from kale_dist.errors import ConfigError
-from kale_dist.image import auth, base_image, cache
+from kale_dist.image import auth, builder, cache
+from kale_dist.image import base as bases
 from kale_dist.image.auth import Credentials
-from kale_dist.image.base_image import Base
+from kale_dist.image.base import Ask, Base
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.recipe import DOCKER, LAYERS, Recipe
+from kale_dist.recipe import DOCKER, Recipe
 
 NAME = "kale-dist"
 """Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
@@ -35,10 +36,10 @@ class Resolved:
     """The image of a recipe."""
 
     reference: str
-    """What a job pins: `repository@sha256:...`, as nodes pull it; the engine's own name of an image that lies nowhere
-    else; or, of one that is not made yet, its tag."""
+    """What a job pins: `repository@sha256:...`, as nodes pull it; or the engine's own name of an image that lies nowhere
+    else."""
     was_built: bool
-    """False: it was there, or is not made yet."""
+    """False: it was there."""
     tag: str
 
 
@@ -51,6 +52,8 @@ def resolve(
     python: str = "",
     credentials: Credentials | None = None,
     pull_secret_jsons: tuple[str, ...] = (),
+    ask: Ask | None = None,
+    base_packages: bytes | None = None,
     say: Say,
     progress: Progress = lambda _done, _total: None,
 ) -> Resolved:
@@ -66,8 +69,10 @@ def resolve(
         credentials: What the registry of images is shown; None: what docker or podman are configured for, else the pull
             secrets.
         pull_secret_jsons: Texts of Kubernetes pull secrets, for the registries of base and image.
+        ask: Runs the base to learn what it has; None: this machine's Docker engine does.
+        base_packages: What the base answered elsewhere; then it is not asked.
         say: Takes a line for the user.
-        progress: Takes what is done and what there is, of the step that goes on: bytes, or a build's steps.
+        progress: Takes what is done and what there is, of the step that is running: bytes, or a build's steps.
 
     Raises:
         ConfigError: There is no registry or base, or one of them is no reference.
@@ -82,76 +87,37 @@ def resolve(
                 digest = search.found()
                 if not digest:
                     with records.keeping_blobs():
-                        digest = _make(search, python, credentials, say=say, progress=progress)
+                        digest = search.make(python, credentials, ask, base_packages, say, progress)
                     was_built = True
-    cache.note_use(search.home.name, search.target.tag)
     return Resolved(reference=str(search.pulled.with_digest(digest)), was_built=was_built, tag=search.target.tag)
-
-
-def look_up(
-    recipe: Recipe,
-    *,
-    base: str,
-    registry: str,
-    pull: str = "",
-    python: str = "",
-    credentials: Credentials | None = None,
-    pull_secret_jsons: tuple[str, ...] = (),
-) -> Resolved:
-    """What `resolve` would give, as far as that can be known without making anything.
-
-    Args:
-        recipe: As for `resolve`, like all others.
-        base: Of `resolve`.
-        registry: Of `resolve`.
-        pull: Of `resolve`.
-        python: Of `resolve`.
-        credentials: Of `resolve`.
-        pull_secret_jsons: Of `resolve`.
-
-    Returns:
-        The image by its digest, or by its tag if it would have to be made.
-
-    Raises:
-        ConfigError: As `resolve`.
-        ImageError: As `resolve`.
-        BackendError: As `resolve`.
-    """
-    with _Search.begin(recipe, base, registry, pull, python, credentials, pull_secret_jsons) as search:
-        digest, tag = search.found(), search.target.tag
-    reference = search.pulled.with_digest(digest) if digest else search.pulled.with_tag(tag)
-    return Resolved(reference=str(reference), was_built=False, tag=tag)
 
 
 def resolve_in_engine(
     recipe: Recipe, *, base: str, python: str = "", say: Say, progress: Progress = lambda _done, _total: None
 ) -> Resolved:
-    """Find the recipe's image in the Docker engine, or build it there: for jobs of that engine, without a registry.
+    """Find the recipe's image in the Docker engine, or make it there: for jobs of that engine, without a registry.
 
     Args:
         recipe: With the bytes of its files in this user's blobs.
         base: What it is built on, if the recipe does not say so.
         python: As in `resolve`.
         say: Takes a line for the user.
-        progress: Takes what is done and what there is, of the step that goes on.
+        progress: Takes what is done and what there is, of the step that is running.
 
     Raises:
-        ConfigError: There is no base, or the recipe asks for the builder that needs a registry.
+        ConfigError: There is no base, or one that is no reference.
         ImageError: The image cannot be made.
         BackendError: The engine cannot be used.
     """
-    if recipe.builder == LAYERS:
-        raise _no_registry('Leave out builder="layers" to build in the Docker engine')
-    recipe = dataclasses.replace(recipe, builder=DOCKER)
-    reference = base_image.named(recipe, base)
-    with _opened(reference) as registry:
-        pinned = base_image.find(recipe, reference, registry)
+    named = bases.name_of(recipe, base)
+    with _opened(named) as registry:
+        pinned = bases.pin(recipe, named, named, registry, in_engine=True)
     tag = recipe.tag(pinned.digest, python)
-    target = Reference.parse(f"{NAME}:{tag}")
+    target = Reference(registry="docker.io", repository=f"library/{NAME}", tag=tag)
 
     def found() -> str:
-        with base_image.connected() as engine:
-            there = None if recipe.rebuild else base_image.inspect(engine, str(target))
+        with bases.connected() as engine:
+            there = None if recipe.rebuild else bases.inspect(engine, f"{NAME}:{tag}")
         return str(there["Id"]) if there else ""
 
     image, was_built = found(), False
@@ -159,15 +125,22 @@ def resolve_in_engine(
         with _alone(target, say):
             image = found()
             if not image:
-                from kale_dist.image import docker_builder
-
-                say(f"Building the image {NAME}:{tag} on {pinned.reference}.")
+                say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
+                facts = bases.facts_of(pinned, recipe, config=None, ask=None, python=python, say=say)
                 with records.keeping_blobs():
-                    image = docker_builder.build(
-                        recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
-                        labels=pinned.labels_with(recipe), say=say, progress=progress, push=False,
-                        python=python,
-                    ).image_id  # fmt: skip
+                    if recipe.chosen_builder == DOCKER:
+                        from kale_dist.image import dockerfile
+
+                        image = dockerfile.build(
+                            recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
+                            labels=pinned.labels(recipe), say=say, progress=progress, push=False,
+                        ).image_id  # fmt: skip
+                    else:
+                        with bases.connected() as engine:
+                            image = builder.build_in_engine(
+                                engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}",
+                                blobs_dir=records.blobs_dir(), say=say,
+                            )  # fmt: skip
                 was_built = True
     return Resolved(reference=image, was_built=was_built, tag=tag)
 
@@ -183,7 +156,12 @@ def repository_of(registry: str, argument: str = "registry") -> Reference:
         ConfigError: It is empty, or is no place in a registry.
     """
     if not registry:
-        raise _no_registry("Or name an image that has what is needed, by image=")
+        raise ConfigError(
+            "registry",
+            "none is configured, and images that are made for jobs lie in one",
+            "Set KALE_DIST_REGISTRY or `registry = ...` of the configuration file, such as 'registry.example.com/team'. Or "
+            "name an image that has what is needed, by image=",
+        )
     try:
         return Reference.parse(f"{registry.removeprefix(_PLAIN)}/{NAME}")
     except ConfigError as error:
@@ -214,7 +192,7 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
         cuda: Whether the ranks have GPUs: then a label that says otherwise does not count.
     """
     version, _, label = torch.partition("+")
-    ready = any(base_image.names_torch(package) for package in recipe.packages)
+    ready = any(bases.names_torch(package) for package in recipe.packages)
     own = f"https://download.pytorch.org/whl/{label}" if label and not (cuda and label == "cpu") else ""
     urls = recipe.index_urls or ((_PYPI,) if own else ())
     return dataclasses.replace(
@@ -255,47 +233,52 @@ class _Search:
     ) -> Iterator[Self]:
         """Open both registries and pin the base."""
         home, pulled = repository_of(registry), repository_of(pull or registry, "registry_pull")
-        reachable = _as_pushed(base_image.named(recipe, base), home, pulled)
+        named = bases.name_of(recipe, base)
+        reachable = _as_pushed(named, home, pulled)
         is_plain, is_home = registry.startswith(_PLAIN), reachable.registry == home.registry
         known = credentials if is_home else None
         with (
             _opened(home, credentials, pull_secret_jsons, plain=is_plain) as ours,
             _opened(reachable, known, pull_secret_jsons, plain=is_plain and is_home) as theirs,
         ):
-            pinned = base_image.find(recipe, reachable, theirs)
+            pinned = bases.pin(recipe, named, reachable, theirs)
             target = home.with_tag(recipe.tag(pinned.digest, python))
-            yield cls(
-                recipe=recipe, home=home, pulled=pulled, target=target, base=pinned, ours=ours, theirs=theirs
-            )  # fmt: skip
+            yield cls(recipe=recipe, home=home, pulled=pulled, target=target, base=pinned, ours=ours, theirs=theirs)
 
     def found(self) -> str:
         """The image's digest; empty: it has to be made."""
         there = None if self.recipe.rebuild else self.ours.head(self.home.repository, self.target.tag)
         return there.digest if there else ""
 
+    def make(
+        self,
+        python: str,
+        credentials: Credentials | None,
+        ask: Ask | None,
+        base_packages: bytes | None,
+        say: Say,
+        progress: Progress,
+    ) -> str:
+        """Ask the base, build and push; gives the digest of the manifest."""
+        recipe, target, base = self.recipe, self.target, self.base
+        say(f"Making the image {target} on {base.reference}.")
+        if recipe.chosen_builder == DOCKER:
+            # The base may lie in the engine alone, which builds, and which therefore is asked.
+            bases.facts_of(base, recipe, config=None, ask=None, said=base_packages, python=python, say=say)
+            from kale_dist.image import dockerfile
 
-def _make(search: _Search, python: str, credentials: Credentials | None, *, say: Say, progress: Progress) -> str:
-    """Build and push; gives the digest of the manifest."""
-    recipe, target, base = search.recipe, search.target, search.base
-    say(f"Making the image {target} on {base.reference}.")
-    if recipe.chosen_builder == DOCKER:
-        with base_image.needing_docker(recipe):
-            from kale_dist.image import docker_builder
-
-            return docker_builder.build(
+            return dockerfile.build(
                 recipe, base=str(base.reference), tag=str(target), blobs_dir=records.blobs_dir(),
-                labels=base.labels_with(recipe), say=say, progress=progress, credentials=credentials, python=python,
+                labels=base.labels(recipe), say=say, progress=progress, credentials=credentials,
             ).digest  # fmt: skip
-    try:
-        from kale_dist.image import layer_builder
-    except ModuleNotFoundError as error:
-        problem = f"images are made with the package {error.name}, which is not installed"
-        raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from error
-    return layer_builder.build(
-        recipe, registry=search.ours, repository=target.repository, tag=target.tag, base=base.reference,
-        base_registry=search.theirs, blobs_dir=records.blobs_dir(), cache_dir=cache.folder(), labels=base.labels, say=say,
-        progress=progress, python=python,
-    ).digest  # fmt: skip
+        image = self.theirs.image(base.reference.repository, base.reference.target, recipe.platform)
+        facts = bases.facts_of(
+            base, recipe, config=image.config, ask=ask, said=base_packages, python=python, say=say
+        )  # fmt: skip
+        return builder.build(
+            recipe, target=target, registry=self.ours, base=base, base_registry=self.theirs, image=image, facts=facts,
+            blobs_dir=records.blobs_dir(), say=say, progress=progress,
+        ).digest  # fmt: skip
 
 
 def _alone(target: Reference, say: Say) -> contextlib.AbstractContextManager[None]:
@@ -322,12 +305,3 @@ def _opened(
 ) -> Registry:
     found = known or auth.find(place.registry, repository=place.repository, pull_secret_jsons=pull_secret_jsons)
     return Registry(place.registry, credentials=found, insecure=plain or None)
-
-
-def _no_registry(remedy: str) -> ConfigError:
-    return ConfigError(
-        "registry",
-        "none is configured, and images that are made for jobs lie in one",
-        f"Set KALE_DIST_REGISTRY or `registry = ...` of the configuration file, such as 'registry.example.com/team'. "
-        f"{remedy}",
-    )

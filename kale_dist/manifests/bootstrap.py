@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from kale_dist.pod_order import InputFiles, PodVariable
+from kale_dist.contract import InputFiles, PodVariable
 
 EXIT_CODE = 78
 """Exit code of a container in which the agent could not be started: the image's Python is too old, or the input cannot
 be unpacked. The container's termination message says which."""
 
-# Runs in whatever Python the image has: it has to be valid for all of Python 3, and is not part of the library there.
+# Runs in whatever Python the image has: it has to be valid for all of Python 3, and is not part of the library there. The
+# working folder is taken off the path as `-P` would do it, which versions before 3.11 do not know.
 BOOTSTRAP = f"""\
 import os, sys
+sys.path[:] = [path for path in sys.path if path]
 
 def stop(text):
     text = "kale_dist: " + text
@@ -33,9 +35,10 @@ try:
         packed.extractall(target)
 except (ImportError, OSError, ValueError, zipfile.BadZipFile) as error:
     stop("the job's input " + source + " cannot be unpacked into " + target + ": " + str(error))
-path = os.environ.get("PYTHONPATH")
-os.environ["PYTHONPATH"] = target + os.pathsep + path if path else target
-os.execv(sys.executable, [sys.executable, "-P", "-m", "kale_dist.runtime", "pod"])
+# By `sys.path`, not by PYTHONPATH, which the user's own subprocesses would inherit.
+run = "import runpy, sys; sys.path.insert(0, " + repr(target) + "); sys.argv[1:] = ['pod']; "
+run += "runpy.run_module('kale_dist.runtime', run_name='__main__')"
+os.execv(sys.executable, [sys.executable, "-P", "-c", run])
 """
 """Text for `python3 -c`."""
 

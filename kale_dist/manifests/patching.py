@@ -11,7 +11,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 
-_ARGUMENT = "cluster.patch"
+_ARGUMENT = "patch"
 _DIRECTIVE = "$patch"
 _MERGE_KEYS = {
     "containers": "name",

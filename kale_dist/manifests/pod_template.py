@@ -6,10 +6,9 @@ import json
 import math
 from typing import Any
 
+from kale_dist.contract import PodVariable
 from kale_dist.manifests import bootstrap
-from kale_dist.manifests.quantities import cpu_text, memory_text
 from kale_dist.manifests.settings import (
-    ATTEMPT_ANNOTATION,
     CONTAINER,
     HOME_FOLDER,
     INPUT_FOLDER,
@@ -20,13 +19,16 @@ from kale_dist.manifests.settings import (
     WORK_FOLDER,
     PodSettings,
     input_secret_name,
+    object_name,
     own_labels,
 )
-from kale_dist.pod_order import PodVariable
+from kale_dist.quantities import cpu_text, memory_text
 from kale_dist.spec import JobSpec, Volume, VolumeKind
 
 _USER = "kale-dist"
-_GRACE_S = 30
+_GRACE_S = 60
+"""A head that is told to end writes its checkpoint first."""
+
 _DEFAULT_CPU = 1.0
 _DEFAULT_MEMORY_GIB = 2.0
 _LARGEST_SHM_GIB = 8.0
@@ -57,7 +59,7 @@ def pod_template(spec: JobSpec, settings: PodSettings, *, first_pod: int, ranks:
             {"name": "agents", "containerPort": PORT + 1},
             {"name": "bytes", "containerPort": PORT + 2},
         ],
-        "resources": _resources(spec, settings, ranks),
+        "resources": _resources(spec, ranks),
         "volumeMounts": mounts,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -125,14 +127,12 @@ def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
     }
     told = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX_LABEL}']"}}
-    attempt = {"fieldRef": {"fieldPath": f"metadata.annotations['{ATTEMPT_ANNOTATION}']"}}
     request = {"resourceFieldRef": {"containerName": CONTAINER, "resource": "requests.cpu", "divisor": "1m"}}
     return [
         *({"name": name, "value": value} for name, value in fixed.items() if name not in given | dict.fromkeys(secret)),
         *({"name": name.value, "value": value} for name, value in told.items()),
         {"name": PodVariable.REPLICA_INDEX.value, "valueFrom": index},
         {"name": PodVariable.CPU_REQUEST.value, "valueFrom": request},
-        {"name": PodVariable.ATTEMPT.value, "valueFrom": attempt},
         {"name": PodVariable.NODE.value, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         # The kubelet would replace $(NAME) by that variable's value.
         *({"name": name, "value": value.replace("$(", "$$(")} for name, value in given.items()),
@@ -143,14 +143,14 @@ def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
     ]
 
 
-def _resources(spec: JobSpec, settings: PodSettings, ranks: int) -> dict[str, Any]:
+def _resources(spec: JobSpec, ranks: int) -> dict[str, Any]:
     asked = spec.resources
     cores = asked.cpu or min(_DEFAULT_CPU, asked.cpu_limit or _DEFAULT_CPU)
     memory = memory_text(_memory_gib(spec) * ranks)
     gpus = asked.gpus if asked.gpus is not None else int(spec.cuda)
     whole = {**({asked.gpu_resource: str(gpus * ranks)} if gpus else {})}
     whole.update((name, str(int(amount) * ranks)) for name, amount in asked.extended)
-    limit = asked.cpu_limit or (cores if settings.cpu_limit_needed else None)
+    limit = asked.cpu_limit
     return {
         "requests": {"cpu": cpu_text(cores * ranks), "memory": memory, **whole},
         "limits": {**({"cpu": cpu_text(limit * ranks)} if limit else {}), "memory": memory, **whole},
@@ -166,7 +166,7 @@ def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dic
     shm = min(_LARGEST_SHM_GIB, _memory_gib(spec) * ranks / 2)
     if spec.resources.shm_gib is not None:
         shm = spec.resources.shm_gib * ranks
-    secret = {"secretName": input_secret_name(spec.name), "optional": False}
+    secret = {"secretName": input_secret_name(object_name(spec.name, settings.run)), "optional": False}
     volumes: list[dict[str, Any]] = [
         {"name": "input", "secret": secret},
         {"name": "work", "emptyDir": {}},

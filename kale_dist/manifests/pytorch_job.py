@@ -16,10 +16,12 @@ from kale_dist.manifests.settings import (
     CONTAINER,
     KIND,
     QUEUE_LABEL,
+    RUN_LABEL,
     SPEC_ANNOTATION,
     PodSettings,
     has_master,
     input_secret_name,
+    object_name,
     own_labels,
 )
 from kale_dist.spec import JobSpec
@@ -45,6 +47,7 @@ def pytorch_job(spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
     labels = {
         **own_labels(spec.name),
         **({QUEUE_LABEL: cluster.queue} if cluster.queue else {}),
+        **({RUN_LABEL: str(settings.run)} if settings.run > 1 else {}),
         **dict(cluster.labels),
     }
     annotations = {**dict(cluster.annotations), **dict(settings.annotations), SPEC_ANNOTATION: spec_annotation(spec)}
@@ -53,7 +56,7 @@ def pytorch_job(spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
         "apiVersion": API_VERSION,
         "kind": KIND,
         "metadata": {
-            "name": spec.name,
+            "name": object_name(spec.name, settings.run),
             "namespace": settings.namespace,
             "labels": labels,
             "annotations": annotations,
@@ -85,23 +88,24 @@ def spec_annotation(spec: JobSpec) -> str:
     return text
 
 
-def input_secret(name: str, namespace: str, owner_uid: str, data: Mapping[str, bytes]) -> dict[str, Any]:
-    """The Secret that the job's pods wait for. It goes with the job.
+def input_secret(spec: JobSpec, settings: PodSettings, owner_uid: str, data: Mapping[str, bytes]) -> dict[str, Any]:
+    """The Secret that a run's pods wait for. It is deleted with the run's PyTorchJob.
 
     Args:
-        name: The job's name.
-        namespace: The job's namespace.
-        owner_uid: UID of the PyTorchJob; empty: the Secret belongs to nobody.
-        data: Bytes by the names of `pod_order.InputFiles`.
+        spec: The job.
+        settings: As for `pytorch_job`.
+        owner_uid: UID of the PyTorchJob; empty: the Secret has no owner.
+        data: Bytes by the names of `contract.InputFiles`.
     """
+    name = object_name(spec.name, settings.run)
     owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": owner_uid, "blockOwnerDeletion": False}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
             "name": input_secret_name(name),
-            "namespace": namespace,
-            "labels": own_labels(name),
+            "namespace": settings.namespace,
+            "labels": own_labels(spec.name),
             **({"ownerReferences": [owner]} if owner_uid else {}),
         },
         "type": "Opaque",
@@ -146,7 +150,7 @@ def _check_patched(before: dict[str, Any], after: Any) -> None:
     """Refuse patches after which the job could not be found, or would not be this job."""
 
     def refuse(problem: str) -> ConfigError:
-        return ConfigError("cluster.patch", problem, "Leave that out of the patch")
+        return ConfigError("patch", problem, "Leave that out of the patch")
 
     try:
         changed = [

@@ -22,6 +22,9 @@ SELECTOR = f"app.kubernetes.io/managed-by={MANAGED_BY}"
 SPEC_ANNOTATION = "kale-dist.dev/spec"
 SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
 CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
+RUN_LABEL = "kale-dist.dev/run"
+"""On the PyTorchJobs of later runs: which run it is. The first one has none."""
+
 TOUCHED_ANNOTATION = "kale-dist.dev/touched"
 """When a job that waits under a quota was last shown to the operator again."""
 
@@ -64,10 +67,10 @@ class PodSettings:
     python: str = "python3"
     """The interpreter, as a command."""
     store: StoreMount | None = None
-    cpu_limit_needed: bool = False
-    """Whether a quota of the namespace refuses pods without a limit of cores."""
     annotations: tuple[tuple[str, str], ...] = ()
     """Annotations of the job besides the user's own and that of the specification."""
+    run: int = 1
+    """Which run of the job; each has a PyTorchJob of its own."""
 
 
 def has_master(spec: JobSpec, *, master: bool) -> bool:
@@ -75,26 +78,38 @@ def has_master(spec: JobSpec, *, master: bool) -> bool:
     return master or spec.topology.number_of_pods == 1
 
 
-def pod_names(spec: JobSpec, *, master: bool) -> tuple[str, ...]:
-    """Names of the job's pods by their number; pod 0 holds rank 0."""
-    pods = spec.topology.number_of_pods
+def object_name(job: str, run: int) -> str:
+    """Name of the PyTorchJob of one run: the job's own for the first, `<job>-2` for the second.
+
+    `names.MAX_LENGTH` leaves room for it and for the `-worker-123` of its pods.
+    """
+    return job if run == 1 else f"{job}-{run}"
+
+
+def pod_names(spec: JobSpec, *, master: bool, run: int = 1) -> tuple[str, ...]:
+    """Names of a run's pods by their number; pod 0 holds rank 0."""
+    pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
     if not has_master(spec, master=master):
-        return tuple(f"{spec.name}-worker-{index}" for index in range(pods))
-    return (f"{spec.name}-master-0", *(f"{spec.name}-worker-{index}" for index in range(pods - 1)))
+        return tuple(f"{name}-worker-{index}" for index in range(pods))
+    return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
 
-def head_host(spec: JobSpec, *, master: bool) -> str:
+def head_host(spec: JobSpec, *, master: bool, run: int = 1) -> str:
     """Host name of pod 0 within the namespace: that of its headless Service, which the operator makes."""
-    return pod_names(spec, master=master)[0]
+    return pod_names(spec, master=master, run=run)[0]
 
 
-def input_secret_name(job: str) -> str:
-    """Name of the Secret with the job's input."""
-    return f"{job}-input"
+def input_secret_name(object_: str) -> str:
+    """Name of the Secret with a run's input.
+
+    Args:
+        object_: Name of the run's PyTorchJob.
+    """
+    return f"{object_}-input"
 
 
 def own_labels(job: str) -> dict[str, str]:
-    """The recommended labels, which every object of a job has."""
+    """The recommended labels, which every object of a job has, whatever the run."""
     return {
         "app.kubernetes.io/name": "kale-dist",
         "app.kubernetes.io/managed-by": MANAGED_BY,

@@ -14,16 +14,14 @@ import sys
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kale_dist import interrupts, view
-from kale_dist.backends.job_reader import LogReader
+from kale_dist.following.reader import LogReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError
+from kale_dist.job import Job, inside
 from kale_dist.status import JobStatus
-
-if TYPE_CHECKING:
-    from kale_dist.job import Job
 
 _SHORTEST_S = 0.25
 _LONGEST_S = 2.0
@@ -65,7 +63,7 @@ class LiveView:
     def __init__(self, job: Job[Any]) -> None:
         self._job = job
         self._display_id = f"kale-dist-{uuid.uuid4().hex}"
-        self._log = LogReader(job.files.log)
+        self._log = LogReader(inside(job).files.log)
         self._tail: collections.deque[LogLine] = collections.deque(maxlen=view.LOG_LINES)
         self._lock = threading.Lock()
         self._shown: JobStatus | None = None
@@ -77,7 +75,7 @@ class LiveView:
         if self._ended.is_set():
             return
         # Whoever waits sees the job's end before the thread below does.
-        self._job.call_after_wait(self.refresh)
+        inside(self._job).after_wait.append(self.refresh)
         threading.Thread(target=self._follow, name=f"kale_dist view {self._job.name}", daemon=True).start()
 
     def refresh(self) -> None:

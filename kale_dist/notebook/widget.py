@@ -16,21 +16,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import anywidget
 import traitlets
 from IPython import get_ipython
 
 from kale_dist import view
-from kale_dist.backends.job_reader import LogReader
+from kale_dist.following.reader import LogReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError, KaleDistError
+from kale_dist.job import Job, inside
 from kale_dist.status import JobStatus
 from kale_dist.view import facts
-
-if TYPE_CHECKING:
-    from kale_dist.job import Job
 
 KEPT_LINES = 5000
 """Lines of the log's end that pages can have; all are in the job's log."""
@@ -135,14 +133,14 @@ class JobWidget(anywidget.AnyWidget):
     def _take(self, job: Job[Any]) -> None:
         with self._lock:
             self._job = job
-            self._log = LogReader(job.files.log)
+            self._log = LogReader(inside(job).files.log)
             self._lines: collections.deque[LogLine] = collections.deque(self._log.tail(KEPT_LINES), maxlen=KEPT_LINES)
             self._next = len(self._lines)
             self._status: JobStatus | None = None
             self._is_over = False
             self._pictured_at = float("-inf")
         self._draw()
-        job.call_after_wait(self._draw)
+        inside(job).after_wait.append(self._draw)
 
     def _bundle(self) -> dict[str, Any]:
         """All forms of the picture; a front end takes the best that it knows."""

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import os
+import pathlib
 import select
 import signal
 import socket
@@ -53,12 +54,17 @@ def environment(base: dict[str, str]) -> dict[str, str]:
     return {**base, **dict.fromkeys(_SINGLE_THREAD, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
+_LIBRARY = str(pathlib.Path(__file__).parents[2])
+
+
 def launch() -> tuple[socket.socket, int]:
     """Start a forkserver, which begins to import torch at once; gives our end of its socket, and its process id."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.set_inheritable(True)
+    # In a pod the library is on `sys.path` alone: the user's own subprocesses would inherit PYTHONPATH.
+    run = f"import runpy, sys; sys.path.insert(0, {_LIBRARY!r}); runpy.run_module('kale_dist.runtime', run_name='__main__')"
     command = [
-        *(sys.executable, "-P", "-m", "kale_dist.runtime", "forkserver"),
+        *(sys.executable, "-P", "-c", run, "forkserver"),
         *("--connection", str(theirs.fileno()), "--agent-pid", str(os.getpid())),
     ]
     with contextlib.closing(theirs):

@@ -23,7 +23,7 @@ x = torch.randn(64, 4)
 model = torch.nn.Linear(4, 1)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-pods = {"on": "kubernetes", "number_of_processes": 2, "resources": {"cpu": 0.1, "memory_gib": 1}}
+pods = {"on": kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1}), "number_of_processes": 2}
 job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, **pods)
 status = job.wait(200)
 print("training", status.state, [round(value, 1) for value in job.model.weight.flatten().tolist()])

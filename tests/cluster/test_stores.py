@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 
+import flat
 import pytest
 from on_cluster import call_in, make_claim, run_kubectl
 from rank_work import last_of, size_and_more
@@ -110,7 +111,7 @@ def test_results_on_a_claim_are_read_when_the_pods_are_gone_and_by_another_machi
 
     weights = torch.arange(FLOATS, dtype=torch.float32)
     with pytest.warns(kd.errors.KaleDistWarning, match="MiB"):
-        job = kd.launch(size_and_more, weights, store=f"pvc://{claim}/team", **on)
+        job = flat.launch(size_and_more, weights, store=f"pvc://{claim}/team", **on)
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     assert torch.equal(job.result(), weights + 1)
     delete_pods(namespace, job)
@@ -130,7 +131,7 @@ def test_results_on_a_claim_are_read_when_the_pods_are_gone_and_by_another_machi
     assert said.split("\n")[-2] == "succeeded [True, True]"
     assert readers(namespace) == []
     with pytest.warns(kd.errors.KaleDistWarning, match="MiB"):
-        again = kd.launch(size_and_more, weights, store=f"pvc://{claim}/team", **on)
+        again = flat.launch(size_and_more, weights, store=f"pvc://{claim}/team", **on)
     assert torch.equal(again.result(120), weights + 1)
     assert "nothing had to be sent" in own_lines(again)
     job.delete()
@@ -141,7 +142,7 @@ def test_a_url_carries_snapshot_and_results_and_a_re_run_sends_what_changed(on, 
     import torch
 
     weights = torch.arange(FLOATS, dtype=torch.float32)
-    job = kd.launch(size_and_more, weights, store=share.url, **on)
+    job = flat.launch(size_and_more, weights, store=share.url, **on)
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     assert torch.equal(job.result(), weights + 1)
     before = share.sizes()
@@ -149,7 +150,7 @@ def test_a_url_carries_snapshot_and_results_and_a_re_run_sends_what_changed(on, 
     outcomes = sorted(path.name for path in (share.folder / "team" / "jobs" / job.name).iterdir())
     assert outcomes == ["outcome-0-0", "outcome-0-1"]
 
-    again = kd.launch(last_of, weights, store=share.url, **on)
+    again = flat.launch(last_of, weights, store=share.url, **on)
     assert again.result(120) == FLOATS - 1
     assert sum(size for name, size in share.sizes().items() if name not in before) < 100_000
     job.delete()
@@ -158,7 +159,7 @@ def test_a_url_carries_snapshot_and_results_and_a_re_run_sends_what_changed(on, 
 
 def test_a_protocol_whose_package_is_not_installed_is_refused_before_anything_is_sent(on, namespace):
     with pytest.raises(StoreError, match="s3fs"):
-        kd.launch(last_of, [1.0], store="s3://bucket/folder", name="unsent", **on)
+        flat.launch(last_of, [1.0], store="s3://bucket/folder", name="unsent", **on)
     left = run_kubectl("-n", namespace, "get", "pytorchjobs,secrets", "-o", "name")
     assert "unsent" not in left
 
@@ -185,7 +186,7 @@ def test_without_the_right_to_make_a_pod_the_error_says_where_the_results_lie(
 ):
     import torch
 
-    job = kd.launch(torch.zeros, 500_000, store=f"pvc://{claim}/team", **on)
+    job = flat.launch(torch.zeros, 500_000, store=f"pvc://{claim}/team", **on)
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     delete_pods(namespace, job)
 

@@ -55,6 +55,17 @@ def kills_its_container():
     signal.pause()
 
 
+def hangs_at_first(path):
+    """Hangs where no rank has been before."""
+    mark = pathlib.Path(path, f"was-here-{kd.context().rank}")
+    if mark.exists():
+        return f"second time of {kd.context().rank}"
+    mark.write_text("x")
+    print("ready", flush=True)
+    signal.pause()
+    return None
+
+
 def prints_much(lines):
     for number in range(lines):
         print(f"line {number:06} of rank {kd.context().rank}")

@@ -6,8 +6,9 @@ import pytest
 from container_work import exit_with_3, fail, hang, succeed
 
 from kale_dist import records
-from kale_dist.backends.docker.backend import DockerBackend
+from kale_dist.backends.docker.place import DockerPlace
 from kale_dist.blobs import FolderStore
+from kale_dist.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec import JobSpec, Resources, Topology
 from kale_dist.testing import BackendConformance
@@ -18,7 +19,7 @@ PREFIX = f"test-{uuid.uuid4().hex[:6]}"
 
 @pytest.fixture(scope="module")
 def docker_backend(engine):
-    backend = DockerBackend()
+    backend = FollowedBackend(DockerPlace())
     yield backend
     # Of this run alone: others may test on the same engine.
     for ref in backend.list():

@@ -10,12 +10,14 @@ import time
 import uuid
 
 import docker.errors
+import flat
 import pytest
 from container_work import (
     does_much,
     eats_memory,
     fails_on_1,
     hang,
+    hangs_at_first,
     imports_what_the_image_lacks,
     kills_its_container,
     waits_a_little,
@@ -76,7 +78,7 @@ def test_a_model_is_trained_by_two_containers_and_comes_back(on, engine):
     before = model.weight.detach().clone()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, **on)
+    job = flat.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, **on)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)
@@ -93,7 +95,7 @@ def test_much_comes_and_goes_and_no_line_is_lost(on, engine, tmp_path):
     (tmp_path / "data").mkdir()
 
     weights = os.urandom(1 << 20) * (size >> 20)
-    job = kd.launch(
+    job = flat.launch(
         does_much, "/data", weights, lines, number_of_processes=2, volumes={"/data": str(tmp_path / "data")},
         environment={"GREETING": "hello, $(world)"}, resources={"memory_gib": 2, "shm_gib": 0.5}, **on,
     )  # fmt: skip
@@ -112,7 +114,7 @@ def test_much_comes_and_goes_and_no_line_is_lost(on, engine, tmp_path):
 
 
 def test_an_exception_comes_back_with_its_line(on):
-    job = kd.launch(fails_on_1, number_of_processes=2, **on)
+    job = flat.launch(fails_on_1, number_of_processes=2, **on)
     with pytest.raises(JobFailedError, match="no such column") as caught:
         job.result(timeout=120)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -121,7 +123,7 @@ def test_an_exception_comes_back_with_its_line(on):
 
 
 def test_an_error_for_a_module_that_the_image_lacks_says_how_it_gets_there(on):
-    job = kd.launch(imports_what_the_image_lacks, number_of_processes=1, **on)
+    job = flat.launch(imports_what_the_image_lacks, number_of_processes=1, **on)
     with pytest.raises(JobFailedError, match=r"No module named 'einops'.*packages='auto'"):
         job.result(timeout=120)
     job.delete()
@@ -129,7 +131,7 @@ def test_an_error_for_a_module_that_the_image_lacks_says_how_it_gets_there(on):
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, killed):
-    job = kd.launch(kills_its_container, number_of_processes=2, **on)
+    job = flat.launch(kills_its_container, number_of_processes=2, **on)
     wait_for_line(job, "ready")
     engine.api.kill(f"kale-dist-{job.name}-{killed}", signal="SIGKILL")
     status = job.wait(timeout=90)
@@ -139,12 +141,42 @@ def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, kil
     job.delete()
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_container_is_followed_by_another_run(on, engine, tmp_path, lost):
+    job = kd.launch(
+        hangs_at_first, "/data", number_of_processes=2, max_restarts=1, volumes={"/data": str(tmp_path)}, **on
+    )
+    wait_for_line(job, "ready")
+    engine.api.remove_container(f"kale-dist-{job.name}-{lost}", force=True)
+    assert job.results(timeout=120) == ["second time of 0", "second time of 1"]
+    texts = [str(line) for line in job.logs()]
+    assert any(text.startswith("[kale-dist] Run 1 of the job ended: ") for text in texts), texts
+    assert job.status.attempt == 1
+    assert {item["Names"][0] for item in containers_of(engine, job.name)} == {
+        f"/kale-dist-{job.name}.2-{number}" for number in (0, 1)
+    }
+    job.delete()
+    assert containers_of(engine, job.name) == []
+
+
+def test_a_job_whose_containers_were_removed_is_cancelled(on, engine):
+    job = kd.launch(hang, number_of_processes=1, max_restarts=3, **on)
+    wait_for_line(job, "ready")
+    engine.api.remove_container(f"kale-dist-{job.name}-0", force=True)
+    status = job.wait(timeout=60)
+    assert (status.state, status.reason) == (
+        StateName.CANCELLED,
+        "The job was deleted while it ran, and its last lines are lost",
+    )
+    job.delete()
+
+
 def containers_running(engine, job):
     return [item for item in containers_of(engine, job) if item["State"] == "running"]
 
 
 def test_a_rank_without_memory_is_told_with_its_limit(on):
-    job = kd.launch(eats_memory, number_of_processes=1, resources={"memory_gib": 0.5}, **on)
+    job = flat.launch(eats_memory, number_of_processes=1, resources={"memory_gib": 0.5}, **on)
     status = job.wait(timeout=120)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.DIED), status
     assert "0.5 GiB" in status.reason
@@ -156,8 +188,9 @@ def test_a_job_outlives_its_kernel_and_is_found_from_other_machines(on, engine, 
     said = in_new_process(
         f"""
         import kale_dist as kd
+        from kale_dist.placing import gathered
         from container_work import waits_a_little
-        print(kd.launch(waits_a_little, 3, number_of_processes=1, name={name!r}, **{on!r}).ref)
+        print(kd.launch(waits_a_little, 3, number_of_processes=1, name={name!r}, **gathered({on!r})).ref)
         """
     )
     assert said.strip() == f"docker://{name}"
@@ -180,14 +213,14 @@ def test_a_job_outlives_its_kernel_and_is_found_from_other_machines(on, engine, 
 
 
 def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
-    job = kd.launch(waits_a_little, 0, number_of_processes=1, **on)
+    job = flat.launch(waits_a_little, 0, number_of_processes=1, **on)
     assert job.result(timeout=90) == 0
     told = in_new_process(
         f"""
         import warnings
         import kale_dist as kd
-        from kale_dist.backends.docker import submission
-        submission.identity = lambda: "mallory@elsewhere"
+        from kale_dist.backends.docker import place
+        place.identity = lambda: "mallory@elsewhere"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             job = kd.attach({job.ref!r})
@@ -206,7 +239,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
 
 
 def test_cancel_is_quick_even_before_the_agent_listens(on, engine):
-    job = kd.launch(hang, number_of_processes=1, **on)
+    job = flat.launch(hang, number_of_processes=1, **on)
     job.cancel()
     with pytest.raises(JobCancelledError):
         job.result(timeout=60)
@@ -219,7 +252,7 @@ def test_a_name_that_somebody_elses_container_has_is_refused_and_nothing_is_left
     foreign = engine.api.create_container(on["image"], ["true"], name=name)["Id"]
     try:
         with pytest.raises(JobExistsError, match=name):
-            kd.launch(hang, number_of_processes=2, **on)
+            flat.launch(hang, number_of_processes=2, **on)
         assert containers_of(engine, on["name"]) == []
         with pytest.raises(JobNotFoundError):
             kd.attach(f"docker://{on['name']}")
@@ -235,14 +268,14 @@ def test_an_image_without_python_is_refused_and_nothing_is_left(on, engine):
     engine.api.import_image_from_data(packed.getvalue(), repository=tag)
     try:
         with pytest.raises(BackendError, match="no `python3` on its PATH"):
-            kd.launch(hang, number_of_processes=1, **{**on, "image": tag})
+            flat.launch(hang, number_of_processes=1, **{**on, "image": tag})
         assert containers_of(engine, on["name"]) == []
     finally:
         engine.api.remove_image(tag, force=True)
 
 
 def test_an_image_without_torch_is_named(on):
-    job = kd.launch(hang, number_of_processes=1, **{**on, "image": "python:3.11-slim-bookworm"})
+    job = flat.launch(hang, number_of_processes=1, **{**on, "image": "python:3.11-slim-bookworm"})
     with pytest.raises(JobFailedError, match="The image has no torch"):
         job.result(timeout=60)
     job.delete()
@@ -262,7 +295,7 @@ def test_an_image_without_torch_is_named(on):
 )
 def test_what_the_engine_cannot_give_is_refused_with_a_remedy(on, engine, changes, error, said):
     with pytest.raises(error, match=said):
-        kd.launch(hang, number_of_processes=1, **{**on, **changes})
+        flat.launch(hang, number_of_processes=1, **{**on, **changes})
     assert containers_of(engine, on["name"]) == []
     with pytest.raises(JobNotFoundError):
         kd.attach(f"docker://{on['name']}")
@@ -284,7 +317,7 @@ def test_jobs_that_run_at_once_get_gpus_of_their_own(on, engine, monkeypatch):
     def wants(gpus):
         asked.clear()
         with pytest.raises(BackendError, match="cannot give GPUs to containers"):
-            kd.launch(hang, number_of_processes=1, resources={"gpus": gpus}, cuda=True, **on)
+            flat.launch(hang, number_of_processes=1, resources={"gpus": gpus}, cuda=True, **on)
         return asked[0]
 
     assert wants(2) == ["0", "1"]
@@ -304,7 +337,7 @@ def test_jobs_that_run_at_once_get_gpus_of_their_own(on, engine, monkeypatch):
 def test_a_new_volume_belongs_to_the_containers_user(on, engine):
     volume = f"kale-dist-test-{uuid.uuid4().hex[:8]}"
     try:
-        job = kd.launch(
+        job = flat.launch(
             writes_where_it_must, "/data/deep", number_of_processes=1, volumes={"/data/deep": volume},
             environment={"GREETING": "x"}, **on,
         )  # fmt: skip
@@ -325,7 +358,7 @@ def image_with_volume(engine, image):
 
 
 def test_no_network_and_no_anonymous_volume_outlives_the_last_job(on, engine, image_with_volume):
-    job = kd.launch(hang, number_of_processes=1, **{**on, "image": image_with_volume})
+    job = flat.launch(hang, number_of_processes=1, **{**on, "image": image_with_volume})
     assert engine.api.inspect_network("kale-dist")["Name"] == "kale-dist"
     (made,) = containers_of(engine, job.name)
     volumes = [mount["Name"] for mount in engine.api.inspect_container(made["Id"])["Mounts"]]
@@ -344,8 +377,8 @@ def test_no_network_and_no_anonymous_volume_outlives_the_last_job(on, engine, im
 
 
 def test_finished_jobs_are_deleted_from_the_command_line_and_others_stay(on, engine, capsys):
-    running = kd.launch(hang, number_of_processes=1, **on)
-    ended = kd.launch(waits_a_little, 0, number_of_processes=1, **{**on, "name": f"{on['name']}-e"})
+    running = flat.launch(hang, number_of_processes=1, **on)
+    ended = flat.launch(waits_a_little, 0, number_of_processes=1, **{**on, "name": f"{on['name']}-e"})
     assert ended.result(timeout=90) == 0
     assert main(["delete", "--finished", "--on", "docker"]) == 0
     assert capsys.readouterr().out == f"{ended.ref} deleted\n"
@@ -356,7 +389,7 @@ def test_finished_jobs_are_deleted_from_the_command_line_and_others_stay(on, eng
 def test_render_shows_the_command_lines_and_needs_no_engine(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
     shown = str(
-        kd.render(
+        flat.render(
             hang, number_of_processes=2, on="docker", image="x/y:1", name="test-render",
             resources={"cpu": 2, "memory_gib": 4}, volumes={"/data": "datasets:ro"},
         )
@@ -371,6 +404,6 @@ def test_render_shows_the_command_lines_and_needs_no_engine(monkeypatch):
 def test_an_engine_that_is_not_there_is_told_with_a_remedy(on, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
     with pytest.raises(BackendError, match="There is no Docker engine at unix:///no/such/socket") as caught:
-        kd.launch(hang, number_of_processes=1, **on)
+        flat.launch(hang, number_of_processes=1, **on)
     assert "DOCKER_HOST" in str(caught.value)
     assert not records.exists(f"docker.{on['name']}")

@@ -3,6 +3,7 @@
 import os
 import uuid
 
+import flat
 import pytest
 from container_work import einops_version
 
@@ -21,7 +22,7 @@ def settings(monkeypatch, image):
 
 
 def run(**arguments):
-    job = kd.launch(einops_version, number_of_processes=2, on="docker", **arguments)
+    job = flat.launch(einops_version, number_of_processes=2, on="docker", **arguments)
     try:
         return job.spec.image, job.results(120)
     finally:
@@ -47,7 +48,7 @@ def test_without_a_registry_it_is_built_in_the_engine(settings):
 
 
 def test_a_plan_makes_nothing_and_says_what_would_be_made(settings):
-    text = str(kd.render(einops_version, number_of_processes=2, on="docker", packages=[PACKAGE]))
+    text = str(flat.render(einops_version, number_of_processes=2, on="docker", packages=[PACKAGE]))
     assert f"The image is made first: {os.environ['KALE_DIST_IMAGE']} with {PACKAGE}" in text
 
 

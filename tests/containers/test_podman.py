@@ -6,10 +6,10 @@ import subprocess
 import time
 import uuid
 
+import flat
 import pytest
 from container_work import fails_on_1, hang, user_and_bytes, writes_where_it_must
 
-import kale_dist as kd
 from kale_dist import backends
 from kale_dist import engine as engines
 from kale_dist.errors import BackendError, JobCancelledError, JobFailedError
@@ -59,14 +59,14 @@ def left_on(url, job):
 
 def test_ranks_meet_and_bytes_come_back(on, podman):
     weights = bytes(9_000_000)
-    job = kd.launch(user_and_bytes, weights, 0.0, number_of_processes=2, **on)
+    job = flat.launch(user_and_bytes, weights, 0.0, number_of_processes=2, **on)
     assert job.results(timeout=120) == [(0, weights)] * 2
     job.delete()
     assert left_on(podman, on["name"]) == []
 
 
 def test_folders_and_limits(on, tmp_path):
-    job = kd.launch(
+    job = flat.launch(
         writes_where_it_must, "/data", number_of_processes=1, volumes={"/data": str(tmp_path)},
         environment={"GREETING": "x"}, resources={"memory_gib": 1, "shm_gib": 0.5}, **on,
     )  # fmt: skip
@@ -76,11 +76,11 @@ def test_folders_and_limits(on, tmp_path):
 
 
 def test_failures_and_cancellations_are_told(on):
-    job = kd.launch(fails_on_1, number_of_processes=2, **on)
+    job = flat.launch(fails_on_1, number_of_processes=2, **on)
     with pytest.raises(JobFailedError, match="no such column"):
         job.result(timeout=120)
     job.delete()
-    job = kd.launch(hang, number_of_processes=1, **on)
+    job = flat.launch(hang, number_of_processes=1, **on)
     job.cancel()
     with pytest.raises(JobCancelledError):
         job.result(timeout=60)

@@ -8,10 +8,10 @@ import sys
 import threading
 import uuid
 
+import flat
 import pytest
 from container_work import user_and_bytes, waits_a_little
 
-import kale_dist as kd
 from kale_dist import backends
 from kale_dist.errors import BackendUnavailableError, ConfigError
 
@@ -75,7 +75,7 @@ def relay(engine, monkeypatch):
 def test_bytes_travel_by_the_api_and_a_broken_connection_is_taken_up(relay, image):
     weights = os.urandom(9_000_000)
     name = f"test-{uuid.uuid4().hex[:8]}"
-    job = kd.launch(
+    job = flat.launch(
         user_and_bytes, weights, 2.0, number_of_processes=2, on="docker", image=image, name=name,
     )  # fmt: skip
     for _ in job.logs(follow=True):
@@ -92,7 +92,7 @@ sys.path.insert(0, os.environ["WORK"])
 import kale_dist as kd
 from container_work import user_and_bytes
 weights = os.urandom(9_000_000)
-job = kd.launch(user_and_bytes, weights, 0.0, number_of_processes=2, on="docker", image=sys.argv[1], name=sys.argv[2])
+job = kd.launch(user_and_bytes, weights, 0.0, number_of_processes=2, name=sys.argv[2], on=kd.Docker(image=sys.argv[1]))
 assert job.results(timeout=120) == [(1000, weights)] * 2
 print(job.status.state)
 job.delete()
@@ -118,18 +118,18 @@ def test_nothing_of_the_notebooks_disk_is_seen_by_the_engine(relay, image, tmp_p
 
 def test_a_folder_of_this_machine_is_refused_there(relay, image, tmp_path):
     with pytest.raises(ConfigError, match="is on another one") as caught:
-        kd.launch(waits_a_little, 0, on="docker", image=image, volumes={"/data": str(tmp_path)})
+        flat.launch(waits_a_little, 0, on="docker", image=image, volumes={"/data": str(tmp_path)})
     assert "docker volume ls" in caught.value.remedy
     assert relay.url in str(caught.value)
 
 
 def test_an_engine_that_goes_away_is_told_and_its_job_is_found_again(relay, image, monkeypatch):
     name = f"test-{uuid.uuid4().hex[:8]}"
-    job = kd.launch(waits_a_little, 1.0, number_of_processes=1, on="docker", image=image, name=name)
+    job = flat.launch(waits_a_little, 1.0, number_of_processes=1, on="docker", image=image, name=name)
     backends.get("docker").close()
     relay.close()
     with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
-        kd.launch(waits_a_little, 0, number_of_processes=1, on="docker", image=image)
+        flat.launch(waits_a_little, 0, number_of_processes=1, on="docker", image=image)
     assert "No Docker engine answers" in job.status.reason
     with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
         job.delete()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kale_dist as kd
+from kale_dist import backends
 from kale_dist.blobs import MemoryStore
 from kale_dist.errors import KaleDistWarning
 from kale_dist.image import auto
@@ -194,18 +195,24 @@ def test_what_the_recipe_names_itself_stays():
     assert auto.with_packages(recipe, report).packages == tuple(sorted([*recipe.packages, "rich==13"]))
 
 
-def test_a_call_gets_what_it_imports_and_the_user_is_told(site, capsys):
+@pytest.fixture
+def cluster(monkeypatch):
+    backend = Cluster()
+    monkeypatch.setattr(backends, "get", lambda name: backend)
+
+
+def test_a_call_gets_what_it_imports_and_the_user_is_told(site, capsys, cluster):
     site.add("kdt-inner", "2.0", "kdtinner.py")
     (site.folder / "kdtbare.py").touch()
 
     train = cell("def train():\n    import kdtbare, kdtinner")
-    plan = kd.render(train, on=Cluster(), packages="auto", image=kd.Recipe(base="r.example.com/base:1"))
+    plan = kd.render(train, on=kd.Kubernetes(packages="auto", image=kd.Recipe(base="r.example.com/base:1")))
     assert plan.spec.recipe == Recipe(base="r.example.com/base:1", packages=("kdt-inner==2.0",))
     assert "import kdtinner: kdt-inner==2.0" in capsys.readouterr().err
     with pytest.warns(KaleDistWarning, match="import kdtbare"):
-        kd.launch(train, on=Cluster(), packages="auto").wait()
+        kd.launch(train, on=kd.Kubernetes(packages="auto")).wait()
 
 
-def test_a_call_that_imports_nothing_keeps_its_image():
-    plan = kd.render(cell("def train(): return 1"), on=Cluster(), packages="auto", image="r.example.com/base:1")
+def test_a_call_that_imports_nothing_keeps_its_image(cluster):
+    plan = kd.render(cell("def train(): return 1"), on=kd.Kubernetes(packages="auto", image="r.example.com/base:1"))
     assert (plan.spec.image, plan.spec.recipe) == ("r.example.com/base:1", None)

@@ -76,8 +76,16 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
     ("choice", "written"),
     [
         ({"on": "kubernetes", "cpu": "0.5", "memory": "2Gi"}, "resources={'cpu': 0.5, 'memory': '2Gi'}"),
-        ({"volumes": "/data=claim, /x=pvc://b/c"}, "volumes={'/data': 'claim', '/x': 'pvc://b/c'}"),
-        ({"image": " registry/a:1 "}, "image='registry/a:1'"),
+        (
+            {"on": "kubernetes", "volumes": "/data=claim, /x=pvc://b/c"},
+            "on=kd.Kubernetes(volumes={'/data': 'claim', '/x': 'pvc://b/c'})",
+        ),
+        ({"on": "docker", "image": " registry/a:1 "}, "on=kd.Docker(image='registry/a:1')"),
+        ({"on": "docker", "packages": "einops==0.8, rich"}, "on=kd.Docker(packages=['einops==0.8', 'rich'])"),
+        ({"on": "kubernetes", "packages": "auto"}, "on=kd.Kubernetes(packages='auto')"),
+        ({"on": "kubernetes"}, "on='kubernetes'"),
+        ({"on": "local", "image": "left/over:1"}, "None, None, None, None,\n)"),
+        ({"cuda": "no"}, "cuda=False"),
         ({"name": "it's"}, 'name="it\'s"'),
         ({"epochs": "many"}, "epochs='many'"),
         ({"cuda": "yes"}, "cuda=True"),

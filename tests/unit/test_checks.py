@@ -1,18 +1,18 @@
 import asyncio
 import functools
-import inspect
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
-from kale_dist import calls, checks, training_checks
-from kale_dist.checks import Machine
+from kale_dist import checks, placing
+from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
-from kale_dist.spec import Volume
+from kale_dist.placing import Machine
 from kale_dist.strategies import AllReduce
 from kale_dist.testing import FakeBackend
+from kale_dist.training_checks import Training
 
 
 class Net(torch.nn.Linear):
@@ -31,31 +31,29 @@ def arguments(**changes):
         "model": model, "train_data_loader": a_loader(), "criterion": torch.nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(parameters, lr=0.1),
     }  # fmt: skip
-    bound = inspect.signature(calls.distribute).bind(**{**given, **changes})
-    bound.apply_defaults()
-    return bound.arguments
+    return {**given, **changes}
 
 
-def refused(check, *args):
+def refused(check, *args, **kwargs):
     with pytest.raises(ConfigError) as caught:
-        check(*args)
+        check(*args, **kwargs)
     return caught.value
 
 
 def refused_training(**changes):
-    return refused(training_checks.check, arguments(**changes))
+    return refused(Training, **arguments(**changes))
 
 
 def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return checks.check_run(lambda cuda: machine, arguments(**changes))
+    return placing.settle(Options(**changes), machine)
 
 
 def refused_run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return refused(checks.check_run, lambda cuda: machine, arguments(**changes))
+    return refused(run, machine, **changes)
 
 
 def test_good_arguments_pass():
-    training_checks.check(arguments())
+    Training(**arguments())
     made = run(number_of_processes=2, name="x", environment={"B": "2", "A": "1"}, timeout_s=3)
     assert (made.topology.number_of_processes, made.environment) == (2, (("A", "1"), ("B", "2")))
     assert (made.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
@@ -106,7 +104,7 @@ def test_a_loader_is_a_data_loader(argument, make, said):
 
 def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
     assert "it is None" in str(refused_training(train_data_loader=None))
-    training_checks.check(arguments(eval_data_loader=None))
+    Training(**arguments(eval_data_loader=None))
 
 
 @pytest.mark.parametrize(
@@ -130,12 +128,12 @@ def test_the_criterions_parameters_may_be_trained_too():
     net, criterion = Net(), torch.nn.BCEWithLogitsLoss()
     criterion.scale = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()])
-    training_checks.check(arguments(model=net, criterion=criterion, optimizer=optimizer))
+    Training(**arguments(model=net, criterion=criterion, optimizer=optimizer))
 
 
 def test_a_part_of_the_parameters_may_be_trained():
     net = Net()
-    training_checks.check(arguments(model=net, optimizer=torch.optim.SGD([net.bias])))
+    Training(**arguments(model=net, optimizer=torch.optim.SGD([net.bias])))
 
 
 def step6(model, data_loader, criterion, optimizer, device, args):
@@ -159,7 +157,7 @@ def test_steps_of_the_right_arity_pass(step):
                 pass
 
         step = Step()
-    training_checks.check(arguments(train_step=step))
+    Training(**arguments(train_step=step))
 
 
 async def async_step(model, data_loader, criterion, optimizer, device, args):
@@ -210,7 +208,7 @@ def test_a_criterion_is_there_where_it_is_called(changes, said):
     error = refused_training(**changes)
     assert error.argument == "criterion"
     assert said in str(error)
-    training_checks.check(arguments(criterion=None, train_step=step6))
+    Training(**arguments(criterion=None, train_step=step6))
 
 
 def test_a_scheduler_belongs_to_the_optimizer():
@@ -218,7 +216,7 @@ def test_a_scheduler_belongs_to_the_optimizer():
     optimizer = torch.optim.SGD(net.parameters())
     other = torch.optim.SGD(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    training_checks.check(arguments(model=net, optimizer=optimizer, scheduler=scheduler))
+    Training(**arguments(model=net, optimizer=optimizer, scheduler=scheduler))
     assert "another optimizer" in str(refused_training(model=net, optimizer=other, scheduler=scheduler))
     assert refused_training(scheduler=torch.optim.lr_scheduler.StepLR).argument == "scheduler"
     assert refused_training(scheduler=0.1).argument == "scheduler"
@@ -244,9 +242,9 @@ def test_settings_say_argument_value_and_remedy(argument, value, said):
 
 
 def test_settings_that_may_be_left_to_the_ranks_or_out():
-    training_checks.check(arguments(precision="fp16"))
-    training_checks.check(arguments(precision="fp16", train_step=step6))
-    training_checks.check(arguments(checkpoint_every=None))
+    Training(**arguments(precision="fp16"))
+    Training(**arguments(precision="fp16", train_step=step6))
+    Training(**arguments(checkpoint_every=None))
 
 
 # -- what all calls share --------------------------------------------------------------------------------------------
@@ -269,6 +267,31 @@ def test_no_number_means_all_there_is():
     assert run(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
 
 
+def test_gpus_are_used_if_they_are_there_and_enough_and_that_is_said():
+    two = Machine(cores=8, gpus=2)
+    made = run(two)
+    assert (made.cuda, made.topology.number_of_processes) == (True, 2)
+    assert "2 of 2 GPUs" in made.notes[0]
+    assert "1 of 2 GPUs" in run(two, number_of_processes=1).notes[0]
+    crowd = run(two, number_of_processes=3)
+    assert not crowd.cuda
+    assert "3 processes train on the CPU" in crowd.warnings[0]
+    plain = run(two, cuda=False)
+    assert (plain.cuda, plain.topology.number_of_processes, plain.notes, plain.warnings) == (False, 8, (), ())
+    assert not run().cuda
+
+
+def test_processes_that_the_memory_cannot_hold_are_refused():
+    small = Machine(cores=2, memory_bytes=8 << 30)
+    error = refused_run(small, number_of_processes=1000)
+    assert error.argument == "number_of_processes"
+    assert "27.3 GiB" in error.problem
+    assert "at most 292" in error.remedy
+    assert run(small, number_of_processes=200).topology.number_of_processes == 200
+    with pytest.raises(ConfigError, match="at most 7, or run on a cluster"):
+        placing.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30)
+
+
 def test_cuda_needs_gpus_and_one_for_each_process():
     assert "no GPU" in str(refused_run(cuda=True))
     error = refused_run(Machine(cores=8, gpus=2), cuda=True, number_of_processes=3)
@@ -280,8 +303,8 @@ def test_cuda_needs_gpus_and_one_for_each_process():
     ("on", "said"),
     [
         ("locl", "Did you mean 'local'?"), ("LOCAL", "Did you mean 'local'?"), ("kubernets", "Did you mean 'kubernetes'?"),
-        ("dokcer", "Did you mean 'docker'?"), ("k8s", "Use one of: 'local', 'docker', 'kubernetes'"), ("", "no backend ''"), (None, "None"),
-        (FakeBackend, "no backend"), (3, "3"), (["local"], "no backend"),
+        ("dokcer", "Did you mean 'docker'?"), ("k8s", "Use one of: 'local', 'docker', 'kubernetes'"), ("", "no place ''"),
+        (FakeBackend, "no place"), (3, "3"), (["local"], "no place"), (kale_dist.Docker, "no place"),
     ],
 )  # fmt: skip
 def test_an_unknown_backend_names_those_there_are(on, said):
@@ -295,28 +318,11 @@ def test_a_backend_object_is_taken():
     assert run(on=backend).backend is backend
 
 
-def test_volumes_on_this_machine_are_its_own_folders(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path)
-    here = str(tmp_path)
-    made = run(volumes={here: here, f"{here}/link": here}).volumes
-    assert made[0] == Volume(mount_path=here, source=here)
-    assert run(volumes=[Volume(mount_path=here, source=here)]).volumes == made[:1]
-    for volumes, said in (
-        ({here: f"{here}/missing"}, "does not exist"), ({here: f"{here}/file"}, "is not a folder"),
-        ({"/elsewhere": here}, "see this machine's own folders"), ({"relative": here}, "absolute"), ({here: ""}, "empty"),
-        (here, "is not a dict"), ([here], "is not a dict"), (3, "is not a dict"),
-    ):  # fmt: skip
-        error = refused_run(volumes=volumes)
-        assert error.argument == "volumes"
-        assert said in str(error)
-
-
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
         ({"A": 1}, "Write '1'"), ({"A=B": "1"}, "'A=B'"), ({"": "1"}, "name"), ({3: "1"}, "3"), ({"A": "\0"}, "NUL"),
-        ({"RANK": "0"}, "set in each rank"), ({"NCCL_DEBUG": "INFO"}, "os.environ['NCCL_DEBUG']"), ([("A", "1")], "dict"),
+        ({"RANK": "0"}, "set in each rank"), ({"NCCL_DEBUG": "INFO"}, "os.environ['NCCL_DEBUG']"), (["A"], "dict"), ("A", "dict"),
     ],
 )  # fmt: skip
 def test_variables_are_text_and_can_still_be_set(environment, said):
@@ -351,7 +357,7 @@ def takes_two(a, b=1):
     [(takes_two, (1,), {}), (print, (1, 2), {}), (functools.partial(takes_two, 1), (), {"b": 2}), (dict, (), {"a": 1})],
 )
 def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
-    checks.check_function(fn, args, kwargs)
+    checks.check_function(fn, args, kwargs, kale_dist.launch)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +371,47 @@ def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
     ],
 )  # fmt: skip
 def test_functions_that_cannot_be_called_so_are_refused(fn, args, kwargs, said):
-    error = refused(checks.check_function, fn, args, kwargs)
+    error = refused(checks.check_function, fn, args, kwargs, kale_dist.launch)
     assert error.argument == "fn"
     assert said in str(error)
+
+
+def gan(steps, seed=0, name="x"):
+    return steps, seed, name
+
+
+def test_arguments_that_both_launch_and_the_function_have_are_refused():
+    for given in ({"seed": 5}, {"name": "abc"}, {"seed": None}, {"fn": gan, "name": "abc"}):
+        args = () if "fn" in given else (gan, 30)
+        error = refused(kale_dist.launch, *args, **given)
+        assert error.argument in given
+        assert "functools.partial(gan," in error.remedy
+    assert refused(kale_dist.render, gan, 30, seed=5).argument == "seed"
+
+
+def test_what_is_bound_already_cannot_be_meant():
+    bound = functools.partial(gan, seed=5)
+    assert kale_dist.render(bound, 30, seed=7, on="local", number_of_processes=1).spec.seed == 7
+    plan = kale_dist.render(gan, 1, 2, "as-given", name="of-the-job", number_of_processes=1)
+    assert plan.spec.name == "of-the-job"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("num_processes", "`number_of_processes`"), ("nproc_per_node", "`processes_per_pod`"), ("num_nodes", "`number_of_processes`"),
+        ("num_workers", "`number_of_processes`"), ("env", "`environment`"), ("backend", "`on`"), ("gpus", "cuda=True"),
+        ("gradient_accumulation_steps", "`accumulate`"), ("max_grad_norm", "`clip_norm`"), ("epoch", "`epochs`"), ("max_epochs", "`epochs`"),
+        ("image", "on=kd.Kubernetes(image=...)"), ("packages", "on=kd.Kubernetes(packages=...)"), ("cluster", "kd.Docker(...)"),
+        ("number_of_process", "Did you mean 'number_of_processes'?"), ("xyzzy", "help("),
+    ],
+)  # fmt: skip
+def test_words_of_other_libraries_are_answered_with_ours(word, said):
+    error = refused(kale_dist.distribute, None, None, None, None, **{word: 2})
+    assert (error.argument, said in error.remedy) == (word, True)
+    assert said in refused(kale_dist.render, Net(), None, None, None, **{word: 2}).remedy
+    if word != "xyzzy":
+        assert said in refused(kale_dist.launch, takes_two, 1, **{word: 2}).remedy
 
 
 def test_a_mistake_costs_no_input_or_output(tmp_path, monkeypatch):

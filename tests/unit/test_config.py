@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+import kale_dist as kd
 from kale_dist import config
 from kale_dist.errors import ConfigError
 
@@ -45,6 +46,29 @@ def test_registries_are_named_with_a_path_or_without(tmp_path, place):
     assert load(tmp_path, KALE_DIST_REGISTRY=place, KALE_DIST_REGISTRY_PULL=place).registry == place
 
 
+def test_places_are_tables_of_the_file_or_json_in_the_environment(tmp_path, file):
+    file.write_text(
+        'on = "kubernetes"\n[kubernetes]\nresources = {cpu = 2, memory = "4Gi"}\nvolumes = {"/data" = "sets"}\n'
+    )
+    found = load(tmp_path)
+    expected = kd.Kubernetes(resources={"cpu": 2, "memory": "4Gi"}, volumes={"/data": "sets"})
+    assert (found.on, found.kubernetes, found.place("kubernetes"), found.docker) == (
+        "kubernetes", expected, expected, kd.Docker()
+    )  # fmt: skip
+    assert load(tmp_path, KALE_DIST_KUBERNETES='{"queue": "gpus"}').kubernetes == kd.Kubernetes(queue="gpus")
+    with pytest.raises(ConfigError, match="KALE_DIST_DOCKER: 'x' is not JSON"):
+        load(tmp_path, KALE_DIST_DOCKER="x")
+
+
+def test_what_is_set_goes_to_another_process_by_its_environment(tmp_path, file):
+    file.write_text('on = "kubernetes"\nimage_pull_secrets = ["a", "b"]\n[kubernetes]\nvolumes = {"/data" = "sets"}\n')
+    found = load(tmp_path)
+    variables = found.as_environment()
+    assert sorted(variables) == ["KALE_DIST_IMAGE_PULL_SECRETS", "KALE_DIST_KUBERNETES", "KALE_DIST_ON"]
+    file.unlink()
+    assert load(tmp_path, **variables) == found
+
+
 def test_an_empty_variable_sets_nothing(tmp_path, file):
     file.write_text('namespace = "team-a"\n')
     assert load(tmp_path, KALE_DIST_NAMESPACE="").namespace == "team-a"
@@ -65,7 +89,10 @@ def test_a_named_file_has_to_be_there(tmp_path):
     ("content", "words"),
     [
         (b'imgae = "x"', ["imgae", "Did you mean 'image'?", "config.toml"]),
-        (b'[kubernetes]\nimage = "x"', ["'kubernetes'", "Use one of: image, namespace"]),
+        (b'[kubernetes]\nimages = "x"', ["images of kubernetes in", "Did you mean 'image'?"]),
+        (b'kubernetes = "x"', ["kubernetes in", "'x' is not a table"]),
+        (b'[pods]\nimage = "x"', ["'pods'", "Use one of: on, docker, kubernetes, image, namespace"]),
+        (b'on = "cluster"', ["on in", "'cluster' is no place to run"]),
         (b'a = "1"\nimage = x', ["not valid TOML", "line 2"]),
         (b'image = "\xff"', ["line 1, is not UTF-8"]),
         (b"image = 3", ["image in", "3 is not text", "quotes"]),

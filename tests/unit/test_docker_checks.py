@@ -5,9 +5,9 @@ import json
 import pytest
 
 import kale_dist as kd
+from kale_dist import placing
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.spec import Volume, VolumeKind
-from kale_dist.volume_checks import container_volumes
+from kale_dist.volumes import Volume, VolumeKind, of_containers
 
 pytest.importorskip("docker")
 
@@ -23,7 +23,7 @@ def no_engine(monkeypatch):
 
 def refused(**given):
     with pytest.raises(ConfigError) as caught:
-        kd.launch(work, on="docker", **{"image": "x/y:1", **given})
+        kd.launch(work, **placing.gathered({"on": "docker", "image": "x/y:1", **given}))
     return caught.value
 
 
@@ -35,8 +35,8 @@ def test_an_engine_that_does_not_answer_is_no_empty_list():
 @pytest.mark.parametrize(
     ("given", "argument", "said"),
     [
-        ({"cluster": {"namespace": "a"}}, "cluster", 'on="kubernetes"'),
-        ({"store": "pvc://claim"}, "store", "stay in the containers"),
+        ({"namespace": "a"}, "namespace", "Docker has no argument"),
+        ({"store": "pvc://claim"}, "store", "Docker has no argument"),
         ({"resources": {"rdma/hca": 1}}, "resources", "rdma/hca"),
         ({"resources": {"gpus": 0}, "cuda": True}, "resources.gpus", "needs one"),
         ({"processes_per_pod": 3, "number_of_processes": 2}, "processes_per_pod", "more than the 2"),
@@ -68,7 +68,7 @@ def test_without_an_image_both_ways_to_name_one_are_said(monkeypatch):
 
 def test_folders_and_volumes_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = container_volumes({"/a": "./x", "/b": "datasets:ro", "/c": str(tmp_path), "/d": "~/y:ro", "/e": tmp_path})
+    made = of_containers({"/a": "./x", "/b": "datasets:ro", "/c": str(tmp_path), "/d": "~/y:ro", "/e": tmp_path})
     assert [(volume.kind, volume.read_only) for volume in made] == [
         (VolumeKind.FOLDER, False), (VolumeKind.CLAIM, True), (VolumeKind.FOLDER, False), (VolumeKind.FOLDER, True),
         (VolumeKind.FOLDER, False),
@@ -84,19 +84,19 @@ def test_the_same_specification_makes_the_same_containers():
     from kale_dist.backends.docker.containers import Facts
 
     plan = kd.render(
-        work, on="docker", image="x/y:1", name="job", number_of_processes=5, processes_per_pod=2, cuda=True,
-        resources={"cpu": 1.5, "memory_gib": 2}, environment={"HOME": "/x", "A": "b c"},
+        work, name="job", number_of_processes=5, cuda=True, environment={"HOME": "/x", "A": "b c"},
+        on=kd.Docker(image="x/y:1", processes_per_pod=2, resources={"cpu": 1.5, "memory_gib": 2}),
     )  # fmt: skip
     assert [containers.ranks_of(plan.spec, number) for number in range(3)] == [range(2), range(2, 4), range(4, 5)]
-    bodies = [containers.container(plan.spec, number, Facts(user="7:8", cores=16)) for number in range(3)]
-    assert bodies == [containers.container(plan.spec, number, Facts(user="7:8", cores=16)) for number in range(3)]
+    bodies = [containers.container(plan.spec, 1, number, Facts(user="7:8", cores=16)) for number in range(3)]
+    assert bodies == [containers.container(plan.spec, 1, number, Facts(user="7:8", cores=16)) for number in range(3)]
     hosts = [body["HostConfig"] for body in bodies]
     assert [host["NanoCpus"] for host in hosts] == [3_000_000_000, 3_000_000_000, 1_500_000_000]
     assert [host["Memory"] for host in hosts] == [4 << 30, 4 << 30, 2 << 30]
     assert [host["DeviceRequests"][0]["DeviceIDs"] for host in hosts] == [["0", "1"], ["2", "3"], ["4"]]
     assert [body["Labels"][containers.GPUS_LABEL] for body in bodies] == ["0,1", "2,3", "4"]
     others = Facts(gpus=(1, 4, 5, 6, 8))
-    chosen = [containers.container(plan.spec, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
+    chosen = [containers.container(plan.spec, 1, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
     assert [request["DeviceIDs"] for (request,) in chosen] == [["1", "4"], ["5", "6"], ["8"]]
     assert all(host["LogConfig"]["Type"] == "json-file" for host in hosts)
     variables = dict(text.split("=", 1) for text in bodies[1]["Env"])

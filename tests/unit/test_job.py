@@ -16,6 +16,7 @@ from kale_dist.errors import (
     ResultUnavailableError,
     WaitTimeoutError,
 )
+from kale_dist.job import inside
 from kale_dist.testing import FakeBackend
 
 
@@ -216,8 +217,11 @@ def test_kales_verbs_have_kales_meaning(capsys):
     job.stream_logs()
     assert capsys.readouterr().out == "[1] hello\n"
     assert job.get_job_status() == "Succeeded"
-    assert job.get()["name"] == job.name
-    assert job.get()["spec"]["topology"]["number_of_processes"] == 2
+    resource = job.get()
+    assert (resource["kind"], resource["metadata"]["name"]) == ("PyTorchJob", job.name)
+    assert resource["spec"]["pytorchReplicaSpecs"] == {"Master": {"replicas": 1}, "Worker": {"replicas": 1}}
+    assert resource["status"]["conditions"][-1]["type"] == "Succeeded"
+    assert resource["status"]["completionTime"] >= resource["status"]["startTime"]
     failed = start(failing)
     failed.wait()
     assert failed.get_job_status() == "Failed"
@@ -251,7 +255,7 @@ def test_subscribers_and_waiters_are_told():
     waited, states = threading.Event(), []
     job = start(returning)
     job.subscribe(lambda status: states.append(status.state))
-    job.call_after_wait(waited.set)
+    inside(job).after_wait.append(waited.set)
     job.wait()
     assert waited.is_set()
     deadline = time.monotonic() + 10

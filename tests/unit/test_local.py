@@ -14,9 +14,8 @@ import pytest
 import kale_dist as kd
 from kale_dist import records
 from kale_dist.backends import local
-from kale_dist.backends.job_reader import LineReader, LogReader
-from kale_dist.contract import Stream, frame_lines
 from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
+from kale_dist.job import inside
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,13 +59,13 @@ def test_jobs_of_one_process_share_one_agent():
 def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
     job = run(environment={"A": "b"})
     job.wait()
-    folder = job.files.folder
-    key = job.files.key.read_bytes()
+    folder = inside(job).files.folder
+    key = inside(job).files.key.read_bytes()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(job.files.key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(inside(job).files.key.stat().st_mode) == 0o600
     assert len(key) == 32
     for path in folder.rglob("*"):
-        if path.is_file() and path != job.files.key:
+        if path.is_file() and path != inside(job).files.key:
             content = path.read_bytes()
             assert key not in content
             assert key.hex().encode() not in content
@@ -200,47 +199,3 @@ def test_jobs_from_several_threads_do_not_get_mixed_up():
 
 
 # -- reading files piece by piece ------------------------------------------------------------------------------------
-
-
-def test_lines_are_read_once_and_only_whole(tmp_path):
-    path = tmp_path / "file"
-    reader = LineReader(path)
-    assert list(reader.blocks()) == []
-    assert not reader.has_more
-    with path.open("ab", buffering=0) as file:
-        file.write(b"one\ntw")
-        assert reader.has_more
-        assert list(reader.blocks()) == [b"one"]
-        assert list(reader.blocks()) == []
-        file.write(b"o\n\nthree\n")
-        assert b"".join(reader.blocks()) == b"two\n\nthree"
-
-
-@pytest.mark.parametrize("size", [1, 100, 1 << 20, (1 << 20) + 1, 3 << 20])
-def test_long_lines_across_blocks_are_whole(tmp_path, size):
-    path = tmp_path / "log"
-    lines = [b"a" * size, b"b", b"c" * size]
-    path.write_bytes(frame_lines(0, 0, 0, 1, Stream.STDOUT, lines))
-    assert [len(line.text) for line in LogReader(path).read()] == [size, 1, size]
-
-
-def test_the_end_of_a_long_log_is_found_and_read_on_from(tmp_path):
-    log = tmp_path / "log"
-    texts = [b"%d %s" % (number, b"x" * (number % 7 * 3000)) for number in range(400)]
-    log.write_bytes(frame_lines(0, 0, 0, 0, Stream.STDOUT, texts) + b"torn")
-    for count in (0, 1, 12, 300, 400, 999):
-        found = LogReader(log).tail(count)
-        assert [line.sequence for line in found] == list(range(400))[400 - min(count, 400) :], count
-    reader = LogReader(log)
-    assert [line.sequence for line in reader.tail(1, lambda line: line.sequence % 100 == 0)] == [300]
-    assert list(reader.read()) == []
-    with log.open("ab") as file:
-        file.write(b" is no frame\n" + frame_lines(400, 0, 0, 0, Stream.STDOUT, [b"later"]))
-    assert [line.text for line in reader.read()] == ["later"]
-
-
-def test_rubbish_in_a_log_hides_no_line(tmp_path):
-    path = tmp_path / "log"
-    good = frame_lines(0, 0, 0, 0, Stream.STDOUT, [b"good"])
-    path.write_bytes(good + b"\x00\xff rubbish\n\n" + good + b"7 0 0 0 o cut")
-    assert [line.text for line in LogReader(path).read()] == ["good", "good"]

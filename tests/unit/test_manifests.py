@@ -15,9 +15,9 @@ import golden_jobs
 import pytest
 import yaml
 
-from kale_dist import manifests, payload
+from kale_dist import manifests, payload, quantities
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import PodSettings, bootstrap, quantities
+from kale_dist.manifests import PodSettings, bootstrap
 from kale_dist.manifests.settings import SPEC_ANNOTATION
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
@@ -86,8 +86,6 @@ def test_pods_ask_for_what_their_ranks_need():
     }  # fmt: skip
     assert container(job, "Worker")["resources"]["requests"]["nvidia.com/gpu"] == "2"
     assert "cpu" not in container(job)["resources"]["limits"]
-    needed = made(settings=dataclasses.replace(golden_jobs.SETTINGS, cpu_limit_needed=True))
-    assert container(needed)["resources"]["limits"] == {"cpu": "1", "memory": "2Gi"}
 
 
 def test_a_request_of_cores_is_never_above_their_limit():
@@ -133,13 +131,27 @@ def test_the_annotation_is_the_specification_without_the_values_of_variables():
 
 
 def test_the_secret_goes_with_its_job():
-    secret = manifests.input_secret("x", "team-a", "the-uid", {"key": b"\0" * 32})
+    spec, settings = golden_jobs.a_spec(name="x"), golden_jobs.SETTINGS
+    secret = manifests.input_secret(spec, settings, "the-uid", {"key": b"\0" * 32})
     assert (secret["metadata"]["name"], base64.b64decode(secret["data"]["key"])) == ("x-input", b"\0" * 32)
     owner = secret["metadata"]["ownerReferences"][0]
     assert (owner["uid"], owner["kind"], owner["name"], owner["blockOwnerDeletion"]) == (
         "the-uid", "PyTorchJob", "x", False,
     )  # fmt: skip
-    assert "ownerReferences" not in manifests.input_secret("x", "team-a", "", {})["metadata"]
+    assert "ownerReferences" not in manifests.input_secret(spec, settings, "", {})["metadata"]
+
+
+def test_a_later_run_has_an_object_and_a_secret_of_its_own_and_the_labels_of_its_job():
+    spec, settings = golden_jobs.a_spec(name="x"), dataclasses.replace(golden_jobs.SETTINGS, run=2)
+    job, secret = manifests.pytorch_job(spec, settings), manifests.input_secret(spec, settings, "uid", {})
+    assert (job["metadata"]["name"], secret["metadata"]["name"]) == ("x-2", "x-2-input")
+    for made_ in (job, secret):
+        assert made_["metadata"]["labels"]["app.kubernetes.io/instance"] == "x"
+    assert job["metadata"]["labels"]["kale-dist.dev/run"] == "2"
+    assert next(iter(pods(job)["Master"]["volumes"]))["secret"]["secretName"] == "x-2-input"
+    assert manifests.head_host(spec, master=True, run=2) == "x-2-master-0"
+    longest = golden_jobs.a_spec(name="x" * 50, topology=Topology(number_of_processes=1000))
+    assert max(map(len, manifests.pod_names(longest, master=False, run=9))) <= 63
 
 
 # -- patches ---------------------------------------------------------------------------------------------------------
@@ -225,7 +237,7 @@ def test_a_json_patch_is_applied_in_order():
 def test_patches_that_cannot_be(patch, said):
     with pytest.raises(ConfigError) as caught:
         patched(patch)
-    assert caught.value.argument == "cluster.patch"
+    assert caught.value.argument == "patch"
     assert said in str(caught.value)
 
 
@@ -292,7 +304,7 @@ def test_the_first_command_becomes_the_agent(tmp_path):
     (tmp_path / "kale_dist.py").write_text("raise SystemExit('the current folder was searched')")
     ended = start(tmp_path, {"PYTHONPATH": "/mine"}, runtime=runtime)
     target = tmp_path / "work/runtime"
-    assert ended.stdout.strip() == f"['pod'] {target} {target}:/mine"
+    assert ended.stdout.strip() == f"['pod'] {target} /mine"
     assert ended.returncode == 0
 
 

@@ -169,7 +169,7 @@ def test_a_notebook_without_parameters_says_how_it_would_have_some():
         (["--keep"], "Add --in-cluster"),
         (["--in-cluster", "--pod", "resource=1"], "Did you mean 'resources'"),
         (["--in-cluster", "--pod", "resources"], "sets nothing"),
-        (["--in-cluster", "--pod", "cluster=x", "--namespace", "n"], "not a dict"),
+        (["--in-cluster", "--pod", "cluster=x", "--namespace", "n"], "a pod has no setting 'cluster'"),
         (["--in-cluster", "-p", "x", "1"], "no cell of parameters"),
     ],
 )
@@ -195,12 +195,24 @@ def test_a_variable_that_holds_something_else_is_refused(monkeypatch, text):
 
 
 def test_what_can_be_set_are_arguments_of_the_calls():
-    training, function = (inspect.signature(call).parameters for call in (kd.distribute, kd.launch))
-    assert set(overrides.SHARED) <= set(function)
-    assert set(overrides.SHARED) <= set(training)
-    assert set(overrides.TRAINING) <= set(training)
+    training, function = (set(inspect.signature(call).parameters) for call in (kd.distribute, kd.launch))
+    shared = set(overrides.SHARED) - set(overrides.PLACES)
+    assert shared <= function
+    assert set(overrides.TRAINING) <= training
     objects = {"model", "train_data_loader", "criterion", "optimizer", "train_step", "eval_data_loader", "eval_step"}
-    assert set(training) - set(overrides.SHARED) - set(overrides.TRAINING) == objects | {"scheduler", "strategy"}
+    assert training - shared - set(overrides.TRAINING) == objects | {"scheduler", "strategy", "unknown"}
+    assert set(overrides.PLACES) >= set(inspect.signature(kd.Docker).parameters)
+    assert set(overrides.PLACES) >= set(inspect.signature(kd.Kubernetes).parameters)
+
+
+def test_what_is_set_for_the_place_holds_for_every_place_that_has_it(monkeypatch):
+    monkeypatch.setenv(
+        overrides.VARIABLE, '{"on": "kubernetes", "image": "a/b:1", "resources": {"cpu": 2}, "namespace": "n"}'
+    )
+    spec = kd.render(len, "abc", on=kd.Local()).spec
+    assert (spec.resources.cpu, spec.cluster.namespace) == (2, "n")
+    monkeypatch.setenv(overrides.VARIABLE, '{"resources": {"cpu": 2}, "namespace": "team-a"}')
+    assert kd.render(len, "abc", number_of_processes=1).spec.topology.number_of_processes == 1
 
 
 def test_notebooks_of_other_times_and_without_metadata(tmp_path):

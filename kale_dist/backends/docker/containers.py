@@ -1,4 +1,4 @@
-"""What the engine is asked for: the containers of a job, from its specification. Pure."""
+"""What the engine is asked for: the containers of one run of a job, from its specification. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import math
 import shlex
 from typing import Any
 
+from kale_dist.contract import Order, PodVariable, Source
 from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
 from kale_dist.manifests import bootstrap
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
-from kale_dist.pod_order import PodOrder, PodVariable, Source
+from kale_dist.orders import order_of
 from kale_dist.spec import JobSpec, Volume, VolumeKind
 
 NETWORK = "kale-dist"
 """One for all jobs: an engine's address pools hold about 30 networks."""
 
 JOB_LABEL = "kale-dist.job"
+RUN_LABEL = "kale-dist.run"
 POD_LABEL = "kale-dist.pod"
 SPEC_LABEL = "kale-dist.spec"
 SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
@@ -55,14 +57,19 @@ class Facts:
     """Numbers of the job's GPUs; empty: the first ones."""
 
 
-def container_name(job: str, number: int) -> str:
-    """Name of a job's container; the engine has each name once, whoever asks."""
-    return f"kale-dist-{job}-{number}"
+def object_name(job: str, run: int) -> str:
+    """Prefix of the names of a run's containers. No job's name has a dot: a run's names are never another job's."""
+    return job if run == 1 else f"{job}.{run}"
 
 
-def host_name(job: str, number: int) -> str:
-    """Name by which the job's other containers find it."""
-    return f"{job}-{number}"
+def container_name(job: str, run: int, number: int) -> str:
+    """Name of a container; an engine has each name once, for all its users."""
+    return f"kale-dist-{object_name(job, run)}-{number}"
+
+
+def host_name(job: str, run: int, number: int) -> str:
+    """Name by which the run's other containers find it."""
+    return f"{job}-{number}" if run == 1 else f"{job}-run{run}-{number}"
 
 
 def ranks_of(spec: JobSpec, number: int) -> range:
@@ -81,45 +88,39 @@ def source_of(spec: JobSpec) -> Source:
     return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
 
 
-def order_of(spec: JobSpec, torch_flags: Any = ()) -> PodOrder:
-    """What the containers' agents are told."""
-    policy = spec.policy
-    return PodOrder(
-        job=spec.name,
-        world_size=spec.topology.number_of_processes,
-        processes_per_pod=spec.topology.processes_per_pod,
-        head=host_name(spec.name, 0),
+def make_order(spec: JobSpec, run: int, torch_flags: Any = ()) -> Order:
+    """What the agents of a run are told."""
+    return order_of(
+        spec,
+        job=object_name(spec.name, run),
+        run=run,
+        processes_per_agent=spec.topology.processes_per_pod,
+        head=host_name(spec.name, run, 0),
         port=PORT,
-        snapshot=spec.snapshot,
-        blobs=spec.blobs,
         source=source_of(spec),
-        cuda=spec.cuda,
-        threads=spec.threads,
-        seed=spec.seed,
         torch_flags=torch_flags,
-        timeout_s=policy.timeout_s,
-        stall_warn_s=policy.stall_warn_s,
-        stall_timeout_s=policy.stall_timeout_s,
-        max_restarts=policy.max_restarts,
+        # Files of a container that has ended can still be read.
         work_is_kept=True,
     )
 
 
-def container(spec: JobSpec, number: int, facts: Facts) -> dict[str, Any]:
+def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, Any]:
     """The body of the request that makes a container, as the engine's API has it.
 
     Args:
         spec: The job, with its image.
+        run: Which run of the job.
         number: Which container.
         facts: What the specification leaves open.
     """
     labels = {
         JOB_LABEL: spec.name,
+        RUN_LABEL: str(run),
         POD_LABEL: str(number),
         SPEC_LABEL: json.dumps(spec.to_json(), separators=(",", ":")),
         **({SUBMITTED_BY_LABEL: facts.submitter} if facts.submitter else {}),
     }
-    host = host_name(spec.name, number)
+    host = host_name(spec.name, run, number)
     devices = _devices(spec, number, facts)
     if devices:
         labels[GPUS_LABEL] = ",".join(devices)
@@ -146,9 +147,9 @@ def render(spec: JobSpec) -> str:
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into {where}.",
         f"docker network create {NETWORK}",
     ]
-    names = [container_name(spec.name, number) for number in range(spec.topology.number_of_pods)]
+    names = [container_name(spec.name, 1, number) for number in range(spec.topology.number_of_pods)]
     for number, name in enumerate(names):
-        lines.append(_command_line(name, container(spec, number, Facts())))
+        lines.append(_command_line(name, container(spec, 1, number, Facts())))
     lines += [f"docker cp <input of {name}> {name}:{INPUT_FOLDER}" for name in names]
     lines.append(f"docker start {' '.join(names)}")
     return "\n".join(lines) + "\n"
@@ -198,8 +199,8 @@ def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[
         "ShmSize": math.ceil(shm_gib * _GIB),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
-        # Without rotation, whatever the engine's own defaults are: a log that is cut cannot be followed.
-        "LogConfig": {"Type": "json-file", "Config": {"max-size": "1000g", "max-file": "1"}},
+        # What containers print is a bounded copy; the whole log is a file in the first one, and in the job's folder.
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "2"}},
         "Mounts": [_mount(volume) for volume in spec.volumes],
     }
     cores = asked.cpu_limit or asked.cpu

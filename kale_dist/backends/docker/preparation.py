@@ -1,18 +1,30 @@
-"""Before a job's containers are made: what its specification leaves open is settled, and the engine is looked at."""
+"""Before a job's containers are made: its image, whether the engine can run it, and what the doctor says of the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
+from collections.abc import Callable
+
+import docker.errors
 
 from kale_dist import config
-from kale_dist.backends.docker import connection, images
-from kale_dist.engine import Engine
+from kale_dist.backends.docker import engines
+from kale_dist.engine import Engine, explain, explained
 from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.image import for_job
 from kale_dist.spec import JobSpec, VolumeKind
 
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
+_SAY_EACH_S = 2.0
+"""Progress of a pull: often enough to see that it moves."""
+
+_OK, _WARNING, _FAILED = "ok", "warning", "failed"
+_OLDEST_API = (1, 40)
+
+Found = tuple[str, str, str, str]
+"""Name of a check, verdict, what was found, what to do."""
 
 
 def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
@@ -38,7 +50,7 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         for_job.make(None, image="", settings=configured, cuda=spec.cuda, in_engine=True)
     spec = dataclasses.replace(spec, image=image)
     try:
-        engine = connection.connect()
+        engine = engines.connect()
         _check_volumes(engine, spec)
         _check_size(engine, spec)
     except BackendError:
@@ -47,7 +59,7 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         return spec
     if submit:
         image = for_job.make(spec.recipe, image=image, settings=configured, cuda=spec.cuda, in_engine=True)
-        images.ensure(engine, image)
+        ensure_image(engine, image)
         spec = dataclasses.replace(spec, image=image)
         _warn(engine, spec)
     return spec
@@ -92,3 +104,108 @@ def _warn(engine: Engine, spec: JobSpec) -> None:
             f"number_of_processes: {world} processes share the {cores} cores of the engine's machine. More processes than "
             "cores make training slower, not faster"
         )
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+def has_image(engine: Engine, image: str) -> bool:
+    """Whether the engine has the image.
+
+    Raises:
+        BackendError: It does not answer.
+    """
+    with explained(f"looking for the image {image}"):
+        try:
+            engine.api.inspect_image(image)
+        except docker.errors.ImageNotFound:
+            return False
+    return True
+
+
+def ensure_image(engine: Engine, image: str, say: Callable[[str], None] = for_job.say) -> None:
+    """Have an image on the engine. One that is there is not asked for again, as with `docker run`.
+
+    Args:
+        engine: Where.
+        image: Its reference. Credentials are those of `docker login`.
+        say: Is told of the pull.
+
+    Raises:
+        BackendError: There is none, or it cannot be pulled; says what to do.
+    """
+    if has_image(engine, image):
+        return
+    doing = f"pulling the image {image}"
+    said = time.monotonic()
+    say(f"The engine does not have the image {image} yet: it is pulled")
+    sizes: dict[str, tuple[int, int]] = {}
+    with explained(doing):
+        for event in engine.api.pull(image, stream=True, decode=True):
+            if "error" in event:
+                raise explain(docker.errors.DockerException(str(event["error"])), doing)
+            detail = event.get("progressDetail") or {}
+            if event.get("status") == "Downloading" and detail.get("total"):
+                sizes[str(event.get("id"))] = int(detail.get("current") or 0), int(detail["total"])
+            elif event.get("status") == "Download complete" and str(event.get("id")) in sizes:
+                total = sizes[str(event["id"])][1]
+                sizes[str(event["id"])] = total, total
+            if sizes and time.monotonic() - said > _SAY_EACH_S:
+                said = time.monotonic()
+                done, total = (sum(values) for values in zip(*sizes.values(), strict=True))
+                say(f"{image}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+
+
+# -- for the doctor --------------------------------------------------------------------------------------------------
+
+
+def examine() -> tuple[Found, ...]:
+    """Look at the engine that jobs would go to. Never raises for what it finds."""
+    try:
+        engine = engines.connect()
+        kind = "Podman" if engine.is_podman else "rootless Docker" if engine.is_rootless else "Docker"
+        sentence = f"{kind} {engine.version} at {engine.url}"
+        return (_version(engine, sentence), _machine(engine), _gpus(engine), _image(engine))
+    except BackendError as error:
+        sentence, _, remedy = str(error).partition(". ")
+        return (("engine", _FAILED, sentence, remedy or "Start it, or set DOCKER_HOST"),)
+
+
+def _version(engine: Engine, sentence: str) -> Found:
+    spoken = tuple(int(part) for part in str(engine.api.api_version).split(".")[:2])
+    if spoken < _OLDEST_API:
+        return (
+            "engine",
+            _FAILED,
+            f"{sentence} speaks version {engine.api.api_version} of the API",
+            "Upgrade it to 19.03",
+        )
+    if not engine.is_local:
+        return "engine", _OK, f"{sentence}: on another machine, so that folders of this one cannot be volumes", ""
+    return "engine", _OK, sentence, ""
+
+
+def _machine(engine: Engine) -> Found:
+    cores, memory = int(engine.info.get("NCPU") or 0), int(engine.info.get("MemTotal") or 0)
+    sentence = f"{cores} cores and {memory / _GIB:.1f} GiB for all containers"
+    if engine.info.get("MemoryLimit") is False:
+        return "limits", _WARNING, f"{sentence}; it cannot limit memory", "Have its kernel mount the memory controller"
+    return "limits", _OK, sentence, ""
+
+
+def _gpus(engine: Engine) -> Found:
+    if "nvidia" in (engine.info.get("Runtimes") or {}):
+        return "GPUs", _OK, "the engine has the NVIDIA runtime", ""
+    return "GPUs", _OK, "the engine has no NVIDIA runtime; cuda=True will be refused unless it knows GPUs by CDI", ""
+
+
+def _image(engine: Engine) -> Found:
+    try:
+        image = config.load().image
+    except ConfigError as error:
+        return "image", _FAILED, f"{error.argument}: {error.problem}", error.remedy
+    if not image:
+        return "image", _OK, "none is configured: name one in each call", ""
+    if has_image(engine, image):
+        return "image", _OK, f"{image} is there", ""
+    return "image", _WARNING, f"{image} is not there yet", f"The first job pulls it; docker pull {image} does it now"

@@ -12,6 +12,7 @@ import shutil
 import threading
 import types
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import urllib3
@@ -23,8 +24,8 @@ from kubernetes.config.kube_config import KubeConfigMerger
 from yaml import YAMLError
 
 from kale_dist import config as settings
-from kale_dist.backends.kubernetes import refusals
-from kale_dist.backends.kubernetes.refusals import Doing
+from kale_dist.backends.kubernetes.explain import api as answers
+from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.config import Config
 from kale_dist.errors import BackendUnavailableError, ConfigError
 from kale_dist.wording import closest
@@ -33,10 +34,8 @@ CONNECT_S = 10.0
 READ_S = 60.0
 """Limits of a request whose caller names none."""
 
-_FOLLOWED_PODS = 32
-_WATCHES = 24
-_POOL = _FOLLOWED_PODS + _WATCHES + 8
-"""Connections kept open: each log and each watch takes one, and requests come beside them."""
+_POOL = 64
+"""Connections kept open: each watch and each log that is read takes one, and requests come beside them."""
 
 _ACCOUNT = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_KEYS = ("BearerToken", "authorization")
@@ -100,7 +99,7 @@ def connect(namespace: str = "", context: str = "", config: Config | None = None
 
 
 def disconnect() -> None:
-    """Close all connections that nobody uses at the moment, and forget them."""
+    """Close all connections that are idle, and forget them."""
     with _lock:
         found = list(_connections.values())
         _connections.clear()
@@ -254,7 +253,7 @@ def _open(source: _Source) -> Cluster:
         except (ConfigException, OSError) as error:
             raise BackendUnavailableError(f"The pod's service account cannot be used: {error}") from error
     configuration.connection_pool_maxsize = _POOL
-    # Whoever waits decides how long. Otherwise urllib3 asks again by itself, and sleeps as long as a 429 says.
+    # The caller decides how long to wait. Otherwise urllib3 asks again by itself, and sleeps as long as a 429 says.
     configuration.retries = urllib3.Retry(
         total=1, connect=1, read=1, redirect=0, status=0, other=0, respect_retry_after_header=False
     )
@@ -327,10 +326,10 @@ def _identity(api: client.ApiClient, server: str) -> str:
     except client.ApiException as error:
         # Before Kubernetes 1.28 there is no such review.
         is_anonymous = _ANONYMOUS in str(error.body)
-        if error.status in (refusals.FORBIDDEN, refusals.NOT_FOUND, refusals.NOT_ALLOWED) and not is_anonymous:
+        if error.status in (answers.FORBIDDEN, answers.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not is_anonymous:
             return ""
-        raise refusals.explain(error, doing=Doing(verb="reach", resource=server)) from error
+        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
     except Exception as error:
-        raise refusals.explain(error, doing=Doing(verb="reach", resource=server)) from error
+        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
     user = review.status.user_info if review.status is not None else None
     return str(user.username or "") if user is not None else ""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kale_dist import config
-from kale_dist.backends.kubernetes import client, preflight, roles, self_pod
+from kale_dist.backends.kubernetes import checks, client, roles, self_pod
+from kale_dist.backends.kubernetes.checks import Finding, Namespace
 from kale_dist.backends.kubernetes.client import Cluster
-from kale_dist.backends.kubernetes.findings import Findings
-from kale_dist.backends.kubernetes.preflight import Wanted
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.manifests import PodSettings, pytorch_job
+from kale_dist.places import ClusterOptions
 from kale_dist.spec import JobSpec, Topology
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -36,9 +35,10 @@ def examine(namespace: str = "", context: str = "") -> tuple[Said, ...]:
         return (("connection", FAILED, *_split(error)),)
     said = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
     try:
-        said += _findings(preflight.check(cluster, _example(configured, cluster)), cluster)
+        found = checks.look_at_namespace(cluster)
+        said += _findings(checks.check(cluster, _example(configured, cluster, found), found), found, cluster)
     except BackendError as error:
-        said.append(("connection", FAILED, *_split(error)))
+        said.append(("namespace", FAILED, *_split(error)))
     return tuple(said)
 
 
@@ -64,43 +64,45 @@ def _image(configured: Config, cluster: Cluster) -> Said:
         return ("image", OK, configured.image, "")
     own = self_pod.find(cluster)
     if own is None:
-        remedy = f"Give image= in each call, or write it into {config.path()} or KALE_DIST_IMAGE"
+        remedy = f"Give image= in kd.Kubernetes(...), or write it into {config.path()} or KALE_DIST_IMAGE"
         return ("image", WARNING, "None is configured, and this is not a pod of the cluster", remedy)
     if not own.image:
         remedy = "Grant it 'get pods', or give image="
-        return ("image", WARNING, "This notebook's own pod cannot be read, and so its image is not known", remedy)
+        return ("image", WARNING, "This notebook's own pod cannot be read, so that its image is not known", remedy)
     if own.image_warning:
         return ("image", WARNING, own.image_warning, "Give image= with a digest, if that matters")
     return ("image", OK, f"That of this notebook: {own.image}", "")
 
 
-def _example(configured: Config, cluster: Cluster) -> Wanted:
+def _example(configured: Config, cluster: Cluster, namespace: Namespace) -> JobSpec:
     """The smallest job with a worker, with the resources that jobs have by default."""
-    spec = JobSpec(
-        name="doctor",
+    return JobSpec(
+        name="kale-dist-doctor",
         label="doctor",
         kind="call",
         snapshot="",
         topology=Topology(number_of_processes=2),
-        image=configured.image,
+        image=configured.image or "none",
+        cluster=ClusterOptions(namespace=cluster.namespace, master=False if namespace.forbids_master else None),
     )
-    return Wanted.of(pytorch_job(spec, PodSettings(namespace=cluster.namespace, image=configured.image or "none")))
 
 
-def _findings(found: Findings, cluster: Cluster) -> Iterator[Said]:
-    named = {item.name for item in found.items}
-    if "operator" not in named:
+def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster) -> Iterator[Said]:
+    named = {item.name for item in found}
+    if "operator-missing" not in named:
         yield ("operator", OK, "The cluster has PyTorchJobs", "")
     if "rights" not in named:
-        yield ("rights", OK, "This user has all that kale_dist can use", "")
-    if "namespace" not in named:
-        level = f'enforces Pod Security "{found.pod_security}"' if found.pod_security else "enforces no Pod Security"
-        form = "; jobs are made of workers only" if found.forbids_master else ""
-        unknown = not found.may("get", "namespaces")
-        said = "may not be read; whether it enforces Pod Security is not known" if unknown else f"{level}{form}"
-        yield ("namespace", OK, f"{cluster.namespace} {said}", "")
-    for item in found.items:
-        yield (item.name, FAILED if item.is_fatal else WARNING, item.sentence, item.remedy or "Correct it")
-    if "rights" in named and not any(item.name == "rights" for item in found.fatal):
+        yield ("rights", OK, "You have all rights that kale_dist can use", "")
+    if "get namespaces" not in namespace.granted:
+        said = "may not be read, so that it is not known whether it enforces Pod Security"
+    else:
+        level = namespace.pod_security
+        said = f'enforces Pod Security "{level}"' if level else "enforces no Pod Security"
+        said += "; jobs are made of workers only" if namespace.forbids_master else ""
+    yield ("namespace", OK, f"{cluster.namespace} {said}", "")
+    for item in found:
+        trouble = item.trouble
+        yield (item.name, FAILED if item.is_fatal else WARNING, trouble.sentence, trouble.remedy or "Correct it")
+    if "rights" in named and not any(item.name == "rights" and item.is_fatal for item in found):
         role = roles.role_yaml(cluster.namespace, cluster.identity)
         yield ("role", WARNING, "Some rights are missing", f"All of them are granted by this:\n{role}")

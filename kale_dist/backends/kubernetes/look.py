@@ -34,36 +34,34 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         spec: What was submitted.
         now: Seconds since 1970.
     """
-    job = view.job
+    job, is_fresh = view.job, view.healthy and view.is_complete
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
         name = "job-expired" if is_late else "job-deleted"
         trouble = explain.of_job(name, view, {"ttl": f"{spec.cluster.ttl_s}"}).trouble
-        return Look(parts=_parts(view, spec), trouble=trouble, gone=True, fresh=view.healthy)
+        return Look(parts=_parts(view, spec), trouble=trouble, gone=True, fresh=is_fresh)
     if job is None:
         problem = Trouble(sentence=view.problem.rstrip("."), heals=True) if view.problem else None
         return Look(trouble=problem, fresh=False)
     parts = _parts(view, spec)
-    fresh = view.healthy
     person, condition = _annotations(job).get(CANCELLED_ANNOTATION), _condition(job)
     if person is not None:
         is_over = all(part.state == "ended" for part in parts) and (is_suspended(job) or bool(parts))
         sentence = f"The job {'was' if is_over else 'is being'} cancelled by {person}"
         trouble = Trouble(sentence=sentence, heals=not is_over, cause=FailureCause.USER)
-        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=fresh)
+        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=is_fresh)
     if is_suspended(job):
         trouble = _why_suspended(job, view)
         there = tuple(part for part in parts if part.lost != "deleted")
-        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=fresh)
+        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=is_fresh)
     expected = number_of_pods(job)
     found = _ended(view, condition) or _waiting(view, job, expected, now)
-    trouble = found.trouble if isinstance(found, Found) else found
+    known = found.trouble if isinstance(found, Found) else found
     if not view.healthy and view.problem:
-        trouble = Trouble(
-            sentence=view.problem.rstrip("."), remedy="" if trouble is None else f"As last seen: {trouble}", heals=True
-        )
-    finished = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
-    return Look(parts=parts, trouble=trouble, finished=finished, fresh=fresh)  # type: ignore[arg-type]
+        last = "" if known is None else f"As last seen: {known}"
+        known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
+    finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
+    return Look(parts=parts, trouble=known, finished=finished, fresh=is_fresh)
 
 
 def is_suspended(job: Mapping[str, Any]) -> bool:
@@ -76,10 +74,24 @@ def number_of_pods(job: Mapping[str, Any]) -> int:
     return sum(int(replica.get("replicas", 1)) for replica in _replicas(job).values())
 
 
-def current_pods(view: JobView) -> Sequence[PodView]:
-    """The newest pod of each replica since the job was started or resumed: earlier ones ended with a suspension."""
+def pods_of_run(view: JobView) -> Sequence[PodView]:
+    """One pod of each replica: the newest since the job was started or resumed, for earlier ones ended with a suspension.
+
+    Of a worker that was deleted it is the deleted one: what the operator makes in its place comes too late for this run.
+    """
     began = seconds(((view.job or {}).get("status") or {}).get("startTime"))
-    return [pod for pod in view.latest_pods if began is None or pod.created >= began - _START_SLACK_S]
+    head = view.latest_pods[0] if view.latest_pods else None
+    found = []
+    for pod in view.latest_pods:
+        since = (began or 0.0) if pod is head or head is None else max(began or 0.0, head.created)
+        lost = (
+            old for old in view.pods
+            if (old.replica_type, old.index) == (pod.replica_type, pod.index) and pod is not head
+            and old.is_gone and old.has_started and old.created >= since - _START_SLACK_S
+        )  # fmt: skip
+        if pod.created >= (began or 0.0) - _START_SLACK_S:
+            found.append(next(lost, pod))
+    return found
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -87,7 +99,7 @@ def current_pods(view: JobView) -> Sequence[PodView]:
 
 def _parts(view: JobView, spec: JobSpec) -> tuple[Part, ...]:
     has_master = "Master" in _replicas(view.job) if view.job is not None else spec.cluster.master is not False
-    parts = (_part(pod, view, view.number(pod, has_master=has_master)) for pod in current_pods(view))
+    parts = (_part(pod, view, view.number(pod, has_master=has_master)) for pod in pods_of_run(view))
     return tuple(sorted(parts, key=lambda part: part.number))
 
 
@@ -112,15 +124,14 @@ def _part(pod: PodView, view: JobView, number: int) -> Part:
 
 def _ended(view: JobView, condition: Mapping[str, Any]) -> Found | None:
     """What ended the run, or will: a limit of the job itself, a pod that failed, one that can never start."""
-    if condition.get("type") == "Succeeded":
-        return next((found for pod in view.latest_pods if (found := explain.sidecar(pod, view))), None)
     message = str(condition.get("message") or "") if condition.get("type") == "Failed" else ""
     for words, name in (("longer than specified deadline", "job-deadline"), ("backoff limit", "job-backoff")):
         if words in message.lower():
             return explain.of_job(name, view)
     hindered = (explain.hindrance(pod, view) for pod in view.latest_pods)
     hopeless = (found for found in hindered if found is not None and not found.trouble.heals)
-    found = _first_failure(view) or next(hopeless, None)
+    sidecars = (explain.sidecar(pod, view) for pod in view.latest_pods)
+    found = _first_failure(view) or next(hopeless, None) or next(filter(None, sidecars), None)
     if found is None and condition.get("type") == "Failed":
         return explain.of_job("job-failed", view, {"detail": message or "without a reason"})
     return found
@@ -128,7 +139,7 @@ def _ended(view: JobView, condition: Mapping[str, Any]) -> Found | None:
 
 def _first_failure(view: JobView) -> Found | None:
     """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
-    ends = ((pod, explain.end(pod, view)) for pod in current_pods(view))
+    ends = ((pod, explain.end(pod, view)) for pod in pods_of_run(view))
     found = [(pod, finding) for pod, finding in ends if finding is not None]
 
     def order(item: tuple[PodView, Found]) -> tuple[int, bool, float]:

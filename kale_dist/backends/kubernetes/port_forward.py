@@ -20,9 +20,10 @@ import certifi
 import websocket
 from websocket import ABNF
 
-from kale_dist.backends.kubernetes import refusals
 from kale_dist.backends.kubernetes.client import CONNECT_S, Cluster
-from kale_dist.backends.kubernetes.refusals import Doing
+from kale_dist.backends.kubernetes.explain import api as answers
+from kale_dist.backends.kubernetes.explain.api import Doing
+from kale_dist.errors import BackendError
 
 SILENT_S = 20.0
 """Limit of each piece. When a pod is killed, a connection into it may not end, but fall silent for ever (tried)."""
@@ -235,6 +236,10 @@ class _as_os_errors:  # noqa: N801 - used as a word, like contextlib.suppress
             raise ConnectionResetError(f"The connection through the API server broke: {said}") from error
 
 
+class ForbiddenError(BackendError):
+    """This user may connect to pods neither by port-forward nor by exec."""
+
+
 # -- opening ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,25 +260,26 @@ def connect(
         A connection. Whether anything listens at the port shows when it is used.
 
     Raises:
-        BackendError: The cluster refused both ways, or cannot be reached.
+        ForbiddenError: This user has the right to neither way.
+        BackendError: The cluster refused for another reason, or cannot be reached.
     """
     try:
         return _forward(cluster, namespace, pod, port, timeout_s)
     except websocket.WebSocketBadStatusException as error:
         doing = Doing(verb="create", resource="pods/portforward", namespace=namespace, name=pod)
-        if error.status_code != refusals.FORBIDDEN:
-            raise refusals.explain(error, doing=doing) from error
-        refused = refusals.explain(error, doing=doing)
+        if error.status_code != answers.FORBIDDEN:
+            raise answers.explain(error, doing) from error
+        refused = answers.explain(error, doing)
     except Exception as error:
         doing = Doing(verb="create", resource="pods/portforward", namespace=namespace, name=pod)
-        raise refusals.explain(error, doing=doing) from error
+        raise answers.explain(error, doing) from error
     try:
         return _relay(cluster, namespace, pod, port, container, timeout_s)
     except websocket.WebSocketBadStatusException as error:
-        if error.status_code == refusals.FORBIDDEN:
-            raise refused from error
+        if error.status_code == answers.FORBIDDEN:
+            raise ForbiddenError(str(refused)) from error
         doing = Doing(verb="create", resource="pods/exec", namespace=namespace, name=pod)
-        raise refusals.explain(error, doing=doing) from error
+        raise answers.explain(error, doing) from error
 
 
 def _forward(cluster: Cluster, namespace: str, pod: str, port: int, timeout_s: float) -> PodConnection:

@@ -50,20 +50,21 @@ RIGHTS = (
         group=_CORE,
         resource="pods",
         verbs=("get", "list", "watch"),
-        without="Nobody can see which pod a job waits for or why one failed, and nothing can be fetched from pods",
+        without="You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
         is_needed=True,
     ),
     Right(
         group=_OPERATOR,
         resource="pytorchjobs",
         verbs=("patch", "delete"),
-        without="Jobs cannot be deleted, and only jobs whose agents can be reached can be cancelled",
+        without="Jobs cannot be deleted, a job that loses a pod does not resume, and only jobs whose first pod can be reached can "
+        "be cancelled",
     ),
     Right(
         group=_CORE,
         resource="pods/log",
         verbs=("get",),
-        without="Logs come from the agents in the pods, later and only while the pods run",
+        without="Logs come from the first pod through port-forward or exec, and only while it runs",
     ),
     Right(
         group=_CORE,
@@ -86,9 +87,8 @@ RIGHTS = (
     Right(
         group=_CORE,
         resource="secrets",
-        verbs=("get", "patch", "delete"),
-        without="Results cannot be read from another machine, a job that loses a pod does not go on in new ones, and the "
-        "Secret of a job goes only when the garbage collector takes it",
+        verbs=("get", "delete"),
+        without="Results cannot be read from another machine, and the Secret of a job is deleted only by the garbage collector",
     ),
     Right(
         group=_CORE,
@@ -99,21 +99,22 @@ RIGHTS = (
     Right(
         group=_CORE,
         resource="resourcequotas",
-        verbs=("list",),
-        without="A quota that is exhausted is noticed only when pods are refused",
+        verbs=("list", "watch"),
+        without="A quota that is exhausted is noticed only when pods are refused, and a job that waits for it starts up to a "
+        "minute late",
     ),
     Right(
         group=_CORE,
         resource="limitranges",
         verbs=("list",),
-        without="A size that the namespace forbids is noticed only when pods are refused",
+        without="A limit of cores that the namespace demands is noticed only when pods are refused",
     ),
     Right(
         group=_CORE,
         resource="namespaces",
         verbs=("get",),
         without='Whether the namespace enforces Pod Security "restricted" is not known before pods are refused; give '
-        "cluster={'master': False} there",
+        "master=False there",
     ),
 )
 """The least Role, the needed rights first."""

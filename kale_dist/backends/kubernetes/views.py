@@ -7,8 +7,7 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.manifests.settings import CONTAINER as MAIN
-from kale_dist.manifests.settings import JOB_NAME_LABEL, REPLICA_INDEX_LABEL, REPLICA_TYPE_LABEL
+from kale_dist.manifests.settings import CONTAINER, REPLICA_INDEX_LABEL, REPLICA_TYPE_LABEL
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -72,7 +71,7 @@ class PodView:
     @property
     def main(self) -> ContainerView:
         """The agent's container."""
-        return next((item for item in self.containers if item.name == MAIN), ContainerView(name=MAIN))
+        return next((item for item in self.containers if item.name == CONTAINER), ContainerView(name=CONTAINER))
 
     @property
     def is_running(self) -> bool:
@@ -140,6 +139,8 @@ class JobView:
     """Whether this is up to date."""
     problem: str = ""
     """Why it is not, in a sentence."""
+    is_complete: bool = True
+    """Whether all pods there are have been listed."""
     lacks_events: bool = False
     """Whether this user may not read events, so that it cannot be said why pods are refused."""
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from kubernetes.client.exceptions import ApiException
 
+from kale_dist import quantities
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import sentences
 from kale_dist.backends.kubernetes.resource_watch import ResourceWatch
 from kale_dist.backends.kubernetes.views import EventView, JobView, NodeView, PodView, event_view, node_view, pod_view
-from kale_dist.manifests import quantities
 from kale_dist.manifests.settings import JOB_NAME_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
 JOB_API = ("kubeflow.org", "v1")
@@ -73,7 +73,7 @@ class NamespaceWatch:
             self._callbacks.setdefault(job_name, {})[token] = callback
             if not self._watches:
                 self._start()
-            elif self._state.has_listed_jobs and job_name not in self._state.jobs:
+            elif JOBS in self._state.listed and job_name not in self._state.jobs:
                 self._look_up(job_name)
         return functools.partial(self._unsubscribe, job_name, token)
 
@@ -129,9 +129,9 @@ class NamespaceWatch:
         with self._lock:
             if state is not self._state or not self._watches:
                 return
-            before = dict(state.problems)
+            before = dict(state.problems), state.lacks_events
             names = change()
-            if before != state.problems:
+            if before != (state.problems, state.lacks_events):
                 names = set(self._callbacks)
             if kind == JOBS and is_list:
                 # It may have been made while the list was on its way.
@@ -235,7 +235,7 @@ class _Sink:
     def troubled(self, error: Exception | None, *, is_watch: bool) -> None:
         """Take what went wrong. What may be listed but not watched is listed every two seconds, which is no trouble."""
         state, kind = self._state, self._kind
-        if is_watch or kind == _QUOTAS:
+        if kind == _QUOTAS or (is_watch and error is not None):
             return
 
         def note() -> set[str]:
@@ -261,7 +261,8 @@ class _State:
         self.problems: dict[str, str] = {}
         """Kind of object to why nothing can be learnt of it now."""
         self.lacks_events = False
-        self.has_listed_jobs = False
+        self.listed: set[str] = set()
+        """Kinds of which all objects are known: a job whose pods were not listed yet only seems to have none."""
         self.jobs: dict[str, Object] = {}
         self.deleted: set[str] = set()
         self._pods: dict[str, dict[str, PodView]] = {}
@@ -292,6 +293,7 @@ class _State:
             nodes=self.nodes,
             is_deleted=name in self.deleted,
             healthy=not problem,
+            is_complete={JOBS, "pods"} <= self.listed,
             problem=problem,
             lacks_events=self.lacks_events,
         )
@@ -305,7 +307,7 @@ class _State:
         changed = {name for name, item in now.items() if item != self.jobs.get(name)}
         self.deleted = (self.deleted | gone) - set(now)
         self.jobs = now
-        self.has_listed_jobs = True
+        self.listed.add(JOBS)
         return changed | gone
 
     def change_job(self, change: str, item: Object) -> set[str]:
@@ -331,6 +333,9 @@ class _State:
     def list_pods(self, items: Sequence[Object]) -> set[str]:
         """All pods there are."""
         names = {name for item in items for name in self.change_pod("MODIFIED", item)}
+        if "pods" not in self.listed:
+            self.listed.add("pods")
+            names |= set(self.followed)
         there = {item["metadata"]["uid"] for item in items}
         for name, pods in list(self._pods.items()):
             for uid, pod in list(pods.items()):

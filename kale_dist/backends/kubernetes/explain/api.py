@@ -77,7 +77,7 @@ def look_up(error: BaseException, doing: Doing) -> Found:
         return tell((matched or (table.named("no-answer"), {}))[0], {**facts, "detail": last})
     message, reason, fields, retry_after = _answer(error)
     matched = table.match(Seen.API, f"{status} {doing.verb} {doing.resource} {reason}: {message}")
-    entry, groups = matched or (table.named("refused"), {})
+    entry, groups = matched or (table.named("answer"), {})
     facts |= {
         "detail": cut(fields if entry.name == "invalid" and fields else message or "no reason is given", _SHOWN),
         "status": str(status),

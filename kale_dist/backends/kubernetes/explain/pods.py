@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kale_dist import quantities
 from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, tell, without_repetition
 from kale_dist.backends.kubernetes.explain.table import Seen
-from kale_dist.backends.kubernetes.views import MAIN, ContainerView, JobView, PodView
-from kale_dist.manifests import quantities
+from kale_dist.backends.kubernetes.views import ContainerView, JobView, PodView
+from kale_dist.manifests.settings import CONTAINER
 
 _GAVE_UP = 70
 """Exit code of an agent that could not begin, as `runtime.termination` has it."""
@@ -44,7 +45,11 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
         said = f"{container.reason}: {container.message}"
         if container.is_init and container.state == "running" and container.name == _INIT:
             return _named("waits-for-master", pod, view, container=container)
-        if container.state == "terminated" and (container.is_init or container.name == MAIN) and container.exit_code:
+        if (
+            container.state == "terminated"
+            and (container.is_init or container.name == CONTAINER)
+            and container.exit_code
+        ):
             # The pause before another start begins a little later.
             found = _match(Seen.ENDED, said, pod, view, container=container)
             return found if found is not None and not container.is_init else None
@@ -129,7 +134,7 @@ def sidecar(pod: PodView, view: JobView) -> Found | None:
     """What keeps a pod alive whose ranks have ended."""
     if pod.is_gone or pod.phase in ("Succeeded", "Failed") or pod.main.state != "terminated":
         return None
-    others = [item.name for item in pod.containers if item.name != MAIN and item.state == "running"]
+    others = [item.name for item in pod.containers if item.name != CONTAINER and item.state == "running"]
     return _named("sidecar", pod, view, {"sidecar": " and ".join(others)}) if others else None
 
 

@@ -12,9 +12,9 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 
+from kale_dist import quantities
 from kale_dist.contract import FailureCause
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
-from kale_dist.manifests import quantities
 
 
 class Seen(enum.Enum):
@@ -292,7 +292,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, tell the administrator",
         ),
         Entry(
-            "refused", "It is refused for another reason", _REFUSED, "", "{detail}",
+            "answer", "The API server answers something else", (Seen.API,), "", "the cluster answers {status}: {detail}",
+            "Correct it and try again", heals=False,
+        ),
+        Entry(
+            "refused", "Pods are refused for another reason", (Seen.JOB_EVENT,), "", "{detail}",
             "'kubectl -n {namespace} describe pytorchjob {job}' shows all that was said",
         ),
     )),
@@ -329,6 +333,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "pull-secret-missing", "An image pull secret does not exist", (Seen.STRUCTURE,), "",
             "there is no Secret {object} in the namespace {namespace}, which image_pull_secrets= names",
             "Without it the nodes may not be able to pull the image",
+        ),
+        Entry(
+            "queue-missing", "The Kueue queue does not exist", (Seen.STRUCTURE,), "",
+            "the namespace {namespace} has no Kueue queue {object} that you can see",
+            "Without Kueue and this queue the job may stay suspended; correct queue=",
         ),
         Entry(
             "claim-single", "A claim for one pod only", (Seen.STRUCTURE,), "",

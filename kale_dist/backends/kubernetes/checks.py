@@ -1,0 +1,473 @@
+"""What would keep a job from running, asked of the cluster before anything is created there.
+
+Three dry runs (`dry_run="All"`) ask the cluster itself: of the PyTorchJob, of its Secret, and, where this user may create
+pods, of one pod of each kind as the operator would make it. They answer for rights, schema, names, the quota of one pod,
+limit ranges, Pod Security, service accounts and priority classes. They do not look at sums over pods, claims, Secrets and
+nodes: those are looked up here, where they may be read. What may not be read shows when the job runs.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kubernetes import client
+
+from kale_dist import manifests, quantities
+from kale_dist.backends.base import Trouble
+from kale_dist.backends.kubernetes import roles, submit
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.explain import api, sentences
+from kale_dist.backends.kubernetes.explain.api import Doing
+from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
+from kale_dist.contract import InputFiles
+from kale_dist.errors import BackendError
+from kale_dist.manifests.settings import (
+    JOB_NAME_LABEL,
+    QUEUE_LABEL,
+    REPLICA_INDEX_LABEL,
+    REPLICA_TYPE_LABEL,
+)
+from kale_dist.spec import JobSpec
+
+_TIMEOUT_S = 10.0
+_AT_ONCE = 8
+_MANY_NODES = 500
+_ENFORCE = "pod-security.kubernetes.io/enforce"
+_RESTRICTED = "restricted"
+_BYTES = {"create pods/portforward", "get pods/portforward"}, {"create pods/exec", "get pods/exec"}
+
+_NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "anonymous"))
+"""Refusals of a pod's dry run that say nothing of the operator's pods: this user's rights, and a busy cluster."""
+
+_ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
+"""Those that may not hold for the operator's pods: a webhook sees this user and a pod without an owner; a quota empties."""
+
+_INIT_CONTAINER = {
+    "name": "init-pytorch",
+    "image": "alpine:3.10",
+    "command": ["sh", "-c", "true"],
+    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
+}
+"""As the operator puts it before workers beside a master."""
+
+_WORDS = {"cpu": "cores", "memory": "of memory"}
+"""What follows an amount of a resource."""
+
+_COUNTED_ONCE = ("count/pytorchjobs.kubeflow.org", "secrets", "count/secrets")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    name: str
+    """A word for tests and `kale-dist doctor`, such as `quota`."""
+    trouble: Trouble
+    is_fatal: bool
+    """Whether the job cannot run. Otherwise it runs with less, or waits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Namespace:
+    """What has to be known of a namespace before a job's form is settled."""
+
+    granted: frozenset[str]
+    """What this user may do there: a verb and a resource, such as `get pods/log`."""
+    pod_security: str = ""
+    """Level that it enforces; empty if none, or if it may not be read."""
+    quotas: tuple[Any, ...] = ()
+    """`V1ResourceQuota` objects that hold for all pods."""
+    needs_cpu_limit: bool = False
+    """Whether a quota demands of each pod a limit of cores that the namespace does not give it by itself."""
+
+    @property
+    def forbids_master(self) -> bool:
+        """Whether workers beside a master would be refused, because of the operator's init container."""
+        return self.pod_security == _RESTRICTED
+
+
+def look_at_namespace(cluster: Cluster) -> Namespace:
+    """Ask for rights, Pod Security and quotas at once.
+
+    Raises:
+        BackendError: The cluster cannot be reached, or does not know this user; or there is no such namespace.
+    """
+    core, name = cluster.core, cluster.namespace
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
+        rights = pool.submit(granted, cluster)
+        namespace = pool.submit(_lookup, lambda: core.read_namespace(name, _request_timeout=_TIMEOUT_S))
+        quotas = pool.submit(
+            _lookup, lambda: core.list_namespaced_resource_quota(name, _request_timeout=_TIMEOUT_S).items
+        )
+        ranges = pool.submit(_lookup, lambda: core.list_namespaced_limit_range(name, _request_timeout=_TIMEOUT_S).items)
+    found = namespace.result()
+    if found is _MISSING:
+        trouble = sentences.of("namespace-missing", missing=name)
+        raise BackendError(f"{trouble}")
+    # A quota of a scope holds for some pods only.
+    all_quotas = [quota for quota in quotas.result() or () if not quota.spec.scopes and not quota.spec.scope_selector]
+    demands = any("limits.cpu" in (quota.spec.hard or {}) for quota in all_quotas)
+    limits = [item for found in ranges.result() or () for item in found.spec.limits or () if item.type == "Container"]
+    gives = any("cpu" in (item.default or {}) or "cpu" in (item.max or {}) for item in limits)
+    labels = {} if found is None else found.metadata.labels or {}
+    return Namespace(
+        granted=rights.result(),
+        pod_security=labels.get(_ENFORCE, ""),
+        quotas=tuple(all_quotas),
+        needs_cpu_limit=demands and not gives,
+    )
+
+
+def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Finding, ...]:
+    """Look whether a job could run.
+
+    Args:
+        cluster: With the namespace.
+        spec: The job, settled.
+        namespace: From `look_at_namespace`.
+
+    Returns:
+        What was found, the fatal things first.
+
+    Raises:
+        BackendError: The cluster cannot be reached.
+    """
+    job = manifests.pytorch_job(spec, submit.settings_of(spec, submitter=cluster.identity))
+    waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
+    looks: tuple[Callable[[], list[Finding]], ...] = (
+        functools.partial(_dry_runs, cluster, spec, job),
+        functools.partial(_dry_pods, cluster, job),
+        functools.partial(_claims, cluster, job),
+        functools.partial(_named, cluster, job),
+        *(() if waits else (functools.partial(_nodes, cluster, job),)),
+    )
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
+        found = [item for task in [pool.submit(look) for look in looks] for item in task.result()]
+    found += quota_sums(namespace.quotas, job)
+    found += missing_rights(cluster, namespace.granted)
+    # The dry run of one pod and the sum over all may say the same.
+    by_name = {(item.name, item.trouble.sentence): item for item in found}
+    return tuple(sorted(by_name.values(), key=lambda item: not item.is_fatal))
+
+
+# -- rights --------------------------------------------------------------------------------------------------------------
+
+
+def granted(cluster: Cluster) -> frozenset[str]:
+    """Which of `roles.RIGHTS` this user has, as `verb resource`.
+
+    Raises:
+        BackendError: The cluster cannot be asked.
+    """
+    asked = [(right.group, right.resource, verb) for right in roles.RIGHTS for verb in right.verbs]
+    try:
+        review = cluster.authorization.create_self_subject_rules_review(
+            client.V1SelfSubjectRulesReview(spec=client.V1SelfSubjectRulesReviewSpec(namespace=cluster.namespace)),
+            _request_timeout=_TIMEOUT_S,
+        )
+        rules = review.status.resource_rules if review.status is not None else []
+        open_ones = [one for one in dict.fromkeys(asked) if not any(_covers(rule, *one) for rule in rules)]
+        # Authorizers other than RBAC need not tell their rules, and one of them may allow it all the same.
+        is_complete = review.status is not None and not review.status.incomplete
+        refused = {one for one in open_ones if is_complete or not may(cluster, *one)}
+    except Exception as error:
+        raise api.explain(error, Doing(verb="create", resource="selfsubjectrulesreviews")) from error
+    return frozenset(f"{verb} {resource}" for group, resource, verb in asked if (group, resource, verb) not in refused)
+
+
+def may(cluster: Cluster, group: str, resource: str, verb: str) -> bool:
+    """Whether this user may do something in the namespace."""
+    whole, _, part = resource.partition("/")
+    attributes = client.V1ResourceAttributes(
+        namespace=cluster.namespace, group=group, resource=whole, subresource=part or None, verb=verb
+    )
+    review = cluster.authorization.create_self_subject_access_review(
+        client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)),
+        _request_timeout=_TIMEOUT_S,
+    )
+    return bool(review.status and review.status.allowed)
+
+
+def _covers(rule: Any, group: str, resource: str, verb: str) -> bool:
+    """Whether a rule allows it for objects of any name."""
+    whole, _, part = resource.partition("/")
+    spelt = {"*", resource, f"*/{part}" if part else whole}
+    return (
+        not rule.resource_names
+        and bool({"*", verb} & set(rule.verbs or ()))
+        and bool({"*", group} & set(rule.api_groups or ()))
+        and bool(spelt & set(rule.resources or ()))
+    )
+
+
+def missing_rights(cluster: Cluster, allowed: frozenset[str]) -> Iterator[Finding]:
+    """What this user lacks, with what that costs."""
+    missing = [
+        (right, verbs)
+        for right in roles.RIGHTS
+        if (verbs := [verb for verb in right.verbs if f"{verb} {right.resource}" not in allowed])
+    ]
+    has_way = any(way <= allowed for way in _BYTES)
+    grants = f"'kale-dist doctor --on kubernetes --namespace {cluster.namespace}' prints the Role that grants it."
+    for right, verbs in missing:
+        without = right.without
+        if right.resource in ("pods/portforward", "pods/exec") and not has_way:
+            if right.resource == "pods/exec":
+                continue
+            without = (
+                "Exec is forbidden, too, so that nothing can be sent to pods or fetched from them: snapshots over 600 kB and "
+                "weights need a store (store=), and a chatty log arrives with gaps"
+            )
+        who, what = cluster.identity or "You", f"{', '.join(verbs)} {right.resource}"
+        sentence = f"{who} may not {what} in the namespace {cluster.namespace!r}"
+        remedy = f"{without}. {grants}"
+        if right.is_needed:
+            role = roles.role_yaml(cluster.namespace, cluster.identity)
+            remedy = (
+                f"{without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
+            )
+        yield Finding(name="rights", trouble=Trouble(sentence=sentence, remedy=remedy), is_fatal=right.is_needed)
+
+
+# -- dry runs ------------------------------------------------------------------------------------------------------------
+
+
+def _dry_runs(cluster: Cluster, spec: JobSpec, job: dict[str, Any]) -> list[Finding]:
+    """The PyTorchJob and its Secret, as they would be created."""
+    namespace, settings = cluster.namespace, submit.settings_of(spec)
+    secret: Any = manifests.input_secret(spec, settings, "", {InputFiles.KEY: b"0" * 32})
+    create_job = functools.partial(
+        cluster.custom.create_namespaced_custom_object_with_http_info, *JOB_API, namespace, JOBS, job
+    )
+    create_secret = functools.partial(cluster.core.create_namespaced_secret_with_http_info, namespace, secret)
+    found = []
+    for resource, name, create in (
+        (JOBS, job["metadata"]["name"], create_job),
+        ("secrets", secret["metadata"]["name"], create_secret),
+    ):
+        doing = Doing(verb="create", resource=resource, namespace=namespace, name=name)
+        try:
+            found += _warnings(create(dry_run="All", _request_timeout=_TIMEOUT_S))
+        except Exception as error:
+            seen = api.look_up(error, doing)
+            # Rights are told with all others; a name that is taken is an error of its own class, at the submission.
+            if seen.name in ("rights", "job-exists", "object-exists"):
+                continue
+            if not api.status_of(error):
+                raise api.explain(error, doing) from error
+            trouble = dataclasses.replace(seen.trouble, sentence=f"Cannot {doing}: {seen.words}")
+            found.append(Finding(name=seen.name, trouble=trouble, is_fatal=seen.name not in ("busy", "server-error")))
+    return found
+
+
+def _dry_pods(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+    """One pod of each kind, as the operator would make it."""
+    try:
+        if not may(cluster, "", "pods", "create"):
+            return []
+    except Exception:  # noqa: BLE001 - what cannot be learnt here shows when the job runs
+        return []
+    found = []
+    for pod in _example_pods(job):
+        doing = Doing(verb="create", resource="pods", namespace=cluster.namespace, name=pod["metadata"]["name"])
+        try:
+            found += _warnings(
+                cluster.core.create_namespaced_pod_with_http_info(
+                    cluster.namespace, pod, dry_run="All", _request_timeout=_TIMEOUT_S
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - as above
+            seen = api.look_up(error, doing)
+            if api.status_of(error) and seen.name not in _NOT_OURS:
+                found.append(Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN))
+    return found
+
+
+def _example_pods(job: Mapping[str, Any]) -> Iterator[Any]:
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    for kind, replica in replicas.items():
+        template = copy.deepcopy(replica["template"])
+        meta = template.setdefault("metadata", {})
+        meta |= {"name": f"{job['metadata']['name']}-{kind.lower()}-0", "namespace": job["metadata"]["namespace"]}
+        meta["labels"] = (meta.get("labels") or {}) | {
+            JOB_NAME_LABEL: job["metadata"]["name"],
+            REPLICA_TYPE_LABEL: kind.lower(),
+            REPLICA_INDEX_LABEL: "0",
+        }
+        spec = template["spec"] | {"restartPolicy": "Never"}
+        if kind == "Worker" and "Master" in replicas:
+            spec["initContainers"] = [*spec.get("initContainers", ()), _INIT_CONTAINER]
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def _warnings(answer: Any) -> list[Finding]:
+    """What the API server remarks on an object that it takes: unknown fields, Pod Security that only warns."""
+    headers = answer[2] or {}
+    said = [value for name, value in headers.items() if name.lower() == "warning"]
+    texts = [part.split('"')[1] for value in said for part in value.split("299 - ") if part.count('"') >= 2]  # noqa: PLR2004 - a pair
+    return [
+        Finding(name="warning", trouble=Trouble(sentence=f"The API server says: {sentences.cut(text)}"), is_fatal=False)
+        for text in texts
+    ]
+
+
+# -- sums, nodes and names -----------------------------------------------------------------------------------------------
+
+
+def quota_sums(quotas: Sequence[Any], job: Mapping[str, Any]) -> Iterator[Finding]:
+    """Quotas that the job exceeds: all of its pods together, which no dry run sums up."""
+    asked = dict.fromkeys(_COUNTED_ONCE, 1.0)
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        count = replica.get("replicas", 1)
+        amounts = {**dict.fromkeys(("pods", "count/pods", "services", "count/services"), 1.0)}
+        for container in replica["template"]["spec"]["containers"]:
+            resources = container.get("resources") or {}
+            requests = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+            for prefix, kind in (("requests.", requests), ("limits.", resources.get("limits") or {}), ("", requests)):
+                for key, text in kind.items():
+                    amounts[prefix + key] = amounts.get(prefix + key, 0.0) + quantities.amount(text)
+        for key, amount in amounts.items():
+            asked[key] = asked.get(key, 0.0) + amount * count
+    for quota in quotas:
+        hard, used = quota.status.hard or quota.spec.hard or {}, quota.status.used or {}
+        for key, text in hard.items():
+            need, limit, taken = asked.get(key, 0.0), quantities.amount(text), quantities.amount(used.get(key, "0"))
+            if not need or taken + need <= limit:
+                continue
+            allowed, is_used, needed = (quantities.amount_text(key, number) for number in (limit, taken, need))
+            name = "quota-sum" if need > limit else "quota-full"
+            trouble = sentences.of(
+                name, quota=quota.metadata.name, what=key.removeprefix("count/"), limited=allowed, used=is_used,
+                requested=needed,
+            )  # fmt: skip
+            # What this library makes itself is refused at once, and not only a pod.
+            yield Finding(name=name, trouble=trouble, is_fatal=need > limit or key in _COUNTED_ONCE)
+
+
+def _nodes(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+    """What the cluster can never hold. Only few users may list nodes."""
+    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
+    if found is None or found is _MISSING or len(found) >= _MANY_NODES:
+        return []
+    return list(node_sums([node.status.allocatable or {} for node in found], job))
+
+
+def node_sums(allocatable: Sequence[Mapping[str, str]], job: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the nodes can never hold, even when they are empty."""
+    largest_pod: dict[str, float] = {}
+    together: dict[str, float] = {}
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        sums: dict[str, float] = {}
+        for container in replica["template"]["spec"]["containers"]:
+            resources = container.get("resources") or {}
+            requests = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+            for key, text in requests.items():
+                sums[key] = sums.get(key, 0.0) + quantities.amount(text)
+        for key, amount in sums.items():
+            largest_pod[key] = max(largest_pod.get(key, 0.0), amount)
+            together[key] = together.get(key, 0.0) + amount * replica.get("replicas", 1)
+    for key, needed in largest_pod.items():
+        have = [quantities.amount(node.get(key, "0")) for node in allocatable]
+        for name, wanted, there in (
+            ("nodes-too-small", needed, max(have, default=0.0)),
+            ("cluster-too-small", together[key], sum(have)),
+        ):
+            if wanted > there:
+                texts = {"wanted": quantities.amount_text(key, wanted), "largest": quantities.amount_text(key, there)}
+                yield Finding(
+                    name=name, trouble=sentences.of(name, resource=_WORDS.get(key, f"of {key}"), **texts), is_fatal=True
+                )
+                break
+
+
+def _claims(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+    core, namespace = cluster.core, cluster.namespace
+    pods = sum(replica.get("replicas", 1) for replica in job["spec"]["pytorchReplicaSpecs"].values())
+    volumes = [volume for pod in _pod_specs(job) for volume in pod.get("volumes") or ()]
+    found = []
+    for name in dict.fromkeys(
+        volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume
+    ):
+        read = functools.partial(core.read_namespaced_persistent_volume_claim, name, namespace)
+        claim = _lookup(functools.partial(read, _request_timeout=_TIMEOUT_S))
+        if claim is None:
+            continue
+        facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "claim", "plural": "pvc"}
+        problem = ""
+        if claim is _MISSING:
+            problem = "named-missing"
+        elif claim.metadata.deletion_timestamp is not None or claim.status.phase == "Lost":
+            problem = "claim-lost"
+            facts["why"] = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
+        elif pods > 1:
+            modes = set(claim.status.access_modes or claim.spec.access_modes or ())
+            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): "claim-one-node"}.get(
+                tuple(modes), ""
+            )
+        if problem:
+            found.append(
+                Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node")
+            )
+    return found
+
+
+def _named(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+    """Secrets, ConfigMaps and a queue that the job names."""
+    core, namespace = cluster.core, cluster.namespace
+    own = manifests.input_secret_name(job["metadata"]["name"])
+    secrets: list[str] = []
+    config_maps: list[str] = []
+    pull_secrets: list[str] = []
+    for pod in _pod_specs(job):
+        for volume in pod.get("volumes") or ():
+            if "secret" in volume and not volume["secret"].get("optional"):
+                secrets.append(volume["secret"]["secretName"])
+            if "configMap" in volume and not volume["configMap"].get("optional"):
+                config_maps.append(volume["configMap"]["name"])
+        for variable in (entry for each in pod["containers"] for entry in each.get("env") or ()):
+            source = (variable.get("valueFrom") or {}).get("secretKeyRef")
+            if source and not source.get("optional"):
+                secrets.append(source["name"])
+        pull_secrets += [secret["name"] for secret in pod.get("imagePullSecrets") or ()]
+    queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+    local_queue = ("kueue.x-k8s.io", "v1beta1", namespace, "localqueues")
+    kinds: tuple[tuple[str, str, str, Sequence[str], Callable[[str], Any]], ...] = (
+        ("named-missing", "Secret", "secrets", [name for name in secrets if name != own],
+         lambda name: core.read_namespaced_secret(name, namespace)),
+        ("named-missing", "ConfigMap", "configmaps", config_maps,
+         lambda name: core.read_namespaced_config_map(name, namespace)),
+        ("pull-secret-missing", "Secret", "secrets", pull_secrets,
+         lambda name: core.read_namespaced_secret(name, namespace)),
+        ("queue-missing", "LocalQueue", "localqueues", [queue] if queue else [],
+         lambda name: cluster.custom.get_namespaced_custom_object(*local_queue, name)),
+    )  # fmt: skip
+    return [
+        Finding(
+            name="missing",
+            trouble=sentences.of(entry, kind=kind, plural=plural, object=name, namespace=namespace),
+            is_fatal=entry == "named-missing",
+        )
+        for entry, kind, plural, names, read in kinds
+        for name in dict.fromkeys(names)
+        if _lookup(functools.partial(read, name)) is _MISSING
+    ]
+
+
+def _pod_specs(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [replica["template"]["spec"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
+
+
+_MISSING: Any = object()
+
+
+def _lookup(read: Callable[[], Any]) -> Any:
+    """What is read; `_MISSING` if it does not exist, None if this user may not know."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001 - what cannot be learnt here shows when the job runs
+        return _MISSING if api.status_of(error) == api.NOT_FOUND else None

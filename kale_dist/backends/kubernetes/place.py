@@ -1,0 +1,383 @@
+"""A cluster as a `Place`: each run of a job is a PyTorchJob and a Secret; `following` does everything beyond that."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import getpass
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kale_dist import blobs, manifests, names, records
+from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
+from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, watch
+from kale_dist.backends.kubernetes import look as looks
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.explain import api
+from kale_dist.backends.kubernetes.explain.api import Doing
+from kale_dist.backends.kubernetes.port_forward import PodConnection
+from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
+from kale_dist.blobs import FolderStore
+from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError, warn
+from kale_dist.following.client import HeadClient
+from kale_dist.manifests.settings import (
+    CONTAINER,
+    PORT,
+    RUN_LABEL,
+    SELECTOR,
+    SPEC_ANNOTATION,
+    SUBMITTED_BY_ANNOTATION,
+)
+from kale_dist.spec import JobSpec
+from kale_dist.url_store import UrlStore
+from kale_dist.wording import show
+
+_JOB_LABEL = "app.kubernetes.io/instance"
+_BYTES_PORT = PORT + 2
+_GONE_S = 90.0
+"""How long pods may take to end: their grace of 60 s and a busy node."""
+
+_CONNECT_S = 10.0
+_READ_BYTES = 1 << 16
+_MIB = 1 << 20
+
+
+class KubernetesPlace:
+    """Runs jobs as PyTorchJobs. One instance serves a whole process; it is safe to use from threads."""
+
+    name = "kubernetes"
+    noun = "pod"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clusters: dict[tuple[str, str], Cluster] = {}
+
+    # -- before and at the submission ---------------------------------------------------------------------------------
+
+    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
+        """Settle image, namespace, form of the job and its user; look whether the job could run."""
+        return prepare.prepare(spec, submits=submit)
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """The PyTorchJob and its Secret, as YAML."""
+        return Plan(backend=self.name, spec=spec, text=submit.render(spec))
+
+    def object_name(self, spec: JobSpec, run: int) -> str:
+        """Name of the PyTorchJob of a run."""
+        return manifests.object_name(spec.name, run)
+
+    def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+        """Create the PyTorchJob of a run, then its Secret."""
+        spec = plan.spec
+        cluster = client.connect(spec.cluster.namespace, spec.cluster.context)
+        source = prepare.place_bytes(cluster, spec, says=run == 1)
+        data = submit.input_data(spec, key, source, run=run, checkpoint=checkpoint)
+        made = submit.create(cluster, spec, data, run=run)
+        return self._handle(cluster, spec, made, source, run)
+
+    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
+        """Send a snapshot that neither the Secret nor a store holds to the head, which has to run."""
+        if handle.get("source") != Source.STREAM:
+            return
+        head = HeadClient(lambda: self.connect(handle), key)
+
+        def show(done: int, total: int) -> None:
+            on_progress(f"Sending the snapshot: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+
+        missing = head.status()["missing"]
+        if missing:
+            head.upload(FolderStore(records.blobs_dir()), missing, show)
+
+    # -- while it runs --------------------------------------------------------------------------------------------------
+
+    def look(self, handle: RunHandle) -> Look:
+        """How the run is, as the watch of its namespace has it."""
+        view = watch.shared(self._cluster(handle)).view(handle.object)
+        uid = ((view.job or {}).get("metadata") or {}).get("uid")
+        if uid is not None and handle.get("uid") not in ("", uid):
+            # Another job has its name by now.
+            view = dataclasses.replace(view, job=None, pods=(), events=(), is_deleted=True)
+        return looks.look(view, handle.spec, time.time())
+
+    def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
+        """Watch the run; its namespace has one set of watches for all jobs."""
+        return watch.shared(self._cluster(handle)).subscribe(handle.object, changed)
+
+    @contextlib.contextmanager
+    def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
+        """The log of the head's container, as far as its node still has it."""
+        pod, namespace = self._head(handle).name, handle.spec.cluster.namespace
+        doing = Doing(verb="get", resource="pods/log", namespace=namespace, name=pod)
+        try:
+            # A log may be silent for hours; a dead connection is found by TCP's keepalive.
+            core: Any = self._cluster(handle).core
+            answer = core.read_namespaced_pod_log(
+                pod, namespace, container=CONTAINER, follow=follow, _preload_content=False,
+                _request_timeout=(_CONNECT_S, None),
+            )  # fmt: skip
+        except Exception as error:
+            raise api.explain(error, doing) from error
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                yield from answer.stream(_READ_BYTES)
+            except Exception as error:
+                raise api.explain(error, doing) from error
+
+        try:
+            yield pieces()
+        finally:
+            answer.close()
+            answer.release_conn()
+
+    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+        """The end of a pod's log; empty if the pod is gone."""
+        with contextlib.suppress(Exception):
+            answer: Any = self._cluster(handle).core.read_namespaced_pod_log(
+                part.name, handle.spec.cluster.namespace, container=CONTAINER, tail_lines=max(1, limit // 50),
+                _preload_content=False,
+            )  # fmt: skip
+            return bytes(answer.data[-limit:])
+        return b""
+
+    def connect(self, handle: RunHandle) -> PodConnection:
+        """Connect to the head's byte server by port-forward, or by exec where only that is allowed."""
+        cluster, namespace, pod = self._cluster(handle), handle.spec.cluster.namespace, self._head(handle).name
+        try:
+            return port_forward.connect(cluster, namespace, pod, _BYTES_PORT)
+        except port_forward.ForbiddenError as error:
+            raise NoConnectionError(str(error)) from error
+
+    # -- its end --------------------------------------------------------------------------------------------------------
+
+    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Bring an outcome or the checkpoint from the log of the head, or from the job's store."""
+        if name.startswith("outcome-") and self._from_log(handle, name, target):
+            return True
+        if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
+            return False
+        return self._from_store(handle, name, target)
+
+    def _from_log(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Bring small outcomes out of the head's log: all that it has, as reading it again for each would take long."""
+        parts: dict[str, list[bytes]] = {}
+        reader = BlockReader()
+        with contextlib.suppress(BackendError), self.head_output(handle, follow=False) as pieces:
+            for piece in pieces:
+                for block in reader.feed(piece):
+                    if isinstance(block, OutcomePart):
+                        known = parts.setdefault(f"outcome-{block.attempt}-{block.rank}", [])
+                        if block.index == len(known):
+                            known.append(block.data)
+                        if len(known) == block.count:
+                            _write(target.with_name(f"outcome-{block.attempt}-{block.rank}"), b"".join(known))
+        return name in parts and target.exists()
+
+    def _from_store(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        spec, kept = handle.spec, f"jobs/{handle.object}/{name}"
+        claim, _ = submit.claim_of(spec)
+        if not claim:
+            store = UrlStore(spec.store)
+            if not store.exists(kept):
+                return False
+            store.get_file(kept, target)
+            return True
+        cluster = self._cluster(handle)
+        folder = prepare.claim_here(spec, self_pod.find(cluster))
+        if folder is None:
+            return errand.read_store(cluster, spec, handle.object, name, target)
+        if not (folder / kept).exists():
+            return False
+        _write(target, (folder / kept).read_bytes())
+        return True
+
+    def kill(self, handle: RunHandle, grace_s: float) -> None:
+        """Mark the PyTorchJob as cancelled and suspend it: the operator ends its pods, which have their own grace."""
+        del grace_s
+        submit.cancel(self._cluster(handle), handle.spec.cluster.namespace, handle.object, _person())
+
+    def remove(self, handle: RunHandle) -> None:
+        """Delete the PyTorchJob and its Secret, and wait until its pods are gone."""
+        cluster = self._cluster(handle)
+        submit.delete(cluster, handle.spec.cluster.namespace, handle.object)
+        submit.wait_until_gone(cluster, handle, _GONE_S)
+
+    # -- jobs of other machines -----------------------------------------------------------------------------------------
+
+    def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
+        """Jobs that the cluster has, submitted by any user, oldest first.
+
+        Args:
+            namespace: None for the configured one, `*` for all.
+            labels: Those that have all of these.
+
+        Raises:
+            ConfigError: The namespace or a label is not valid.
+            BackendError: The cluster refused.
+        """
+        _check_selection(namespace, labels)
+        cluster = client.connect()
+        where = cluster.namespace if namespace is None else namespace
+        selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
+        found = _list_jobs(cluster, "" if where == "*" else where, selector)
+        found.sort(key=lambda job: (job["metadata"]["creationTimestamp"], job["metadata"]["name"]))
+        # Later runs of a job have its name in their label.
+        refs = (f"{job['metadata']['namespace']}/{job['metadata']['labels'][_JOB_LABEL]}" for job in found)
+        return [JobRef(self.name, ref) for ref in dict.fromkeys(refs)]
+
+    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+        """Find the newest run of a job on the cluster, and its key."""
+        asked, _, name = ref.name.rpartition("/")
+        cluster = client.connect(namespace=asked)
+        namespace = cluster.namespace
+        found = _list_jobs(cluster, namespace, f"{SELECTOR},{_JOB_LABEL}={name}")
+        if not found:
+            raise JobNotFoundError(
+                f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. "
+                "kale_dist.jobs(on='kubernetes') lists the jobs that exist"
+            )
+        job = max(found, key=_run_of)
+        annotations = job["metadata"].get("annotations") or {}
+        ref = JobRef(self.name, f"{namespace}/{name}")
+        try:
+            spec = JobSpec.from_json(json.loads(annotations[SPEC_ANNOTATION]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise JobNotFoundError(
+                f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
+            ) from error
+        data = _read_input(cluster, namespace, job["metadata"]["name"])
+        key: bytes | None = data.get(InputFiles.KEY) or None
+        submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
+        if key is not None and submitter != cluster.identity and not trust:
+            key = None
+            warn(
+                f"{ref} was submitted by {submitter or 'an unknown user'}, and to load its result can run code of theirs: "
+                "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
+            )
+        source = Source.INPUT
+        if InputFiles.ORDER in data:
+            source = Source(json.loads(data[InputFiles.ORDER])["source"])
+        if key is not None and InputFiles.SNAPSHOT in data:
+            # The model can then be built again from here.
+            with records.keeping_blobs():
+                blobs.unpack_blobs(data[InputFiles.SNAPSHOT], records.blobs_dir())
+        return self._handle(cluster, spec, job, source, _run_of(job)), key
+
+    def describe(self, handle: RunHandle) -> dict[str, Any]:
+        """The PyTorchJob.
+
+        Raises:
+            JobNotFoundError: It was deleted.
+        """
+        found = submit.find(self._cluster(handle), handle.spec.cluster.namespace, handle.object)
+        if found is None:
+            raise JobNotFoundError(f"The PyTorchJob {handle.object} of {handle.ref} does not exist any more")
+        return dict(found)
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the claims in the configured namespace."""
+        cluster = client.connect()
+        try:
+            listed = cluster.core.list_namespaced_persistent_volume_claim(cluster.namespace)
+        except Exception as error:
+            doing = Doing(verb="list", resource="persistentvolumeclaims", namespace=cluster.namespace)
+            raise api.explain(error, doing) from error
+        return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, run: int) -> RunHandle:
+        place = {
+            "server": cluster.server, "context": cluster.context, "uid": job["metadata"]["uid"], "source": str(source)
+        }  # fmt: skip
+        return RunHandle(
+            ref=JobRef(self.name, f"{spec.cluster.namespace}/{spec.name}"),
+            object=job["metadata"]["name"],
+            run=run,
+            spec=spec,
+            place=tuple(place.items()),
+        )
+
+    def _cluster(self, handle: RunHandle) -> Cluster:
+        """The cluster that a run was started on, also when the kubeconfig's current context is another one by now."""
+        asked = handle.spec.cluster.namespace, handle.spec.cluster.context or handle.get("context")
+        with self._lock:
+            found = self._clusters.get(asked)
+        if found is None:
+            try:
+                found = client.connect(*asked)
+            except ConfigError as error:
+                raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
+            with self._lock:
+                self._clusters[asked] = found
+        return found
+
+    def _head(self, handle: RunHandle) -> Part:
+        head = self.look(handle).head
+        if head is None or head.state == "waiting":
+            raise BackendError(f"The first pod of {handle.ref} does not run yet", retryable=True)
+        return head
+
+
+def _write(target: pathlib.Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError as error:
+        raise StoreError(f"{target} could not be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _run_of(job: Mapping[str, Any]) -> int:
+    return int((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
+
+
+def _list_jobs(cluster: Cluster, namespace: str, selector: str) -> list[Any]:
+    try:
+        found: Any = (
+            cluster.custom.list_namespaced_custom_object(*JOB_API, namespace, JOBS, label_selector=selector)
+            if namespace
+            else cluster.custom.list_cluster_custom_object(*JOB_API, JOBS, label_selector=selector)
+        )
+    except Exception as error:
+        raise api.explain(error, Doing(verb="list", resource=JOBS, namespace=namespace)) from error
+    return list(found["items"])
+
+
+def _read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:
+    """A run's Secret; empty if this user may not read it."""
+    with contextlib.suppress(Exception):
+        secret = cluster.core.read_namespaced_secret(manifests.input_secret_name(name), namespace)
+        return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
+    return {}
+
+
+def _check_selection(namespace: Any, labels: Any) -> None:
+    """Refuse what would select other jobs than meant: a comma in a value begins another condition."""
+    is_place = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
+    if not is_place:
+        remedy = "Write lower-case letters, digits and dashes, such as 'team-a', or '*' for all"
+        raise ConfigError("namespace", f"{show(namespace)} cannot be a namespace", remedy)
+    if not isinstance(labels, Mapping):
+        raise ConfigError("labels", f"{show(labels)} is not a dict", "Write it as {'team': 'vision'}")
+    for key, value in labels.items():
+        if not isinstance(key, str) or not names.is_qualified_name(key):
+            raise ConfigError("labels", f"{show(key)} cannot be a label", "Write it as 'team' or 'example.com/team'")
+        if not isinstance(value, str) or not names.is_label_value(value):
+            remedy = "Write at most 63 letters, digits, '-', '_' and '.'"
+            raise ConfigError("labels", f"{show(value)} of {key} cannot be a label's value", remedy)
+
+
+def _person() -> str:
+    with contextlib.suppress(Exception):
+        return getpass.getuser()
+    return "a user without a name"

@@ -1,0 +1,199 @@
+"""Before a job is created: what its specification leaves open is settled, and the cluster is asked whether it would run."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import pathlib
+
+from kale_dist import config, records
+from kale_dist.backends.kubernetes import checks, client, errand, self_pod, submit
+from kale_dist.backends.kubernetes.client import Cluster
+from kale_dist.backends.kubernetes.self_pod import SelfPod
+from kale_dist.blobs import FolderStore, Store
+from kale_dist.config import Config
+from kale_dist.contract import Source
+from kale_dist.errors import BackendError, ConfigError, warn
+from kale_dist.image import for_job
+from kale_dist.spec import JobSpec
+from kale_dist.url_store import UrlStore
+
+_MIB = 1 << 20
+_LONG_S = 3600.0
+
+
+def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
+    """Settle a specification.
+
+    Args:
+        spec: As the call gave it.
+        submits: Whether a submission follows. Otherwise it is also settled where no cluster can be reached.
+
+    Returns:
+        The specification with namespace, image, form of the job, user and store.
+
+    Raises:
+        ConfigError: There is no image.
+        BackendError: The job could not run; the message says why.
+    """
+    configured = config.load()
+    cluster = _reach(spec, configured, required=submits)
+    own = self_pod.find(cluster) if cluster is not None else None
+    options = spec.cluster
+    namespace = cluster.namespace if cluster is not None else options.namespace or configured.namespace or "default"
+    settled = dataclasses.replace(
+        spec,
+        image=_image(spec, configured, own),
+        store=spec.store or configured.store or _own_volume(own),
+        cluster=dataclasses.replace(
+            options,
+            namespace=namespace,
+            service_account=options.service_account or configured.service_account,
+            queue=options.queue or configured.queue,
+            image_pull_secrets=options.image_pull_secrets
+            or configured.image_pull_secrets
+            or (own.image_pull_secrets if own is not None and not spec.image else ()),
+            run_as_user=own.run_as_user if options.run_as_user is None and own is not None else options.run_as_user,
+        ),
+    )
+    if cluster is None:
+        return settled
+    found = checks.look_at_namespace(cluster)
+    if settled.cluster.master is None and found.forbids_master:
+        settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
+    if found.needs_cpu_limit and settled.resources.cpu_limit is None:
+        limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
+        settled = dataclasses.replace(settled, resources=limit)
+    if not submits:
+        return settled
+    if settled.store and not spec.store and not configured.store:
+        warn(
+            f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
+            "other pods can write to. store= names another place"
+        )
+    _check(cluster, settled, own, found)
+    return dataclasses.replace(settled, image=_made(cluster, settled, configured))
+
+
+def place_bytes(cluster: Cluster, spec: JobSpec, *, says: bool) -> Source:
+    """Put the snapshot where the pods will find it, if that is not the job's own input.
+
+    Args:
+        cluster: Where the job will run.
+        spec: The job.
+        says: Whether to warn that this kernel has to live until the snapshot was sent.
+
+    Returns:
+        Where they find it.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    source = submit.source_of(spec)
+    if source is Source.URL:
+        _put(spec, UrlStore(spec.store))
+    elif source is Source.STREAM:
+        folder = claim_here(spec, self_pod.find(cluster))
+        if folder is not None:
+            _put(spec, FolderStore(folder))
+            return Source.FOLDER
+        if says:
+            warn(
+                f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
+                "Until a line of the log says so, this kernel has to live"
+            )
+    return source
+
+
+def claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
+    """The store's folder as this process sees it, if the claim is mounted in its own pod.
+
+    Args:
+        spec: The job.
+        own: This process's pod; None outside of the cluster.
+    """
+    claim, folder = submit.claim_of(spec)
+    for mounted in own.claims if own is not None and claim else ():
+        inside = pathlib.PurePosixPath("/", folder)
+        root = pathlib.PurePosixPath("/", mounted.sub_path)
+        if mounted.claim == claim and not mounted.read_only and inside.is_relative_to(root):
+            return pathlib.Path(mounted.path) / inside.relative_to(root)
+    return None
+
+
+def _reach(spec: JobSpec, configured: Config, *, required: bool) -> Cluster | None:
+    try:
+        return client.connect(spec.cluster.namespace, spec.cluster.context, configured)
+    except (BackendError, ConfigError):
+        if required:
+            raise
+        return None
+
+
+def _image(spec: JobSpec, configured: Config, own: SelfPod | None) -> str:
+    """The image, or what its recipe goes on top of; empty where an image like this Python has to be made."""
+    image = spec.image or configured.image or (own.image if own is not None else "")
+    if not image and spec.recipe is None and not configured.registry:
+        return for_job.make(None, image="", settings=configured, cuda=spec.cuda, in_engine=False)
+    return image
+
+
+def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
+    """The image by its digest, made now if it has to be."""
+    # It needs packages that only an image needs.
+    from kale_dist.image import base
+
+    secrets = []
+    if spec.recipe is not None or not spec.image:
+        for name in spec.cluster.image_pull_secrets:
+            # The registry may let this machine in without it.
+            with contextlib.suppress(Exception):
+                data = cluster.core.read_namespaced_secret(name, spec.cluster.namespace).data or {}
+                secrets.append(base64.b64decode(data[".dockerconfigjson"]).decode())
+    return for_job.make(
+        spec.recipe,
+        image=spec.image,
+        settings=configured,
+        cuda=spec.cuda,
+        in_engine=False,
+        pull_secret_jsons=tuple(secrets),
+        ask=lambda image: errand.ask(cluster, spec, image, base.COMMAND, base.ENVIRONMENT),
+    )
+
+
+def _own_volume(own: SelfPod | None) -> str:
+    """A volume of the notebook's pod that other pods can write into, too."""
+    shared = [claim for claim in (own.claims if own is not None else ()) if claim.is_shared]
+    if not shared:
+        return ""
+    return f"{submit.CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist"
+
+
+def _put(spec: JobSpec, store: Store) -> None:
+    """Copy what the store lacks of the snapshot."""
+    ours = FolderStore(records.blobs_dir())
+    for digest in spec.blobs:
+        if not store.exists(digest):
+            store.put([ours.open(digest)])
+
+
+def _check(cluster: Cluster, spec: JobSpec, own: SelfPod | None, namespace: checks.Namespace) -> None:
+    """Ask the cluster whether the job would run, and tell the user what it would lack."""
+    if spec.store and not spec.store.startswith(submit.CLAIM_SCHEME):
+        # A protocol that this side cannot speak would show only when the results are wanted.
+        UrlStore(spec.store)
+    found = checks.check(cluster, spec, namespace)
+    fatal = [str(item.trouble) for item in found if item.is_fatal]
+    if fatal:
+        raise BackendError(f"The job cannot run in the namespace {cluster.namespace!r}. " + "\n".join(fatal))
+    for item in found:
+        warn(str(item.trouble))
+    if own is not None and own.image_warning and spec.image == own.image:
+        warn(own.image_warning)
+    if spec.policy.timeout_s is not None and spec.policy.timeout_s > _LONG_S and not spec.store:
+        warn(
+            f"The job may run for {spec.policy.timeout_s / _LONG_S:.1f} hours, and its results are lost if this kernel "
+            f"does not fetch them within {spec.cluster.collect_wait_s:g} s of its end: give a store, such as "
+            "store='pvc://claim'"
+        )

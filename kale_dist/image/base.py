@@ -1,0 +1,503 @@
+"""What a job's image is built on: pinned by its digest, and asked what it has.
+
+A container of the base runs `PROGRAM` with the Python that a job would run with, and answers in JSON: its version, where it
+looks for packages, its platform, and the packages it has. The answer is kept by the image's digest. Images that are made
+here say it themselves in a label.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from packaging.utils import canonicalize_name
+
+from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError, ImageError
+from kale_dist.image import auth, cache
+from kale_dist.image.reference import Reference
+from kale_dist.image.registry import Registry
+from kale_dist.recipe import DOCKER, Recipe
+
+if TYPE_CHECKING:
+    from kale_dist.engine import Engine
+
+RECIPE_LABEL = "dev.kale-dist.recipe"
+"""Of images that were made here: what they are made of, as JSON."""
+
+FACTS_LABEL = "dev.kale-dist.base"
+"""Of images that were made here: what they would answer, and the layers for which that is true."""
+
+BASE_LABEL = "org.opencontainers.image.base.name"
+BASE_DIGEST_LABEL = "org.opencontainers.image.base.digest"
+
+FOLDER = "/opt/kale-dist"
+"""Where packages go in an image."""
+
+OLDEST_PYTHON = (3, 11)
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+"""Architectures of images, as Python calls them."""
+
+_MARK = "KALE-DIST-BASE "
+_ASKING_S = 60
+_NO_PYTHON = re.compile(r"executable file not found|no such file or directory|not found in \$PATH", re.IGNORECASE)
+_OTHER_PROCESSOR = re.compile(r"exec format error", re.IGNORECASE)
+
+PROGRAM = r"""
+import json, os, platform, re, site, sys, sysconfig
+found, links = {}, {}
+try:
+    import importlib.metadata, importlib.util
+    for one in importlib.metadata.distributions():
+        try:
+            name, version, requires = one.metadata["Name"], one.version, list(one.requires or ())
+        except Exception:
+            continue
+        key = re.sub(r"[-_.]+", "-", name or "").lower()
+        if key and version and key not in found:
+            found[key] = [key, version, requires]
+    spec = None if "torch" in found else importlib.util.find_spec("torch")
+    if spec is not None and spec.origin:
+        with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
+            said = re.search(r"__version__\s*(?::\s*\w+)?\s*=\s*['\"]([^'\"]+)", file.read())
+        if said:
+            found["torch"] = ["torch", said.group(1), []]
+except (ImportError, OSError):
+    pass
+for parent in ("/", "/usr", "/usr/local", "/var", "/opt"):
+    for name in os.listdir(parent) if os.path.isdir(parent) else ():
+        path = os.path.join(parent, name)
+        if os.path.islink(path) and os.path.isdir(path):
+            links[path] = os.path.realpath(path)
+try:
+    libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+except (ValueError, OSError):
+    libc = "musl 1.2"
+own = "/opt/kale-dist"
+folders = sorted(n for n in os.listdir(own) if n.startswith("site-packages")) if os.path.isdir(own) else []
+print("\n" + "KALE-DIST-BASE " + json.dumps({
+    "python": platform.python_version(), "executable": sys.executable, "machine": platform.machine(), "libc": libc,
+    "site": os.path.realpath(site.getsitepackages()[0]), "soabi": sysconfig.get_config_var("SOABI") or "",
+    "folders": folders, "links": sorted(links.items()), "distributions": [found[key] for key in sorted(found)],
+}))
+"""
+"""What a base is asked with. Python 3.6 runs it, too, so that an old one can say how old it is."""
+
+COMMAND = ("python3", "-c", PROGRAM)
+"""The command of the container that is asked, in the place of the image's entry point."""
+
+ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+"""Variables of that container: modules in the image's working folder do not count."""
+
+Ask = Callable[[str], bytes]
+"""Takes an image's reference, runs `COMMAND` in it, and gives what it wrote, or the runtime's words if it did not start.
+
+It may raise `ImageError` where nothing can be run within a minute.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """A package that is installed in an image."""
+
+    name: str
+    """Lower case, with dashes."""
+    version: str
+    requires: tuple[str, ...] = ()
+    """Its own requirements, as its metadata has them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What an image has."""
+
+    python: str
+    """`3.11.9`."""
+    executable: str
+    """The path of its `python3`."""
+    site: str
+    """Its first site directory, without symbolic links."""
+    machine: str
+    """`x86_64`."""
+    libc: str
+    """`glibc 2.36`, `musl 1.2`."""
+    soabi: str = ""
+    folders: tuple[str, ...] = ()
+    """Names of the folders of packages that were put into `FOLDER` before, oldest first."""
+    links: tuple[tuple[str, str], ...] = ()
+    """Symbolic links to folders near the root, and where they lead: `("/bin", "/usr/bin")`."""
+    distributions: tuple[Distribution, ...] = ()
+    """Sorted by name."""
+
+    @property
+    def minor(self) -> str:
+        """Such as `3.11`."""
+        return ".".join(self.python.split(".")[:2])
+
+    def find(self, name: str) -> Distribution | None:
+        """The installed package of this name, in any spelling; None if there is none."""
+        wanted = canonicalize_name(name)
+        return next((one for one in self.distributions if one.name == wanted), None)
+
+    def place(self, path: str) -> str:
+        """Where a file really lies that is put at this absolute path: a base's `/bin` is often a link."""
+        for link, target in sorted(self.links, reverse=True):
+            if path.startswith(f"{link}/"):
+                return target + path.removeprefix(link)
+        return path
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object, as `PROGRAM` prints it."""
+        listed = [[one.name, one.version, list(one.requires)] for one in self.distributions]
+        return {**dataclasses.asdict(self), "distributions": listed}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            TypeError, KeyError, ValueError: It is something else.
+        """
+        listed = (
+            Distribution(name=str(name), version=str(version), requires=tuple(requires))
+            for name, version, requires in data["distributions"]
+        )
+        links = tuple((str(path), str(target)) for path, target in data["links"])
+        return cls(**{**data, "distributions": tuple(listed), "links": links, "folders": tuple(data["folders"])})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """An image to build on, pinned."""
+
+    reference: Reference
+    """By digest, where it lies in a registry, as this machine reaches it."""
+    digest: str
+    """Of its manifest; or what the engine calls it, if it lies nowhere else."""
+    named: str
+    """As the user named it, pinned where it can be: what a cluster's nodes are asked to run."""
+
+    def labels(self, recipe: Recipe, facts: Facts | None = None, diff_ids: Sequence[str] = ()) -> dict[str, str]:
+        """Labels of the image that is made of this base: what it is made of, and what it would answer."""
+        identity = dataclasses.replace(recipe, rebuild=False).to_json()
+        told = {BASE_LABEL: str(self.reference), BASE_DIGEST_LABEL: self.digest, RECIPE_LABEL: _compact(identity)}
+        if facts is not None:
+            told[FACTS_LABEL] = _compact({"layers": _layers_digest(diff_ids), "facts": facts.to_json()})
+        return told
+
+
+def name_of(recipe: Recipe, base: str) -> Reference:
+    """The recipe's own base, else the other.
+
+    Raises:
+        ConfigError: There is none, or it is no reference.
+    """
+    text = recipe.base or base
+    if not text:
+        remedy = (
+            "Name one with Python and torch: Recipe(base='registry/name:tag'), or `image = ...` of the configuration"
+        )
+        raise ConfigError("base", "the recipe names no image that it is built on, and there is no other", remedy)
+    return Reference.parse(text)
+
+
+def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Registry, *, in_engine: bool = False) -> Base:
+    """Find out which image a base's name means now.
+
+    Args:
+        recipe: Tells who builds.
+        named: The base as the user named it.
+        reachable: The base as this machine reaches it.
+        registry: Where it lies.
+        in_engine: Whether the image is made for this machine's engine; then what the engine has counts, as with any
+            `docker build`, and as it does where Docker builds.
+
+    Raises:
+        ImageError: It is not there, or the registry refuses.
+        BackendError: Docker is needed and cannot be used.
+    """
+
+    def pinned(digest: str) -> Base:
+        return Base(reference=reachable.with_digest(digest), digest=digest, named=str(named.with_digest(digest)))
+
+    if named.digest:
+        return pinned(named.digest)
+    if in_engine or recipe.chosen_builder == DOCKER:
+        with connected(recipe) as engine:
+            there = inspect(engine, str(reachable))
+        if there is not None:
+            known = {entry.rpartition("@")[2] for entry in there.get("RepoDigests") or () if _is_of(entry, reachable)}
+            if known:
+                return pinned(min(known))
+            return Base(reference=reachable, digest=str(there["Id"]), named=str(reachable))
+    found = registry.head(reachable.repository, reachable.target)
+    if found is None:
+        raise ImageError(
+            f"The base image {named} is not in the registry {reachable.registry}. Correct its name, or push it there."
+        )
+    return pinned(found.digest)
+
+
+def facts_of(
+    base: Base,
+    recipe: Recipe,
+    *,
+    config: Mapping[str, Any] | None,
+    ask: Ask | None,
+    said: bytes | None = None,
+    python: str = "",
+    say: Callable[[str], None],
+) -> Facts:
+    """What a base has, asked once; refuses a base on which the job could not run.
+
+    Args:
+        base: The image.
+        recipe: What goes on top, and for which platform.
+        config: Its configuration in the registry, whose label may tell.
+        ask: Runs it; None: this machine's Docker engine does.
+        said: What it answered elsewhere (`--base-packages`); then it is not asked.
+        python: The minor that its Python must have, such as `3.11`; empty for any.
+        say: Takes a line for the user.
+
+    Raises:
+        ImageError: It has no python3, no torch, another processor, or another or too old a Python; or it cannot be asked.
+    """
+    # What the program asks for is part of the name: another program, another answer.
+    version = hashlib.sha256(PROGRAM.encode()).hexdigest()[:8]
+    kept = cache.folder() / "bases" / f"{base.digest.replace(':', '-')}-{recipe.platform.replace('/', '-')}-{version}"
+    facts = None
+    if said is None:
+        facts = _from_label(config) or _recall(kept)
+    if facts is None:
+        if said is None:
+            say(f"Asking the base image {base.reference} what it has: once on this machine.")
+            said = (
+                ask(base.named)
+                if ask is not None
+                else ask_engine(str(base.reference), platform=recipe.platform, say=say)
+            )
+        facts = read(said, base.named)
+        cache.write(kept, json.dumps(facts.to_json()).encode())
+    _check(facts, base, recipe, python)
+    return facts
+
+
+def read(said: bytes, image: str) -> Facts:
+    """The facts in what a container of an image has written.
+
+    Raises:
+        ImageError: There are none; says why.
+    """
+    text = said.decode(errors="replace")
+    line = next((line for line in reversed(text.splitlines()) if line.startswith(_MARK)), "")
+    if line:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return Facts.from_json(json.loads(line.removeprefix(_MARK)))
+    if _OTHER_PROCESSOR.search(text):
+        raise ImageError(
+            f"The base image {image} is made for another processor than that of the machine that was asked to run it. "
+            f"Name a base for this one (platform=), or {_ANSWER_ELSEWHERE}"
+        )
+    if _NO_PYTHON.search(text):
+        raise ImageError(f"The base image {image} has no python3 on its PATH. Name a base image with Python and torch.")
+    words = " ".join(text.split())[-400:] or "it wrote nothing"
+    raise ImageError(
+        f"The base image {image} did not tell what it has: {words}. Try its python3, or {_ANSWER_ELSEWHERE}"
+    )
+
+
+_ANSWER_ELSEWHERE = (
+    "ask it where it runs, and give the answer: kale-dist image question | docker run -i --rm --entrypoint python3 IMAGE - > "
+    "base.txt, then kale-dist image build --base-packages base.txt"
+)
+
+
+def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
+    wanted = MACHINES.get(recipe.platform.split("/")[1], "")
+    if wanted and facts.machine != wanted:
+        raise ImageError(
+            f"The base image {base.named} is for {facts.machine}, and the image is to be for {recipe.platform}. Name a base "
+            f"for that platform, or say platform= for the base's own."
+        )
+    if tuple(int(part) for part in facts.minor.split(".")) < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        raise ImageError(
+            f"The base image {base.named} has Python {facts.python}, and kale_dist needs {oldest} or later. Name a newer one."
+        )
+    if python and facts.minor != python:
+        raise ImageError(
+            f"The base image {base.named} has Python {facts.python} ({facts.executable}), and this notebook has {python}: "
+            f"what it sends could not be read there. Name a base image with Python {python}."
+        )
+    if facts.find("torch") is None and not any(names_torch(package) for package in recipe.packages):
+        raise ImageError(
+            f"The base image {base.named} has no torch for its {facts.executable} (Python {facts.python}). Name a base image "
+            f"with torch, or add torch to `packages=`."
+        )
+
+
+def names_torch(package: str) -> bool:
+    """Whether a requirement, in the spelling that recipes have, is torch itself."""
+    return re.match(r"torch(?![a-z0-9._-])", package) is not None
+
+
+# -- this machine's engine -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
+    """A connection to the Docker engine.
+
+    Args:
+        recipe: Whose needs are named if there is none.
+
+    Raises:
+        ConfigError: The package `docker` is not installed.
+        ImageError: No engine answers, and the recipe's Debian packages need one.
+        BackendUnavailableError: No engine answers.
+    """
+    from kale_dist import engine
+
+    try:
+        made = engine.connect()
+    except BackendUnavailableError as error:
+        if recipe is None or not recipe.apt or recipe.builder:
+            raise
+        raise ImageError(
+            f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, which is Docker's: "
+            f"{str(error).rstrip('.')}. Or name a base image that has them, and leave out `apt`."
+        ) from error
+    with contextlib.closing(made):
+        yield made
+
+
+def ask_engine(image: str, *, platform: str = "", say: Callable[[str], None]) -> bytes:
+    """Ask an image by a container of this machine's Docker engine, which pulls the image if it lacks it.
+
+    Raises:
+        ImageError: There is no engine, or it cannot run the image.
+    """
+    import requests
+
+    from kale_dist import engine as engines
+
+    try:
+        with connected() as engine, engines.explained(f"asking the image {image} what it has"):
+            have(engine, image, platform=platform, say=say)
+            container = engine.api.create_container_from_config(
+                {
+                    "Image": image, "Entrypoint": list(COMMAND), "Cmd": [],
+                    "Env": [f"{name}={value}" for name, value in ENVIRONMENT.items()],
+                    "HostConfig": {"NetworkMode": "none", "LogConfig": {"Type": "json-file", "Config": {}}},
+                }
+            )["Id"]  # fmt: skip
+            try:
+                return _run(engine, container)
+            except requests.exceptions.RequestException as error:
+                raise ImageError(
+                    f"The base image {image} did not answer within {_ASKING_S} s. Try its python3."
+                ) from error
+            finally:
+                with contextlib.suppress(Exception):
+                    engine.api.remove_container(container, force=True, v=True)
+    except BackendError as error:
+        raise ImageError(
+            f"The base image {image} has to be asked what it has, and no container of it could be run: "
+            f"{str(error).rstrip('.')}. Or {_ANSWER_ELSEWHERE}",
+            error.retryable,
+        ) from error
+
+
+def _run(engine: Engine, container: str) -> bytes:
+    import docker.errors
+
+    try:
+        engine.api.start(container)
+    except docker.errors.APIError as error:
+        words = str(error.explanation or error)
+        if _NO_PYTHON.search(words) or _OTHER_PROCESSOR.search(words):
+            return words.encode()
+        raise
+    engine.api.wait(container, timeout=_ASKING_S)
+    return bytes(engine.api.logs(container))
+
+
+def inspect(engine: Engine, name: str) -> dict[str, Any] | None:
+    """What the engine knows of an image; None where it does not have it."""
+    import docker.errors
+
+    from kale_dist.engine import explained
+
+    with explained(f"looking for the image {name}"):
+        try:
+            return dict(engine.api.inspect_image(name))
+        except docker.errors.ImageNotFound:
+            return None
+
+
+def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str], None]) -> dict[str, Any]:
+    """What the engine knows of an image, which it pulls if it lacks it, with this user's credentials.
+
+    Raises:
+        BackendError: It cannot be pulled.
+    """
+    import docker.errors
+
+    from kale_dist.engine import explain, explained
+
+    there = inspect(engine, image)
+    if there is None:
+        say(f"Pulling {image} into the Docker engine.")
+        reference = Reference.parse(image)
+        shown = auth.find(reference.registry, repository=reference.repository)
+        doing = f"pulling {image}"
+        name = str(reference.with_digest(reference.digest)) if reference.digest else reference.name
+        with explained(doing):
+            for event in engine.api.pull(
+                name, tag=None if reference.digest else reference.target, stream=True, decode=True,
+                auth_config=auth.for_engine(shown), platform=platform or None,
+            ):  # fmt: skip
+                if "error" in event:
+                    raise explain(docker.errors.DockerException(str(event["error"])), doing)
+            there = dict(engine.api.inspect_image(image))
+    return there
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _from_label(config: Mapping[str, Any] | None) -> Facts | None:
+    """What an image that was made here says itself. Others may have built on it: then it counts no more."""
+    if config is None:
+        return None
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        label = json.loads(((config.get("config") or {}).get("Labels") or {})[FACTS_LABEL])
+        if label["layers"] == _layers_digest(config["rootfs"]["diff_ids"]):
+            return Facts.from_json(label["facts"])
+    return None
+
+
+def _recall(path: pathlib.Path) -> Facts | None:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return Facts.from_json(json.loads(path.read_bytes()))
+    return None
+
+
+def _layers_digest(diff_ids: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(diff_ids).encode()).hexdigest()
+
+
+def _is_of(entry: str, base: Reference) -> bool:
+    """Whether one of the engine's digests is that of this repository."""
+    with contextlib.suppress(ConfigError):
+        return Reference.parse(entry).name == base.name
+    return False
+
+
+def _compact(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

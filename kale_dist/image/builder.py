@@ -1,0 +1,249 @@
+"""Makes an image without running a build: layers on top of a base, into a registry by its HTTP API, or into an engine.
+
+The base's layers are mounted where the new image lies in the same registry, copied where it lies in another one, and only
+what the registry lacks is sent. User, entry point and command of the base stay. Packages are one layer; a recipe's own
+files, which change more often, are another one where there are both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import posixpath
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kale_dist.blobs import FolderStore
+from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import base as bases
+from kale_dist.image import cache, manifest
+from kale_dist.image.base import Base, Facts
+from kale_dist.image.layer import Entry, Layer, make_layer
+from kale_dist.image.reference import Reference
+from kale_dist.image.registry import ImageManifest, Registry
+from kale_dist.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kale_dist.engine import Engine
+    from kale_dist.image.packages import Packages
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+_HISTORY = "kale-dist: packages and files of a recipe"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""What a runtime takes where an image says nothing."""
+
+_AT_ONCE = 6
+"""Requests. Registries limit what one client may ask for in a second."""
+
+_SMALL_BYTES = 1 << 20
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """An image that was made and pushed."""
+
+    digest: str
+    """`sha256:...` of its manifest."""
+    size: int
+    """Bytes of what is new on top of the base, compressed."""
+    sent: int
+    """Bytes that the registry lacked."""
+
+
+def build(
+    recipe: Recipe,
+    *,
+    target: Reference,
+    registry: Registry,
+    base: Base,
+    base_registry: Registry,
+    image: ImageManifest,
+    facts: Facts,
+    blobs_dir: pathlib.Path,
+    say: Say,
+    progress: Progress = lambda _done, _total: None,
+) -> Built:
+    """Make the recipe's image and push it. The same recipe on the same base gives the same digest.
+
+    Args:
+        recipe: What goes on top of the base.
+        target: Where the image goes, with its tag.
+        registry: Of `target`.
+        base: The base image.
+        base_registry: Where the base lies; may be `registry`.
+        image: The base's manifest and configuration.
+        facts: What the base has.
+        blobs_dir: Where the recipe's files lie, by digest.
+        say: Takes a line for the user.
+        progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
+
+    Raises:
+        ConfigError: There are packages, and what makes a layer of them is not installed here.
+        ImageError: The packages cannot be had, or a registry refuses.
+    """
+    repository = target.repository
+    with cache.working_folder() as folder, _threads() as threads:
+        below = {str(layer["digest"]): int(layer["size"]) for layer in image.manifest["layers"]}
+
+        def bring(digest: str) -> bool:
+            # Mounting what is there already would be as quick, but costs a right that may be missing.
+            return registry.has_blob(repository, digest) or (
+                registry.host == base_registry.host and registry.mount(repository, digest, base.reference.repository)
+            )
+
+        brought = {digest: threads.submit(bring, digest) for digest in below}
+        layers, facts = _layers(
+            recipe, facts, folder, blobs_dir, lambda digest: registry.has_blob(repository, digest), say
+        )
+        diff_ids = (*image.config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers))
+        settings = image.config.get("config") or {}
+        there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+        manifest_bytes, config_bytes = manifest.put_on_top(
+            image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, facts, there),
+            labels=base.labels(recipe, facts, diff_ids),
+        )  # fmt: skip
+        config_digest = manifest.digest_of(config_bytes)
+        configured = threads.submit(registry.upload, repository, config_bytes, config_digest, look=False)
+        sent = 0
+        for layer in layers:
+            if not registry.has_blob(repository, layer.digest):
+                if layer.size > _SMALL_BYTES:
+                    say(f"Pushing a layer of {layer.size / _MIB:.1f} MiB to {registry.host}/{repository}.")
+                with layer.path.open("rb") as packed:
+                    registry.upload(repository, packed, layer.digest, progress=progress, look=False)
+                sent += layer.size
+        for digest in (digest for digest, is_there in brought.items() if not is_there.result()):
+            say(
+                f"Copying a layer of the base ({below[digest] / _MIB:.1f} MiB) from {base_registry.host} to {registry.host}."
+            )
+            with tempfile.TemporaryFile(dir=folder) as file:
+                for block in base_registry.blob(base.reference.repository, digest):
+                    file.write(block)
+                registry.upload(repository, file, digest, progress=progress, look=False)
+            sent += below[digest]
+        configured.result()
+        kind = manifest.media_type(json.loads(manifest_bytes))
+        made = registry.put_manifest(repository, target.tag, manifest_bytes, kind)
+    return Built(digest=made, size=sum(layer.size for layer in layers), sent=sent)
+
+
+def build_in_engine(
+    engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, blobs_dir: pathlib.Path, say: Say
+) -> str:
+    """Make the recipe's image in an engine that has the base; gives what the engine calls it.
+
+    Raises:
+        ConfigError: There are packages, and what makes a layer of them is not installed here.
+        ImageError: The packages cannot be had.
+        BackendError: The engine refuses.
+    """
+    from kale_dist.engine import explained
+
+    with cache.working_folder() as folder, explained(f"making the image {tag}"):
+        layers, facts = _layers(recipe, facts, folder, blobs_dir, lambda _digest: False, say)
+        found = bases.have(engine, str(base.reference), platform=recipe.platform, say=say)
+        settings = found.get("Config") or {}
+        diff_ids = (found.get("RootFS") or {}).get("Layers") or ()
+        there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+        made = {
+            "Image": found["Id"], "Labels": base.labels(recipe, facts, (*diff_ids, *(layer.diff_id for layer in layers))),
+            "Env": [f"{name}={value}" for name, value in _environment(recipe, facts, there).items()],
+        }  # fmt: skip
+        if not (settings.get("Cmd") or settings.get("Entrypoint")):
+            # An engine makes no container without either; the image gets this one.
+            made["Cmd"] = ["python3"]
+        name, _, version = tag.rpartition(":")
+        container = engine.api.create_container_from_config(made)["Id"]
+        try:
+            for layer in layers:
+                with layer.path.open("rb") as file:
+                    engine.api.put_archive(container, "/", file)
+            return str(engine.api.commit(container, repository=name, tag=version)["Id"])
+        finally:
+            engine.api.remove_container(container, force=True, v=True)
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale-dist-push")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _layers(
+    recipe: Recipe,
+    facts: Facts,
+    folder: pathlib.Path,
+    blobs_dir: pathlib.Path,
+    is_there: Callable[[str], bool],
+    say: Say,
+) -> tuple[list[Layer], Facts]:
+    """The new layers, the packages' first, and what the image has with them."""
+    layers = []
+    if recipe.packages:
+        installed = _packages(recipe, facts, folder, say)
+        if installed is not None:
+            layers.append(_packed(installed, folder, is_there))
+            facts = installed.facts
+            for note in installed.notes:
+                say(note)
+    if recipe.files:
+        layers.append(make_layer(_files(recipe, facts, blobs_dir), folder / "files"))
+    return layers, facts
+
+
+def _packages(recipe: Recipe, facts: Facts, folder: pathlib.Path, say: Say) -> Packages | None:
+    try:
+        from kale_dist.image import packages
+    except ModuleNotFoundError as error:
+        problem = f"packages of an image are put in with the package {error.name}, which is not installed"
+        raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from error
+    try:
+        return packages.install(recipe, facts, folder, say=say)
+    except OSError as error:
+        raise cache.no_room(folder, error) from error
+
+
+def _packed(installed: Packages, folder: pathlib.Path, is_there: Callable[[str], bool]) -> Layer:
+    """The layer of packages; where the registry has it from before, its name is enough."""
+    place = cache.folder() / "packed" / f"{installed.key}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = Layer(**json.loads(place.read_bytes()), path=place)
+        if is_there(known.digest):
+            return known
+    layer = make_layer(installed.entries, folder / "packages")
+    cache.write(place, json.dumps({"digest": layer.digest, "size": layer.size, "diff_id": layer.diff_id}).encode())
+    return layer
+
+
+def _files(recipe: Recipe, facts: Facts, blobs_dir: pathlib.Path) -> list[Entry]:
+    """The recipe's own files, where they really lie."""
+    store = FolderStore(blobs_dir)
+    entries = []
+    for file in recipe.files:
+        blob = store.path(file.digest)
+        if not blob.is_file():
+            raise ImageError(
+                f"The bytes of {file.path} are not on this machine any more ({blob}). Give the recipe its `files=` again."
+            )
+        entries.append(Entry(path=facts.place(posixpath.normpath(file.path)), content=blob, executable=file.executable))
+    return entries
+
+
+def _environment(recipe: Recipe, facts: Facts, there: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the recipe changes, and the PATH to the packages' scripts, behind the base's own."""
+    changed = dict(recipe.environment)
+    path = changed.get("PATH", there.get("PATH", _PATH))
+    scripts = f"{bases.FOLDER}/bin"
+    if facts.folders and scripts not in path.split(":"):
+        changed["PATH"] = f"{path}:{scripts}"
+    return changed

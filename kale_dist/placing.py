@@ -1,0 +1,298 @@
+"""Where and how a call runs, settled: the place with what is configured, its processes, what this machine has room for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kale_dist import backends, config, image_checks, names, overrides, places
+from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
+from kale_dist.backends.base import Backend
+from kale_dist.checks import Options
+from kale_dist.errors import ConfigError
+from kale_dist.manifests import PodSettings, pod_names, pytorch_job
+from kale_dist.places import Docker, Kubernetes, Local, Place
+from kale_dist.recipe import Recipe
+from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume
+from kale_dist.wording import closest
+
+_ELSEWHERE_PROCESSES = 2
+"""Processes in containers if the call does not say how many: how many there is room for is not known here."""
+
+_MADE_UP = "xxxxx"
+_MIB, _GIB = 1 << 20, 1 << 30
+_RANK_BYTES = 28 << 20
+"""Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
+
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""One of these is there where torch could find a GPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What there is to run on."""
+
+    cores: int
+    """Cores that this process may use."""
+    gpus: int = 0
+    memory_bytes: int = 1 << 50
+    """Memory that is free."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A call's options and place, checked and in one form."""
+
+    backend: Backend
+    name: str | None
+    topology: Topology
+    cuda: bool
+    threads: int | None
+    seed: int | None
+    environment: tuple[tuple[str, str], ...]
+    policy: Policy
+    volumes: tuple[Volume, ...] = ()
+    image: str = ""
+    """Empty where the backend chooses one, or one is made."""
+    recipe: Recipe | None = None
+    """What the image is made of, if it is made."""
+    auto_packages: bool = False
+    """Whether the packages that the call imports belong to the recipe, too."""
+    resources: Resources = dataclasses.field(default_factory=Resources)
+    store: str = ""
+    cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user about what may be a mistake."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what was chosen."""
+
+
+def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call from flat ones, as forms and command lines have them: those of the place go into `on`.
+
+    Args:
+        given: Arguments of `distribute` or `launch`, and of `kd.Docker` or `kd.Kubernetes`, by name.
+
+    Raises:
+        ConfigError: A setting of a place is wrong, or the place does not have it.
+    """
+    calls = {name: value for name, value in given.items() if name not in overrides.PLACES}
+    settings = {name: value for name, value in given.items() if name in overrides.PLACES and value is not None}
+    if not settings:
+        return calls
+    on = calls.get("on")
+    if isinstance(on, Docker | Kubernetes):
+        return {**calls, "on": dataclasses.replace(on, **settings)}
+    return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
+
+
+def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int = 0) -> Run:
+    """Settle where and how a call runs. Nothing is written or started.
+
+    Args:
+        options: Of the call.
+        machine: In place of this one.
+        rank_bytes: Least memory that each process takes for what it is sent.
+
+    Raises:
+        ConfigError: The first thing that is wrong.
+    """
+    on = options.on
+    if isinstance(on, Local | Docker | Kubernetes):
+        return _settled(options, backends.get(places.word_of(on)), on, machine, rank_bytes)
+    if on is None or isinstance(on, str | type) or not isinstance(on, Backend):
+        word = _word(on)
+        return _settled(options, backends.get(word), _place_of(word, {}), machine, rank_bytes)
+    place = _place_of(on.name, {}) if on.name in places.KINDS else Local()
+    return _settled(options, on, place, machine, rank_bytes)
+
+
+def _settled(options: Options, backend: Backend, place: Place, machine: Machine | None, rank_bytes: int) -> Run:
+    place = overrides.applied(places.filled(place, config.load().place(places.word_of(place))))
+    _check_variables(options.environment, in_pods=not isinstance(place, Local))
+    run = Run(
+        backend=backend,
+        name=options.name,
+        topology=Topology(number_of_processes=options.number_of_processes or 1),
+        cuda=bool(options.cuda),
+        threads=options.threads,
+        seed=options.seed,
+        environment=options.environment,
+        policy=options.policy,
+    )
+    if isinstance(place, Local):
+        return _on_machine(run, options, machine or _this_machine(options.cuda), rank_bytes)
+    return _in_pods(run, options, place)
+
+
+def _word(on: Any) -> str:
+    if on is None:
+        return config.load().on or "local"
+    if isinstance(on, str) and on in backends.NAMES:
+        return on
+    known = ", ".join(repr(name) for name in backends.NAMES)
+    remedy = f"{closest(on, backends.NAMES)}Use one of: {known}, or kd.Local(), kd.Docker(...), kd.Kubernetes(...)"
+    raise ConfigError("on", f"there is no place {on!r}", remedy)
+
+
+def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
+    if word == "local" and settings:
+        name = next(iter(settings))
+        problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
+        raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
+    return places.made(word, settings)
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> Run:
+    """Lay the ranks out on one machine, if it has what they need."""
+    asked, cuda = options.number_of_processes, options.cuda
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    if cuda and there.gpus < 1:
+        raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
+    if cuda is None and there.gpus:
+        cuda = asked is None or asked <= there.gpus
+        if cuda:
+            used = asked or there.gpus
+            notes = (f"{used} of {there.gpus} GPUs, one for each process. cuda=False trains on the CPU",)
+        else:
+            warnings = _sentences(
+                f"number_of_processes: {asked} processes train on the CPU, for there are {there.gpus} GPUs. Ask for at "
+                f"most {there.gpus} to use them, or say cuda=False"
+            )
+    world = asked or (there.gpus if cuda else there.cores)
+    if cuda and world > there.gpus:
+        problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
+        raise ConfigError("number_of_processes", problem, f"Ask for at most {there.gpus}")
+    each = _RANK_BYTES + rank_bytes
+    if world * each > there.memory_bytes:
+        problem = (
+            f"{world} processes take at least {world * each / _GIB:.1f} GiB of memory ({each / _MIB:.0f} MiB each), and "
+            f"{there.memory_bytes / _GIB:.1f} GiB are free"
+        )
+        remedy = f"Ask for at most {max(1, there.memory_bytes // each)}, or run on a cluster"
+        raise ConfigError("number_of_processes", problem, remedy)
+    if world > there.cores and not cuda:
+        warnings += _sentences(
+            f"number_of_processes: {world} processes share {there.cores} cores. More processes than cores make training "
+            "slower, not faster"
+        )
+    topology = Topology(number_of_processes=world, processes_per_pod=world)
+    return dataclasses.replace(run, topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
+
+
+def _sentences(*sentences: str) -> tuple[str, ...]:
+    return sentences
+
+
+def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:
+    """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
+    per_pod = place.processes_per_pod or 1
+    world = options.number_of_processes or max(_ELSEWHERE_PROCESSES, per_pod)
+    if per_pod > world:
+        problem = f"{per_pod} is more than the {world} of number_of_processes"
+        raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
+    gpus, cuda = place.resources.gpus, options.cuda
+    if cuda and gpus == 0:
+        raise ConfigError("resources.gpus", "0, and cuda=True needs one for each process", "Give 1, or leave it out")
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    if cuda is None and gpus:
+        cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {gpus}). cuda=False trains on the CPU",)
+    elif gpus and not cuda:
+        warnings = (f"resources.gpus: {gpus} for each process, which trains on the CPU all the same. Add cuda=True",)
+    wanted = image_checks.check(place.image, place.packages, place.requirements)
+    run = dataclasses.replace(
+        run,
+        topology=Topology(number_of_processes=world, processes_per_pod=per_pod),
+        cuda=bool(cuda),
+        volumes=place.volumes,
+        image=wanted.image,
+        recipe=wanted.recipe,
+        auto_packages=wanted.auto,
+        resources=place.resources,
+        warnings=warnings,
+        notes=notes,
+    )
+    if isinstance(place, Kubernetes):
+        run = dataclasses.replace(run, store=place.store, cluster=place.options)
+        _check_manifest(run)
+    return run
+
+
+def _check_manifest(run: Run) -> None:
+    """Make the manifest once, before the job is complete, so that what is wrong with it costs nothing."""
+    spec = JobSpec(
+        name=run.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
+        label="",
+        kind="",
+        snapshot="",
+        topology=run.topology,
+        cuda=run.cuda,
+        volumes=run.volumes,
+        environment=run.environment,
+        image=run.image,
+        resources=run.resources,
+        cluster=run.cluster,
+        policy=run.policy,
+    )
+    longest = max(pod_names(spec, master=True), key=len)
+    if len(longest) > names.MAX_LABEL_LENGTH:
+        problem = f"the pod's name {longest!r} has {len(longest)} characters, more than {names.MAX_LABEL_LENGTH}"
+        raise ConfigError("name", problem, "Shorten the name")
+    given = {variable for variable, _ in spec.environment}
+    for variable, _, _ in spec.cluster.secret_environment:
+        if variable in given:
+            problem = f"{variable} is in `environment`, too"
+            raise ConfigError("secret_environment", problem, "Leave it out of one of them")
+    master = True if spec.cluster.master is None else spec.cluster.master
+    namespace = spec.cluster.namespace or _MADE_UP
+    pytorch_job(spec, PodSettings(namespace=namespace, image=spec.image or _MADE_UP, master=master))
+
+
+def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool) -> None:
+    for name, _ in environment:
+        if in_pods and not names.is_variable(name):
+            problem = f"{name!r} cannot be a variable's name in a pod"
+            raise ConfigError("environment", problem, "Use letters, digits, '_', '-' and '.', and no digit first")
+        if name.startswith(LOAD_ONLY_PREFIXES) and not in_pods:
+            problem = f"{name} is read when libraries are loaded, which has been done before a rank gets its job"
+            raise ConfigError("environment", problem, f"Set os.environ[{name!r}] before the call: a new agent starts")
+
+
+# -- this machine ----------------------------------------------------------------------------------------------------
+
+
+def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's own argument
+    gpus = 0
+    # To import torch takes seconds: without a device there is nothing to ask it.
+    if cuda or (cuda is None and any(pathlib.Path(device).exists() for device in _DEVICES)):
+        import torch
+
+        gpus = torch.cuda.device_count()
+    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus, memory_bytes=_free_memory())
+
+
+def _free_memory() -> int:
+    """Bytes that processes can still take, here and in this process's own container."""
+    found = [1 << 50]
+    try:
+        text = pathlib.Path("/proc/meminfo").read_text()
+        found.append(next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        group = pathlib.Path("/sys/fs/cgroup")
+        limit, used = (int(group.joinpath(name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = group.joinpath("memory.stat").read_text().splitlines()
+        # Pages of files are given back when they are needed.
+        found.append(limit - used + next(int(line.split()[1]) for line in lines if line.startswith("inactive_file ")))
+    except (OSError, StopIteration, ValueError):
+        pass  # No container, no limit ("max"), or cgroups of version 1.
+    return min(found)

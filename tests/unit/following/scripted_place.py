@@ -1,0 +1,354 @@
+"""A place without containers: heads that say what a test has them say, over real sockets and on a stdout in memory."""
+
+import contextlib
+import dataclasses
+import http.client
+import itertools
+import json
+import socket
+import threading
+import time
+import uuid
+
+from kale_dist import contract, records
+from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
+from kale_dist.contract import EventKind, FailureCause, StateName, Stream
+from kale_dist.errors import BackendError, JobExistsError
+from kale_dist.following.head_reader import Clock
+from kale_dist.spec import JobSpec, Policy, Topology
+
+KEY = b"k" * 32
+_numbers = itertools.count()
+
+
+class FastClock(Clock):
+    """A second passes in a few milliseconds."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._now = 1000.0
+
+    def monotonic(self):
+        with self._lock:
+            return self._now
+
+    def time(self):
+        return self.monotonic()
+
+    def wait(self, woken, seconds):
+        if not woken.wait(seconds / 100):
+            self.sleep(seconds)
+
+    def sleep(self, seconds):
+        """The machine slept, or somebody waited."""
+        with self._lock:
+            self._now += seconds
+
+
+class ScriptedHead:
+    """The agent of a first pod, as a follower meets it."""
+
+    def __init__(self, uid=None):
+        self.uid = uid or uuid.uuid4().hex[:8]
+        self.state = "running"
+        self.exit_code = None
+        self.message = ""
+        self.lost = ""
+        self.trouble = None
+        self.blocks = []  # (kind, number of the first line or event, bytes)
+        self.stdout = bytearray()
+        self.files = {}
+        self.next_line = self.next_event = 0
+        self.attempt = 0
+        self.acks = 0
+        self.cancelled = threading.Event()
+        self.streams = 0
+        self.is_cut_off = False
+        self.cuts = 0
+        self.changed = threading.Condition()
+
+    # -- what a test says -----------------------------------------------------------------------------------------------
+
+    def lines(self, rank, *texts, stream=Stream.STDOUT, on_stdout=True):
+        body = contract.body_of(stream, [text.encode() for text in texts])
+        block = contract.encode_record(self.next_line, 1000, self.attempt, rank, body, len(texts))
+        self._add("line", self.next_line, self.next_line + len(texts), block, on_stdout)
+        self.next_line += len(texts)
+
+    def event(self, kind, **fields):
+        event = {"event": kind, "time": 1.0, "rank": None, "attempt": self.attempt, **fields}
+        if contract.last_name(event) is not None:
+            self._add("progress", 0, 0, contract.encode_progress(event), True)
+            return
+        self._add("event", self.next_event, self.next_event + 1, contract.encode_event(self.next_event, event), True)
+        self.next_event += 1
+
+    def run(self):
+        self.event(EventKind.STATE, state=StateName.RUNNING, reason="", cause="")
+
+    def verdict(self, state, reason="", cause="", failed_rank=None):
+        self.event(
+            EventKind.STATE, state=state, reason=reason, cause=cause, failed_rank=failed_rank, next_line=self.next_line
+        )
+
+    def succeed(self, results=2):
+        for rank in range(results):
+            self.files[f"outcome-{self.attempt}-{rank}"] = b"result of %d" % rank
+        self.verdict(StateName.SUCCEEDED)
+
+    def end(self, exit_code=0, *, lost="", message="", trouble=None):
+        """Its container ends, and with it every connection."""
+        with self.changed:
+            self.state, self.exit_code, self.lost = "ended", exit_code, lost
+            self.message, self.trouble = message, trouble
+            self.changed.notify_all()
+
+    def cut(self):
+        """Connections are cut, and none can be made before `mend`."""
+        with self.changed:
+            self.is_cut_off = True
+            self.cuts += 1
+            self.changed.notify_all()
+
+    def mend(self):
+        with self.changed:
+            self.is_cut_off = False
+
+    @property
+    def part(self):
+        return Part(
+            number=0, name="pod-0", uid=self.uid, state=self.state, exit_code=self.exit_code, message=self.message,
+            lost=self.lost, trouble=self.trouble, node="node-a",
+        )  # fmt: skip
+
+    def _add(self, kind, first, following, block, on_stdout):
+        with self.changed:
+            self.blocks.append((kind, first, following, block))
+            if on_stdout:
+                self.stdout += block
+            self.changed.notify_all()
+
+    # -- its byte server ------------------------------------------------------------------------------------------------
+
+    def serve(self, peer):
+        with contextlib.suppress(OSError, ValueError), peer, peer.makefile("rb") as file:
+            method, path, _ = file.readline().decode().split()
+            headers = http.client.parse_headers(file)
+            body = file.read(int(headers.get("Content-Length") or 0))
+            digest = contract.hashlib.sha256(body).hexdigest() if method == "POST" else ""
+            if not contract.check_request(KEY, method, path, digest, headers[contract.MAC_HEADER]):
+                self._answer(peer, 403, b"")
+            elif path.startswith("/stream"):
+                self._stream(peer, path)
+            elif path == "/status":
+                self._answer(peer, 200, json.dumps({"state": "running"}).encode())
+            elif path.startswith("/files/"):
+                data = self.files.get(path.removeprefix("/files/"))
+                self._answer(peer, 404 if data is None else 200, data or b"")
+            elif path == "/ack":
+                self.acks += 1
+                self._answer(peer, 200, b"{}")
+            elif path == "/cancel":
+                self.cancelled.set()
+                self._answer(peer, 200, b"{}")
+            else:
+                self._answer(peer, 404, b"")
+
+    def _stream(self, peer, path):
+        query = dict(part.split("=") for part in path.partition("?")[2].split("&"))
+        line, event = int(query["line"]), int(query["event"])
+        self.streams += 1
+        cuts = self.cuts
+        peer.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        at = 0
+        while True:
+            with self.changed:
+                self.changed.wait(0.02)
+                if self.cuts > cuts or self.state == "ended":
+                    return
+                fresh, at = self.blocks[at:], len(self.blocks)
+            for kind, _, following, block in fresh:
+                if kind == "progress" or following > (line if kind == "line" else event):
+                    peer.sendall(block)
+
+    @staticmethod
+    def _answer(peer, status, data):
+        peer.sendall(b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+
+
+@dataclasses.dataclass
+class ScriptedRun:
+    """What the place has of one run."""
+
+    heads: list
+    others: list = dataclasses.field(default_factory=list)
+    trouble: object = None
+    suspended: str = ""
+    gone: bool = False
+    finished: str = ""
+    checkpoint: bytes | None = None
+    max_restarts: int = 0
+
+
+class ScriptedPlace:
+    """Implements `Place`; tests change what it says."""
+
+    name = "scripted"
+    noun = "pod"
+
+    def __init__(self):
+        self.runs = {}
+        self.taken = set()
+        self.killed = []
+        self.removed = []
+        self.kept = {}
+        self.forbids_connections = False
+        self.is_down = False
+        self.fresh = True
+        self.threads = []
+
+    # -- for tests --------------------------------------------------------------------------------------------------------
+
+    def head(self, run=1):
+        return self.runs[run].heads[-1]
+
+    # -- Place ------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, spec, *, submit):
+        return spec
+
+    def plan(self, spec):
+        return Plan(backend=self.name, spec=spec, text="")
+
+    def object_name(self, spec, run):
+        return spec.name if run == 1 else f"{spec.name}-{run}"
+
+    def start(self, plan, key, *, run=1, checkpoint=None):
+        if run in self.taken:
+            raise JobExistsError(f"{self.object_name(plan.spec, run)} is there")
+        others = [running_part(number) for number in range(1, plan.spec.topology.number_of_pods)]
+        self.runs[run] = ScriptedRun([ScriptedHead()], others, max_restarts=plan.spec.policy.max_restarts)
+        self.runs[run].checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
+        self.taken.add(run)
+        return RunHandle(
+            ref=JobRef(self.name, plan.spec.name), object=self.object_name(plan.spec, run), run=run, spec=plan.spec,
+            place=(("where", "here"),),
+        )  # fmt: skip
+
+    def send_input(self, handle, key, on_progress):
+        pass
+
+    @staticmethod
+    def number(handle):
+        """The run that created the object: a head that was made again is in the object of the run before."""
+        return 1 if handle.object == handle.spec.name else int(handle.object.rpartition("-")[2])
+
+    def look(self, handle):
+        if self.is_down:
+            raise BackendError("The cluster does not answer.", retryable=True)
+        run = self.runs.get(self.number(handle))
+        if run is None or run.gone:
+            return Look(gone=True)
+        parts = [head.part for head in run.heads[-1:]] + list(run.others)
+        return Look(
+            parts=tuple(parts), trouble=run.trouble, suspended=run.suspended, finished=run.finished, fresh=self.fresh
+        )
+
+    def listen(self, handle, changed):
+        return lambda: None
+
+    @contextlib.contextmanager
+    def head_output(self, handle, *, follow):
+        run = self.runs.get(self.number(handle))
+        heads = run.heads if run is not None else ()
+        if not heads:
+            raise BackendError("There is no such pod.")
+        yield self._output(heads[-1], follow)
+
+    @staticmethod
+    def _output(head, follow):
+        at = 0
+        while True:
+            ended = head.state == "ended"
+            piece, at = bytes(head.stdout[at:]), len(head.stdout)
+            if piece:
+                yield piece
+            if not follow or ended:
+                return
+            time.sleep(0.01)
+
+    def last_words(self, handle, part, limit):
+        return self.kept.get(("words", part.number), b"")[-limit:]
+
+    def connect(self, handle):
+        if self.forbids_connections:
+            raise NoConnectionError("you may not connect to pods")
+        run = self.runs.get(self.number(handle))
+        heads = run.heads if run is not None else ()
+        if not heads or heads[-1].state != "running" or heads[-1].is_cut_off:
+            raise BackendError("No connection to the pod.", retryable=True)
+        here, there = socket.socketpair()
+        thread = threading.Thread(target=heads[-1].serve, args=(there,), daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        return here
+
+    def fetch(self, handle, name, target):
+        data = self.kept.get((handle.run, name))
+        if data is not None:
+            target.write_bytes(data)
+        return data is not None
+
+    def kill(self, handle, grace_s):
+        self.killed.append((handle.run, grace_s))
+        for head in self.runs[self.number(handle)].heads[-1:]:
+            if head.state != "ended":
+                head.end(137 if grace_s == 0 else 143, lost="killed")
+
+    def remove(self, handle):
+        self.removed.append(handle.run)
+        self.runs.pop(self.number(handle), None)
+
+    def list(self, namespace, labels):
+        return []
+
+    def adopt(self, ref, *, trust):
+        raise NotImplementedError
+
+    def describe(self, handle):
+        return {}
+
+    def volumes(self):
+        return []
+
+
+def spec_of(processes=2, per_pod=1, **policy):
+    return JobSpec(
+        name=f"followed-{next(_numbers)}", label="train Net", kind="call", snapshot="00" * 32, blobs=(),
+        topology=Topology(number_of_processes=processes, processes_per_pod=per_pod), policy=Policy(**policy),
+    )  # fmt: skip
+
+
+def lost_head(head, lost="evicted"):
+    """The head's pod is taken away."""
+    head.end(137, lost=lost)
+
+
+def ended_part(number=1, exit_code=1, lost="", trouble=None):
+    return Part(
+        number=number,
+        name=f"pod-{number}",
+        uid=f"uid-{number}",
+        state="ended",
+        exit_code=exit_code,
+        lost=lost,
+        trouble=trouble,
+    )
+
+
+def running_part(number=1):
+    return Part(number=number, name=f"pod-{number}", uid=f"uid-{number}", state="running")
+
+
+LOST = FailureCause.LOST
+__all__ = ["KEY", "FastClock", "ScriptedHead", "ScriptedPlace", "records", "spec_of"]

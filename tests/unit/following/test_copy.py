@@ -1,0 +1,203 @@
+"""The copy of a run, and reading a job's folder: what is appended once, cut off, said to be missing, and found again."""
+
+import json
+
+import pytest
+from scripted_place import spec_of
+
+from kale_dist import contract, records
+from kale_dist.contract import BlockReader, EventKind, JobFiles, StateName, Stream
+from kale_dist.errors import StoreError
+from kale_dist.following.copy import GapError, RunCopy
+from kale_dist.following.reader import JobReader, LogReader
+from kale_dist.records import Record, Run
+
+
+@pytest.fixture
+def files(tmp_path):
+    return JobFiles(tmp_path)
+
+
+@pytest.fixture
+def copy(files):
+    copy = RunCopy(files, 2, lambda: None)
+    yield copy
+    copy.close()
+
+
+def lines(first, rank, *texts, attempt=0, stream=Stream.STDOUT):
+    body = contract.body_of(stream, [text.encode() for text in texts])
+    return contract.encode_record(first, 1000, attempt, rank, body, len(texts))
+
+
+def state(number, name, attempt=0, **more):
+    event = {"event": EventKind.STATE, "time": 1.0, "rank": None, "attempt": attempt, "state": name, **more}
+    return contract.encode_event(number, event)
+
+
+def blocks(data):
+    reader = BlockReader()
+    yield from reader.feed(data)
+    yield from reader.finish()
+
+
+def read(files, **which):
+    return [str(line) for line in LogReader(files).read(**which)]
+
+
+def test_each_line_is_appended_once(copy, files):
+    copy.take(blocks(lines(0, 0, "a", "b") + lines(2, 1, "c")))
+    copy.take(blocks(lines(1, 0, "b") + lines(2, 1, "c", "d")))
+    assert read(files) == ["[0] a", "[0] b", "[1] c", "[1] d"]
+
+
+def test_lines_that_were_skipped_are_an_error_or_are_said_to_be_missing(copy, files):
+    copy.take(blocks(lines(0, 0, "a")))
+    with pytest.raises(GapError):
+        copy.take(blocks(lines(3, 0, "d")))
+    assert copy.next_line == 1
+    copy.take(blocks(lines(3, 0, "d")), missing="the disk was full")
+    assert read(files) == [
+        "[0] a",
+        "[kale-dist] 2 lines are missing here (number 1 to 2), because the disk was full",
+        "[0] d",
+    ]
+    assert [line.sequence for line in LogReader(files).read()] == [0, 1, 2]
+
+
+def test_what_a_killed_follower_left_is_cut_off_and_taken_up(copy, files):
+    copy.take(blocks(lines(0, 0, "a", "b") + state(0, "running")))
+    copy.close()
+    with files.log.open("ab") as log, files.events.open("ab") as events:
+        log.write(lines(2, 0, "torn")[:-3])
+        events.write(b'{"event": "sta')
+    again = RunCopy(files, 2, lambda: None)
+    assert (again.next_line, again.next_event) == (2, 1)
+    again.take(blocks(lines(2, 0, "whole") + state(1, "running", attempt=3)))
+    assert read(files) == ["[0] a", "[0] b", "[0] whole"]
+    assert len(files.events.read_bytes().splitlines()) == 2
+    assert again.last_attempt == 3
+    again.close()
+
+
+@pytest.mark.parametrize("harm", ["missing", "behind", "half an entry"])
+def test_an_index_that_is_not_the_log_s_is_made_again(copy, files, harm):
+    copy.take(blocks(b"".join(lines(number, number % 2, f"line {number}") for number in range(10))))
+    copy.close()
+    data = files.log_index.read_bytes()
+    files.log_index.write_bytes({"missing": b"", "behind": data[:48], "half an entry": data[:-7]}[harm])
+    again = RunCopy(files, 2, lambda: None)
+    assert again.next_line == 10
+    assert files.log_index.read_bytes() == data
+    again.close()
+
+
+def test_the_verdict_is_shown_when_it_is_released(copy, files):
+    copy.take(blocks(state(0, "running") + state(1, "succeeded", next_line=2)))
+    assert len(files.events.read_bytes().splitlines()) == 1
+    assert not copy.is_complete
+    copy.take(blocks(lines(0, 0, "a", "b")))
+    assert copy.is_complete
+    copy.release()
+    assert json.loads(files.events.read_bytes().splitlines()[1])["state"] == "succeeded"
+
+
+def test_lines_of_no_agent_are_copied_once_however_often_stdout_is_read(copy, files):
+    stdout = b"Segmentation fault\n" + lines(0, 0, "a") + b"Aborted\x00\n"
+    for _ in range(2):
+        copy.begin_stdout()
+        copy.take(blocks(stdout))
+    copy.close()
+    again = RunCopy(files, 2, lambda: None)
+    again.begin_stdout()
+    again.take(blocks(stdout + b"more\n"))
+    again.close()
+    assert read(files) == [
+        "[kale-dist] pod 0: Segmentation fault", "[0] a", "[kale-dist] pod 0: Aborted\\x00", "[kale-dist] pod 0: more",
+    ]  # fmt: skip
+
+
+def test_outcomes_ride_in_parts(copy, files):
+    data = bytes(range(256)) * 200
+    parts = list(contract.encode_outcome(0, 1, data))
+    copy.take(blocks(b"".join(parts[:2])))
+    assert not files.outcome(0, 1).exists()
+    copy.begin_stdout()
+    copy.take(blocks(b"".join(parts)))
+    assert files.outcome(0, 1).read_bytes() == data
+
+
+def test_a_folder_that_was_deleted_is_not_made_again(tmp_path):
+    files = JobFiles(tmp_path / "job")
+    files.folder.mkdir()
+    copy = RunCopy(files, 1, lambda: None)
+    for path in list(files.folder.iterdir()):
+        path.unlink()
+    files.folder.rmdir()
+    with pytest.raises(StoreError, match="deleted"):
+        copy.take(blocks(contract.encode_progress({"event": "progress", "rank": 0})))
+    copy.close()
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_rubbish_in_a_log_hides_no_line(files):
+    files.log.write_bytes(lines(0, 0, "a") + b"\x00\xff rubbish\n@1 2\n" + lines(1, 1, "b") + lines(2, 1, "torn")[:-2])
+    assert read(files) == ["[0] a", "[1] b"]
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_the_tail_of_one_rank_and_what_comes_after_it(copy, files, has_index):
+    copy.take(blocks(b"".join(lines(number, number % 3, f"line {number}") for number in range(300))))
+    if not has_index:
+        files.log_index.unlink()
+    log = LogReader(files)
+    assert [line.text for line in log.tail(2, [1])] == ["line 295", "line 298"]
+    assert [line.sequence for line in log.tail(2, [1])] == [295, 298]
+    copy.take(blocks(lines(300, 1, "later")))
+    assert [line.text for line in log.read()] == ["later"]
+    assert [line.text for line in LogReader(files).tail(3)] == ["line 298", "line 299", "later"]
+    assert LogReader(files).tail(0) == ()
+
+
+def test_a_tail_reads_little_of_a_long_log(copy, files):
+    copy.take(blocks(b"".join(lines(number * 100, number % 2, *(["x" * 80] * 100)) for number in range(200))))
+    size = files.log.stat().st_size
+    with files.log.open("r+b") as file:
+        # What is not read is not missed.
+        file.write(b"\0" * (size // 2))
+    assert len(LogReader(files).tail(50)) == 50
+
+
+def test_a_tail_reaches_into_earlier_runs(files):
+    for number, texts in ((1, ["a", "b"]), (2, ["c"]), (3, [])):
+        files.run(number).folder.mkdir(exist_ok=True)
+        records.write_run(Run(number=number, files=files.run(number), first_attempt=number - 1))
+        copy = RunCopy(files.run(number), 2, lambda: None)
+        if texts:
+            copy.take(blocks(lines(0, 0, *texts)))
+        copy.close()
+    found = LogReader(files).tail(2)
+    assert [(line.text, line.sequence, line.attempt) for line in found] == [("b", 1, 0), ("c", 2, 1)]
+    assert read(files) == ["[0] a", "[0] b", "[0] c"]
+
+
+def test_attempts_count_through_all_runs():
+    spec = spec_of()
+    job = records.create(f"scripted.{spec.name}", b"k" * 32)
+    records.write(
+        Record(ref=f"scripted://{spec.name}", name=job.folder.name, created=1.0, spec=spec, kernel_pid=1, detach=True)
+    )
+    reader = JobReader(job.folder.name, lambda _: True)
+    for number, first in ((1, 0), (2, 2)):
+        run = Run(number=number, files=job.run(number), first_attempt=first, object=f"{spec.name}-{number}")
+        records.write_run(run)
+        copy = RunCopy(run.files, 2, lambda: None)
+        copy.take(blocks(state(0, "running") + state(1, "running", attempt=1)))
+        copy.close()
+        assert reader.status().attempt == first + 1
+    assert reader.status().state is StateName.RUNNING
+    files, name, first_attempt = records.newest_run(job.folder.name)
+    assert (files.folder.name, name, first_attempt) == ("run-2", f"{spec.name}-2", 2)
+    records.delete(job.folder.name)

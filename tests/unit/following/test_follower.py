@@ -1,0 +1,528 @@
+"""Following a job whose ranks are elsewhere, with a scripted place and a clock of its own."""
+
+import time
+
+import pytest
+from scripted_place import (
+    KEY,
+    FastClock,
+    ScriptedHead,
+    ScriptedPlace,
+    ended_part,
+    lost_head,
+    running_part,
+    spec_of,
+)
+
+from kale_dist import contract, records
+from kale_dist.backends.base import JobRef, Trouble
+from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.errors import BackendError
+from kale_dist.following import backend as followed
+from kale_dist.following.backend import FollowedBackend
+from kale_dist.following.follower import Follower
+
+
+@pytest.fixture
+def clock():
+    return FastClock()
+
+
+@pytest.fixture
+def place():
+    return ScriptedPlace()
+
+
+@pytest.fixture
+def backend(place, clock, monkeypatch):
+    monkeypatch.setattr(followed, "Follower", lambda **given: Follower(**given, clock=clock))
+    backend = FollowedBackend(place)
+    yield backend
+    backend.close()
+    for head in [head for run in place.runs.values() for head in run.heads]:
+        head.end()
+    for thread in place.threads:
+        thread.join(5)
+
+
+@pytest.fixture
+def submit(backend, place):
+    def start(**given):
+        ref = backend.submit(backend.plan(spec_of(**given)), KEY)
+        return ref, place.head()
+
+    return start
+
+
+def wait_for(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+    return found
+
+
+def wait_for_end(backend, ref):
+    return wait_for(lambda: (status := backend.status(ref)).is_final and status)
+
+
+def texts(backend, ref, **which):
+    return [line.text for line in backend.logs(ref, **which)]
+
+
+def test_a_job_that_ends_well(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "hello")
+    head.lines(1, "world")
+    head.event(EventKind.METRICS, rank=0, values={"loss": 0.5}, source="report")
+    head.succeed()
+    status = wait_for_end(backend, ref)
+    assert status.state is StateName.SUCCEEDED
+    assert [str(line) for line in backend.logs(ref)] == ["[0] hello", "[1] world"]
+    assert [row.values for row in status.metrics] == [(("loss", 0.5),)]
+    files, name, first_attempt = records.newest_run(ref.record_name)
+    assert (name, first_attempt) == (ref.name, 0)
+    assert files.outcome(0, 1).read_bytes() == b"result of 1"
+    wait_for(lambda: head.acks)
+
+
+def test_lines_are_here_while_the_job_runs(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "one")
+    follow = backend.logs(ref, follow=True)
+    assert next(follow).text == "one"
+    head.lines(0, "two")
+    assert next(follow).text == "two"
+    head.succeed()
+    assert list(follow) == []
+
+
+def test_the_end_is_shown_when_the_results_are_here(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.verdict(StateName.SUCCEEDED)
+    wait_for(lambda: "could not be fetched" in backend.status(ref).reason)
+    head.files |= {"outcome-0-0": b"0", "outcome-0-1": b"1"}
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def test_results_that_are_lost_are_named(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.verdict(StateName.SUCCEEDED)
+    wait_for(lambda: "could not be fetched" in backend.status(ref).reason)
+    head.end(0)
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert "outcome-0-0, outcome-0-1" in texts(backend, ref)[-1]
+
+
+def test_a_connection_that_is_cut_is_opened_again_at_the_next_line(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "one", "two")
+    wait_for(lambda: texts(backend, ref) == ["one", "two"])
+    head.cut()
+    head.lines(0, "three")
+    head.mend()
+    wait_for(lambda: texts(backend, ref) == ["one", "two", "three"])
+    assert head.streams > 1
+
+
+def test_a_notebook_that_slept_for_an_hour_goes_on_where_it_was(backend, submit, clock, place):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "before")
+    wait_for(lambda: texts(backend, ref) == ["before"])
+    # The lid is closed: connections die without a word, and the clock jumps.
+    head.cut()
+    clock.sleep(3600)
+    head.lines(1, *(f"line {number}" for number in range(1000)))
+    place.runs[1].others = [running_part()]
+    head.mend()
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert len(texts(backend, ref)) == 1001
+
+
+def test_two_notebooks_one_follows_and_the_other_takes_over(backend, submit, place, clock):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "one")
+    wait_for(lambda: texts(backend, ref) == ["one"])
+    other = Follower(place=place, record=records.read(ref.record_name), key=KEY, on_change=lambda: None, clock=clock)
+    backend.close()
+    head.lines(0, "two")
+    wait_for(lambda: texts_in_folder(ref) == ["one", "two"])
+    head.succeed()
+    wait_for(lambda: not other.is_alive)
+    assert backend.status(ref).state is StateName.SUCCEEDED
+
+
+def texts_in_folder(ref):
+    from kale_dist.following.reader import LogReader
+
+    return [line.text for line in LogReader(records.files(ref.record_name)).read()]
+
+
+def test_without_a_connection_the_log_says_which_lines_are_missing(backend, submit, place):
+    place.forbids_connections = True
+    ref, head = submit(processes=1)
+    head.run()
+    head.lines(0, "one", "two")
+    head.lines(0, *(["flood"] * 500), on_stdout=False)
+    head.lines(0, "three")
+    head.stdout += b"".join(contract.encode_outcome(0, 0, b"small result"))
+    head.verdict(StateName.SUCCEEDED)
+    wait_for(lambda: "three" in texts(backend, ref))
+    head.end()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    found = texts(backend, ref)
+    assert found[:2] == ["one", "two"]
+    assert found[3:] == ["three"]
+    assert "500 lines are missing here (number 2 to 501), because there is no connection to the head" in found[2]
+    assert records.files(ref.record_name).outcome(0, 0).read_bytes() == b"small result"
+
+
+def test_what_was_not_copied_before_the_end_comes_from_stdout(backend, submit):
+    ref, head = submit(processes=1)
+    head.run()
+    head.lines(0, "one")
+    wait_for(lambda: texts(backend, ref) == ["one"])
+    head.cut()
+    head.lines(0, "two")
+    head.stdout += b"Fatal Python error: Aborted\n"
+    head.end(134)
+    status = wait_for_end(backend, ref)
+    assert status.state is StateName.FAILED
+    assert status.reason == "pod-0 ended with exit code 134 before it could say why"
+    assert texts(backend, ref)[:3] == ["one", "two", "pod 0: Fatal Python error: Aborted"]
+
+
+def test_a_kept_folder_fills_what_stdout_lacks(backend, submit, place):
+    ref, head = submit(processes=1)
+    head.run()
+    head.lines(0, "one")
+    wait_for(lambda: texts(backend, ref) == ["one"])
+    head.cut()
+    head.lines(0, "two", "three", on_stdout=False)
+    head.succeed(1)
+    place.kept[1, "log"] = b"".join(block for kind, *_, block in head.blocks if kind == "line")
+    place.kept[1, "events"] = b"".join(block.partition(b"\n")[2] for kind, *_, block in head.blocks if kind == "event")
+    place.kept[1, "outcome-0-0"] = b"result"
+    head.end()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert texts(backend, ref) == ["one", "two", "three"]
+
+
+# -- how it ended -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_verdict_the_termination_message_counts(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.end(1, message='{"state": "failed", "cause": "error", "message": "ValueError: boom", "rank": 1}')
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.reason, status.failed_rank) == (StateName.FAILED, "ValueError: boom", 1)
+    assert status.cause is FailureCause.ERROR
+    assert [replica.state for replica in status.replicas] == [RankStateName.STOPPED, RankStateName.FAILED]
+
+
+def test_the_object_is_believed_last(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    place.runs[1].finished = "failed"
+    head.lines(0, "the head lives on")
+    wait_for(lambda: texts(backend, ref))
+    assert not backend.status(ref).is_final
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def test_out_of_memory_of_another_pod_explains_the_end(backend, submit, place):
+    ref, head = submit(max_restarts=3)
+    head.run()
+    trouble = Trouble(sentence="pod-1 used up its 2 GiB", remedy="Raise resources.memory_gib.")
+    place.runs[1].others = [ended_part(exit_code=137, lost="out of memory", trouble=trouble)]
+    head.verdict(StateName.FAILED, "Rank 1 was lost", FailureCause.LOST)
+    status = wait_for_end(backend, ref)
+    assert status.reason == "pod-1 used up its 2 GiB. Raise resources.memory_gib.. Rank 1 was lost"
+    assert len(records.runs(ref.record_name)) == 1
+
+
+def test_a_job_that_can_never_start_ends(backend, submit, place):
+    ref, head = submit()
+    head.state = "waiting"
+    place.runs[1].trouble = Trouble(sentence="There is no image torch:9", remedy="Check its name.")
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.NOT_STARTED)
+    assert status.reason == "There is no image torch:9. Check its name."
+    assert place.killed
+
+
+def test_a_trouble_that_heals_is_shown_and_waited_for(backend, submit, place, clock):
+    ref, head = submit()
+    head.state = "waiting"
+    place.runs[1].trouble = Trouble(sentence="No node has 8 GPUs", heals=True)
+    wait_for(lambda: backend.status(ref).reason == "No node has 8 GPUs")
+    clock.sleep(10_000)
+    time.sleep(0.1)
+    assert not backend.status(ref).is_final
+
+
+def test_a_pod_that_ended_before_it_reached_the_head_ends_the_job(backend, submit, place):
+    ref, head = submit()
+    head.event(EventKind.STATE, state=StateName.STARTING, reason="", cause="")
+    place.runs[1].others = [ended_part(exit_code=78, trouble=Trouble(sentence="The image's Python is 3.8"))]
+    status = wait_for_end(backend, ref)
+    assert (status.cause, status.reason) == (FailureCause.NOT_STARTED, "The image's Python is 3.8")
+    assert place.killed == [(1, 0.0)]
+
+
+def test_a_place_that_does_not_answer_ends_nothing(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "one")
+    wait_for(lambda: texts(backend, ref))
+    place.is_down = True
+    wait_for(lambda: "The cluster does not answer." in backend.status(ref).reason)
+    place.is_down = False
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def test_what_lags_ends_nothing(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    head.lines(0, "one")
+    wait_for(lambda: texts(backend, ref))
+    place.fresh = False
+    place.runs[1].heads.append(head)
+    heads, place.runs[1].heads = place.runs[1].heads, []
+    time.sleep(0.1)
+    assert not backend.status(ref).is_final
+    place.runs[1].heads = heads
+    place.fresh = True
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def test_what_another_pod_printed_last_is_kept(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    place.kept["words", 1] = b"\nkale_dist: the image has no torch\n"
+    place.runs[1].others = [ended_part(exit_code=78, trouble=Trouble(sentence="pod-1 could not start"))]
+    wait_for_end(backend, ref)
+    assert texts(backend, ref)[0] == "pod 1: kale_dist: the image has no torch"
+
+
+# -- ending it --------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_asks_the_head(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    backend.cancel(ref)
+    assert head.cancelled.is_set()
+    head.verdict(StateName.CANCELLED, "The job was cancelled", FailureCause.USER)
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+    assert not place.killed
+
+
+def test_cancel_kills_where_the_head_does_not_answer(backend, submit, place):
+    ref, head = submit(max_restarts=3)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    head.cut()
+    backend.cancel(ref, grace_s=2.0)
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.cause) == (StateName.CANCELLED, FailureCause.USER)
+    assert status.reason.startswith("The job was cancelled by ")
+    assert place.killed == [(1, 2.0)]
+
+
+def test_a_cancelled_job_that_does_not_end_is_killed(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    backend.cancel(ref)
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+    assert place.killed == [(1, 0.0)]
+
+
+def test_an_object_that_was_deleted_is_not_started_again(backend, submit, place):
+    ref, head = submit(max_restarts=3)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    head.cut()
+    place.runs[1].gone = True
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.reason) == (
+        StateName.CANCELLED,
+        "The job was deleted while it ran, and its last lines are lost",
+    )
+    assert list(place.runs) == [1]
+
+
+def test_delete_removes_every_trace(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    backend.delete(ref)
+    assert place.removed == [1]
+    assert not records.exists(ref.record_name)
+    assert ref not in backend.list()
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_head_is_followed_by_another_run_from_the_last_checkpoint(backend, submit, place):
+    ref, head = submit(max_restarts=2)
+    head.run()
+    head.lines(0, "one")
+    head.event(EventKind.CHECKPOINT, epoch=3, step=30, path="checkpoint", bytes=4)
+    place.kept[1, "checkpoint"] = b"epoch 3"
+    wait_for(lambda: backend.status(ref).checkpoint_epoch == 3)
+    lost_head(head)
+    second = wait_for(lambda: 2 in place.runs and place.head(2))
+    assert place.runs[2].checkpoint == b"epoch 3"
+    assert place.runs[2].max_restarts == 1
+    assert place.removed == [1]
+    second.run()
+    second.lines(0, "two")
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    second.succeed()
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1)
+    lines = list(backend.logs(ref))
+    assert [line.text for line in lines] == [
+        "one",
+        "Run 1 of the job ended: pod-0 was evicted. Run 2 starts from the last checkpoint",
+        "two",
+    ]
+    assert [line.sequence for line in lines] == [0, 1, 2]
+    assert [line.attempt for line in lines] == [0, 0, 1]
+    files, name, first_attempt = records.newest_run(ref.record_name)
+    assert (name, first_attempt) == (f"{ref.name}-2", 1)
+    assert files.outcome(0, 0).read_bytes() == b"result of 0"
+
+
+def test_a_pod_that_the_head_lost_is_followed_by_another_run(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    place.runs[1].others = [ended_part(exit_code=137, lost="node lost")]
+    head.files["checkpoint"] = b"from the living head"
+    head.verdict(StateName.FAILED, "The pod of rank 1 was lost", FailureCause.LOST)
+    wait_for(lambda: 2 in place.runs)
+    assert place.runs[2].checkpoint == b"from the living head"
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert "Run 1 of the job ended: The node of pod-1 was lost." in texts(backend, ref)[0]
+
+
+def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    place.runs[1].others = [ended_part(exit_code=137, lost="evicted")]
+    head.verdict(StateName.FAILED, "The pod of rank 1 was lost", FailureCause.LOST)
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.reason) == (StateName.FAILED, "pod-1 was evicted")
+    assert list(place.runs) == [1]
+    assert place.killed
+
+
+def test_restarts_in_the_head_count_too(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    head.attempt = 1
+    head.run()
+    head.lines(0, "second attempt")
+    wait_for(lambda: texts(backend, ref))
+    lost_head(head)
+    assert wait_for_end(backend, ref).state is StateName.FAILED
+    assert list(place.runs) == [1]
+
+
+def test_a_name_that_is_taken_means_that_another_follower_was_first(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    place.runs[2] = type(place.runs[1])([ScriptedHead()])
+    place.taken.add(2)
+    theirs = place.head(2)
+    lost_head(head)
+    theirs.run()
+    theirs.lines(1, "begun by the other")
+    theirs.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert texts(backend, ref)[-1] == "begun by the other"
+
+
+def test_a_follower_that_was_killed_between_two_runs_starts_the_next_one(backend, submit, place, clock):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+
+    def refuse(*_, **__):
+        raise BackendError("The cluster is being upgraded.", retryable=True)
+
+    place.start, start = refuse, place.start
+    lost_head(head)
+    wait_for(lambda: len(records.runs(ref.record_name)) == 2)
+    backend.close()
+    place.start = start
+    wait_for(lambda: backend.status(ref) and 2 in place.runs)
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def test_a_suspended_job_resumes_with_its_next_head_at_no_cost(backend, submit, place):
+    ref, head = submit(max_restarts=0)
+    head.run()
+    head.lines(0, "one")
+    wait_for(lambda: texts(backend, ref))
+    place.runs[1].suspended = "Suspended: its queue has no room"
+    head.verdict(StateName.CANCELLED, "The head was told to end", FailureCause.SUSPENDED)
+    head.end(143, lost="deleted")
+    place.runs[1].heads = []
+    wait_for(lambda: backend.status(ref).reason == "Suspended: its queue has no room")
+    assert backend.status(ref).state is StateName.PENDING
+    place.runs[1].suspended = ""
+    time.sleep(0.05)
+    assert not backend.status(ref).is_final
+    resumed = ScriptedHead()
+    place.runs[1].heads = [resumed]
+    resumed.run()
+    resumed.lines(0, "two")
+    resumed.succeed()
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.attempt) == (StateName.SUCCEEDED, 1)
+    assert texts(backend, ref)[-1] == "two"
+    assert place.removed == []
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_head_that_the_operator_made_again_is_the_next_run_or_ends_the_job(backend, submit, place, max_restarts):
+    ref, head = submit(max_restarts=max_restarts)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    again = ScriptedHead()
+    head.end(137, lost="deleted")
+    place.runs[1].heads = [again]
+    again.run()
+    again.succeed()
+    status = wait_for_end(backend, ref)
+    if max_restarts:
+        assert status.state is StateName.SUCCEEDED
+    else:
+        assert "was lost and made again, and max_restarts allows no further run" in status.reason
+        assert place.killed
+
+
+def test_jobs_of_other_backends_are_not_found(backend):
+    from kale_dist.errors import JobNotFoundError
+
+    with pytest.raises(JobNotFoundError, match="not a job of the scripted backend"):
+        backend.status(JobRef("docker", "x"))

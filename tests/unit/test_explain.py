@@ -1,0 +1,314 @@
+"""What real clusters have said (recorded/*.json, see tests/cluster/test_troubles.py), and the sentences made of it."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+kubernetes = pytest.importorskip("kubernetes")
+
+from kale_dist.backends.kubernetes import look  # noqa: E402
+from kale_dist.backends.kubernetes.explain import pods as explain  # noqa: E402
+from kale_dist.backends.kubernetes.explain import sentences, table  # noqa: E402
+from kale_dist.backends.kubernetes.explain.table import Seen  # noqa: E402
+from kale_dist.backends.kubernetes.views import (  # noqa: E402
+    ContainerView,
+    EventView,
+    JobView,
+    NodeView,
+    PodView,
+    event_view,
+    pod_view,
+    seconds,
+)
+from kale_dist.contract import FailureCause  # noqa: E402
+from kale_dist.places import ClusterOptions  # noqa: E402
+from kale_dist.spec import JobSpec, Topology  # noqa: E402
+
+RECORDED = pathlib.Path(__file__).parent / "recorded"
+ROOT = pathlib.Path(__file__).parents[2]
+NODES = (NodeView(name="kd-node", allocatable=(("cpu", "2"), ("memory", "8137236Ki"), ("nvidia.com/gpu", "4"))),)
+
+
+def recorded(name):
+    """A recorded job's view and specification, and the time at which it was recorded."""
+    data = json.loads((RECORDED / f"{name}.json").read_text())
+    job = data["job"]
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    events = sorted(map(event_view, data["events"]), key=lambda event: event.time)
+    view = JobView(
+        name=name,
+        namespace="team",
+        job=job,
+        pods=tuple(map(pod_view, data["pods"])),
+        events=tuple(events),
+        nodes=NODES,
+    )
+    spec = JobSpec(
+        name=name,
+        label=name,
+        kind="call",
+        snapshot="none",
+        topology=Topology(number_of_processes=sum(part["replicas"] for part in replicas.values())),
+        cluster=ClusterOptions(master="Master" in replicas),
+    )
+    return view, spec, seconds(job["metadata"]["creationTimestamp"]) + 30
+
+
+def look_of(name, **changes):
+    view, spec, now = recorded(name)
+    return look.look(dataclasses.replace(view, **changes), spec, now)
+
+
+WAITS, FAILS = True, False
+"""Whether what is wrong may heal."""
+
+SAID = [
+    ("image-missing", WAITS, "none:1 was not found in its registry. Push it there"),
+    ("pull-401", WAITS, "the registry refuses to give the node the image"),
+    ("registry-down", WAITS, "node kd-node does not reach the registry of localhost:5999/x:1"),
+    ("init-image", WAITS, "init-pytorch, which the operator puts before workers, cannot be pulled"),
+    ("image-invalid", FAILS, "Local/UPPER:1 is not the name of an image"),
+    ("no-python", FAILS, "there is no python3 in the image localhost:5000/other/no-python:1"),
+    ("workdir", FAILS, "cannot start the container pytorch"),
+    ("root", FAILS, "must not run as root"),
+    ("cpu", WAITS, "it asks for 500 cpu and no node has that much free; the cluster has 2 in all"),
+    ("memory", WAITS, "it asks for 9000Gi memory and no node has that much free; the cluster has 7.76 GiB in all"),
+    ("gpu", WAITS, "it asks for 5 nvidia.com/gpu and no node has that many free; the cluster has 4 in all"),
+    ("node-selector", WAITS, "no free node fits its node selector or affinity"),
+    ("taint", WAITS, "1 has a taint that the pod does not tolerate"),
+    ("claim-missing", WAITS, "there is no claim nope in the namespace team"),
+    ("claim-pending", WAITS, "its claim pend has no volume yet"),
+    (
+        "claim-elsewhere",
+        WAITS,
+        "only nodes that do not take the pod reach the volume of its claim else",
+    ),
+    ("claim-rwop", WAITS, "Pod claim-rwop-worker-1 waits: its claim rwop is ReadWriteOncePod"),
+    ("secret-missing", WAITS, "the Secret secret-missing-input with the job's input does not exist"),
+    ("configmap-missing", WAITS, "there is no configmap nope"),
+    ("host-path-missing", WAITS, "node kd-node has no folder /nope/x"),
+    ("env-secret-missing", WAITS, "there is no secret nope in the namespace team, from which a variable comes"),
+    (
+        "quota",
+        FAILS,
+        "the quota team of the namespace team allows requests.cpu=1 in all, and this asks for requests.cpu=2",
+    ),
+    ("pod-security", FAILS, "Pod pod-security-worker-0 cannot be made"),
+    ("pod-security-all", FAILS, 'enforces Pod Security "restricted:latest", which forbids: allowPrivilegeEscalation'),
+    ("policy", WAITS, "the cluster's policy team refuses it: every pod needs a label team"),
+    ("webhook", WAITS, "the webhook policy.example.com, which the cluster has to ask first, does not answer"),
+    ("sa-missing", WAITS, "there is no service account nope"),
+    ("priority-missing", WAITS, "there is no priority class nope"),
+    ("crash-loop", WAITS, "is started again after a pause"),
+    ("operator-dead", WAITS, "left to kueue.x-k8s.io/multikueue"),
+    ("suspended", WAITS, "The job is suspended (runPolicy.suspend)"),
+    ("oom", FAILS, "more memory than its limit of 60Mi"),
+    ("evicted", FAILS, 'was evicted from node kd-node: Usage of EmptyDir volume "v" exceeds the limit "10Mi"'),
+    ("deadline", FAILS, "longer than its deadline"),
+    ("deadline-job", FAILS, "runPolicy.activeDeadlineSeconds"),
+    ("exec-format", FAILS, "ended with exit code 1 before its agent could say why"),
+    ("exit-1", FAILS, "bad"),
+    ("sidecar", WAITS, "the container proxy is still running"),
+    ("ok", WAITS, ""),
+    ("running", WAITS, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "heals", "part"), SAID, ids=[name for name, _, _ in SAID])
+def test_a_recorded_trouble_is_told_in_one_sentence(name, heals, part):
+    seen = look_of(name)
+    assert part in str(seen.trouble or "")
+    assert seen.trouble is None or seen.trouble.heals is heals
+    # A name in braces would be a fact that was not filled in.
+    assert "an unknown" not in str(seen.trouble)
+
+
+def test_every_recording_has_its_sentence():
+    assert sorted(path.stem for path in RECORDED.glob("*.json")) == sorted(name for name, _, _ in SAID)
+
+
+def test_without_the_right_to_list_nodes_the_sentence_leaves_the_cluster_out():
+    assert "it asks for 5 nvidia.com/gpu and no node has that many free (of 2 nodes" in str(
+        look_of("gpu", nodes=None).trouble
+    )
+
+
+def test_a_cluster_without_any_gpu():
+    assert "; the cluster has none at all" in str(look_of("gpu", nodes=(NodeView(name="n"),)).trouble)
+
+
+def _pod(**changes):
+    main = ContainerView(name="pytorch", image="reg/x:1", limits=(("memory", "2Gi"),))
+    values = {
+        "uid": "u",
+        "name": "x-worker-1",
+        "replica_type": "worker",
+        "index": 1,
+        "node": "n1",
+        "containers": (main,),
+    }
+    return PodView(**{**values, **changes})
+
+
+def _view(*pods, events=()):
+    return JobView(name="x", namespace="team", pods=pods, events=events)
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "name"),
+    [
+        (
+            "ErrImagePull",
+            "failed to resolve reference: pull access denied, repository does not exist or may require authorization",
+            "pull-forbidden",
+        ),
+        ("ErrImagePull", "no match for platform in manifest: not found", "image-platform"),
+        (
+            "ErrImagePull",
+            "429 Too Many Requests - toomanyrequests: You have reached your pull rate limit",
+            "image-rate",
+        ),
+        ("ImagePullBackOff", 'Back-off pulling image "x"', "pull-failed"),
+        (
+            "ErrImagePull",
+            'Head "https://r/v2/x": tls: failed to verify certificate: x509: unknown',
+            "registry-unreachable",
+        ),
+        ("ErrImageNeverPull", 'Container image "x" is not present with pull policy of Never', "image-never"),
+        ("CreateContainerConfigError", "couldn't find key token in Secret team/login", "environment-key"),
+        ("CreateContainerError", "context deadline exceeded", "config-error"),
+    ],
+)
+def test_words_of_other_clusters_are_known(reason, message, name):
+    waiting = ContainerView(name="pytorch", image="x", state="waiting", reason=reason, message=message)
+    finding = explain.hindrance(_pod(containers=(waiting,)), _view())
+    assert finding.name == name
+    assert str(finding.trouble).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("0/9 nodes are available: 3 node(s) had untolerated taint {role: }, 6 Insufficient nvidia.com/gpu. preemption: 0/9 Preemption", "gpu"),
+        ("0/2 nodes are available: 2 node(s) had volume node affinity conflict.", "volume-elsewhere"),
+        ("0/2 nodes are available: 2 node(s) were unschedulable.", "nodes-closed"),
+        ("0/2 nodes are available: 2 Too many pods.", "pods-full"),
+        ("0/2 nodes are available: 2 Insufficient rdma/hca.", "resource"),
+        ("0/2 nodes are available: 2 node(s) didn't satisfy existing pods anti-affinity rules.", "unschedulable"),
+        ("no nodes available to schedule pods", "nodes-closed"),
+    ],
+)  # fmt: skip
+def test_the_scheduler_of_other_clusters(said, name):
+    finding = explain.hindrance(_pod(node="", scheduling=f"Unschedulable: {said}"), _view())
+    assert finding.name == name
+    assert "Preemption" not in str(finding.trouble)
+
+
+def test_a_volume_in_use_on_another_node():
+    """Seen on clusters with block storage; the attach controller's own words."""
+    said = (
+        'Multi-Attach error for volume "pvc-1" Volume is already exclusively attached to one node and can\'t be attached to '
+        "another"
+    )
+    event = EventView(
+        uid="e",
+        kind="Pod",
+        name="x-worker-1",
+        object_uid="u",
+        is_warning=True,
+        reason="FailedAttachVolume",
+        message=said,
+        time=1,
+    )
+    finding = explain.hindrance(_pod(claims=("data",)), _view(events=(event,)))
+    assert "its claim data is ReadWriteOnce, and another node than n1 uses the volume" in str(finding.trouble)
+
+
+def test_a_warning_that_has_healed_is_not_told():
+    warning = EventView(
+        uid="e",
+        kind="Pod",
+        name="x-worker-1",
+        object_uid="u",
+        is_warning=True,
+        reason="FailedMount",
+        message="no",
+        time=1,
+    )
+    pulling = dataclasses.replace(warning, uid="f", is_warning=False, reason="Pulling", time=2)
+    assert explain.hindrance(_pod(), _view(events=(warning,))) is not None
+    view = _view(events=(warning, pulling))
+    assert explain.hindrance(_pod(), view) is None
+    assert explain.progress(_pod(), view) == "Pod x-worker-1 pulls the image reg/x:1 on node n1"
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("PreemptionByScheduler: preempted by pod y", "preempted"),
+        ("EvictionByEvictionAPI: Eviction API: evicting", "drained"),
+        ("DeletionByTaintManager: Taint manager: deleting due to NoExecute taint", "drained"),
+    ],
+)
+def test_pods_that_the_cluster_takes_away(reason, name):
+    ended = ContainerView(name="pytorch", state="terminated", exit_code=143, reason="Error")
+    finding = explain.end(_pod(disruption=reason, is_gone=True, containers=(ended,)), _view())
+    assert (finding.name, finding.trouble.cause) == (name, FailureCause.AGENT_DIED)
+
+
+def test_an_agent_that_gave_up_says_so_itself():
+    said = "kale_dist: the notebook has not sent the snapshot within 600 s"
+    ended = ContainerView(name="pytorch", state="terminated", exit_code=70, reason="Error", message=said)
+    assert "The agent of pod x-worker-1 gave up: the notebook has not sent" in str(
+        explain.end(_pod(containers=(ended,)), _view()).trouble
+    )
+
+
+def test_hostile_words_are_shown_and_not_interpreted():
+    message = "{pod} {0.__class__} %s\n" + "\x1b[2J" + "x" * 100_000
+    waiting = ContainerView(
+        name="pytorch", image="{image}", state="waiting", reason="CreateContainerError", message=message
+    )
+    text = str(explain.hindrance(_pod(containers=(waiting,)), _view()).trouble)
+    assert "{pod} {0.__class__} %s" in text
+    assert len(text) < 1000
+
+
+@pytest.mark.parametrize("entry", table.ALL, ids=lambda entry: entry.name)
+def test_each_entry_is_one_sentence_and_a_remedy(entry):
+    for text in (entry.sentence, entry.remedy):
+        assert text.strip() == text
+        assert not text.endswith(".")
+    assert ". " not in entry.sentence
+    assert entry.seen != (Seen.STRUCTURE,) or not entry.pattern
+
+
+def test_each_fact_stands_once():
+    names, facts = [entry.name for entry in table.ALL], [(entry.sentence, entry.remedy) for entry in table.ALL]
+    assert sorted(set(names)) == sorted(names)
+    assert sorted(set(facts)) == sorted(facts)
+
+
+def test_a_quota_that_is_too_small_is_told_from_one_that_is_full():
+    said = (
+        "FailedCreatePod: exceeded quota: q, requested: requests.cpu=2, used: requests.cpu=0, limited: requests.cpu={}"
+    )
+    assert table.match(Seen.JOB_EVENT, said.format("1"))[0].name == "quota-too-small"
+    assert table.match(Seen.JOB_EVENT, said.format("4"))[0].name == "quota"
+    assert table.match(Seen.JOB_EVENT, said.format("2k"))[0].heals
+
+
+def test_the_page_is_made_of_the_same_sentences():
+    spec = importlib.util.spec_from_file_location("make_troubleshooting", ROOT / "docs" / "make_troubleshooting.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = "run docs/make_troubleshooting.py"
+    assert (ROOT / "docs" / "troubleshooting.md").read_text() == module.page(), made
+
+
+def test_words_are_cut_and_lose_their_full_stop():
+    assert sentences.cut("a  b.\n") == "a b"
+    assert len(sentences.cut("x" * 1000)) == 300

@@ -1,0 +1,187 @@
+"""What a place says of a run, from the cluster's objects."""
+
+import dataclasses
+
+import pytest
+
+kubernetes = pytest.importorskip("kubernetes")
+
+from test_explain import look_of  # noqa: E402
+
+from kale_dist.backends.kubernetes import look  # noqa: E402
+from kale_dist.backends.kubernetes.views import ContainerView, EventView, JobView, PodView  # noqa: E402
+from kale_dist.contract import FailureCause  # noqa: E402
+from kale_dist.places import ClusterOptions  # noqa: E402
+from kale_dist.spec import JobSpec, Topology  # noqa: E402
+
+NOW = 1_000_000.0
+CREATED = "1970-01-12T13:46:30Z"  # ten seconds before
+RUNS = ContainerView(name="pytorch", state="running")
+
+
+def spec(**cluster):
+    topology = Topology(number_of_processes=4, processes_per_pod=2)
+    options = ClusterOptions(master=True, **cluster)
+    return JobSpec(name="x", label="x", kind="call", snapshot="none", topology=topology, cluster=options)
+
+
+def job(*, run_policy=None, annotations=None, labels=None, status=None, created=CREATED):
+    return {
+        "metadata": {"name": "x", "uid": "j", "creationTimestamp": created, "annotations": annotations or {}, "labels": labels or {}},
+        "spec": {"runPolicy": run_policy or {}, "pytorchReplicaSpecs": {"Master": {"replicas": 1}, "Worker": {"replicas": 1}}},
+        "status": status or {},
+    }  # fmt: skip
+
+
+def pod(kind="master", index=0, container=RUNS, **changes):
+    values = {"uid": f"{kind}{index}", "name": f"x-{kind}-{index}", "replica_type": kind, "index": index, "node": "n1"}
+    return PodView(**{**values, "phase": "Running", "created": NOW - 9, "containers": (container,), **changes})
+
+
+def ended(code, reason="Error", message="", at=NOW):
+    return ContainerView(name="pytorch", state="terminated", exit_code=code, reason=reason, message=message, ended=at)
+
+
+def seen(*pods, of=None, **changes):
+    view = JobView(name="x", namespace="team", job=job() if of is None else of, pods=pods, **changes)
+    return look.look(view, spec(), NOW)
+
+
+def test_parts_are_pods_by_their_numbers():
+    found = seen(pod("worker", node="n2"), pod())
+    assert [(part.number, part.name, part.state, part.node) for part in found.parts] == [
+        (0, "x-master-0", "running", "n1"),
+        (1, "x-worker-0", "running", "n2"),
+    ]
+    assert (found.trouble, found.finished, found.suspended, found.gone, found.fresh) == (None, "", "", False, True)
+
+
+def test_workers_only_begin_with_worker_0():
+    of = job()
+    del of["spec"]["pytorchReplicaSpecs"]["Master"]
+    assert [part.number for part in seen(pod("worker", 1), pod("worker", 0), of=of).parts] == [0, 1]
+
+
+def test_a_pod_without_a_node_waits_for_one():
+    found = seen(pod(), pod("worker", container=ContainerView(name="pytorch"), node=""))
+    assert found.parts[1].state == "waiting"
+    assert str(found.trouble) == "Pod x-worker-0 waits for a node"
+    assert found.trouble.heals
+
+
+def test_a_pod_that_was_killed_for_memory_comes_before_those_that_ended_because_of_it():
+    found = seen(pod(container=ended(1, at=NOW - 1)), pod("worker", container=ended(137, "OOMKilled", at=NOW)))
+    assert "more memory than its limit" in found.trouble.sentence
+    assert found.trouble.cause is FailureCause.DIED
+    assert [part.lost for part in found.parts] == ["", "out of memory"]
+    assert [part.exit_code for part in found.parts] == [1, 137]
+
+
+def test_a_rank_s_own_error_comes_before_the_deletion_of_pods_that_followed():
+    words = '{"state": "failed", "cause": "error", "rank": 1, "message": "Rank 1 failed: no"}'
+    deleted = pod(container=ended(143, at=NOW - 5), is_ending=True)
+    found = seen(deleted, pod("worker", container=ended(1, message=words)))
+    assert found.trouble.sentence.startswith("Pod x-worker-0 ended with exit code 1")
+    assert found.parts[1].message == words
+    assert found.parts[0].lost == "deleted"
+
+
+def test_pods_of_a_drained_node_and_evicted_ones_are_lost():
+    drained = pod(container=ended(143), disruption="EvictionByEvictionAPI: evicting", is_gone=True)
+    assert seen(drained, pod("worker")).parts[0].lost == "node lost"
+    full = pod(container=ended(143), phase="Failed", reason="Evicted", message="The node was low on resource: memory")
+    assert seen(full).parts[0].lost == "evicted"
+    assert "was evicted from node n1: The node was low" in seen(full).trouble.sentence
+
+
+def test_a_worker_that_was_deleted_is_told_and_not_taken_for_its_successor():
+    old = pod("worker", uid="old", is_gone=True, container=ended(143))
+    found = seen(pod(), old, pod("worker", uid="new", created=NOW))
+    assert (found.parts[1].uid, found.parts[1].lost) == ("old", "deleted")
+    assert "Pod x-worker-0 was deleted while it ran" in found.trouble.sentence
+
+
+def test_a_head_that_the_operator_made_again_has_another_uid():
+    found = seen(pod(uid="old", is_gone=True, container=ended(143)), pod(uid="new", created=NOW), pod("worker"))
+    assert found.parts[0].uid == "new"
+
+
+@pytest.mark.parametrize("message", ["{", "{}", "[1]", '{"state": "failed", "cause": "nonsense"}', "{" * 5000])
+def test_a_damaged_termination_message_is_no_trouble(message):
+    found = seen(pod(container=ended(1, message=message)), pod("worker"))
+    assert found.trouble.cause is FailureCause.AGENT_DIED
+
+
+def test_the_object_says_how_the_job_ended():
+    for kind, word in (("Succeeded", "succeeded"), ("Failed", "failed")):
+        conditions = [{"type": "Running", "status": "False"}, {"type": kind, "status": "True", "message": "no"}]
+        found = seen(of=job(status={"conditions": conditions}))
+        assert found.finished == word
+    assert "The operator says that the job failed: no" in str(found.trouble)
+    assert look_of("deadline-job").finished == "failed"
+
+
+def test_a_suspended_job_has_no_parts_and_begins_again_with_other_pods():
+    old = (pod(is_gone=True, created=NOW - 500, container=ended(143)), pod("worker", is_gone=True, created=NOW - 500))
+    suspended = seen(*old, of=job(run_policy={"suspend": True}))
+    assert suspended.parts == ()
+    assert "runPolicy.suspend" in suspended.suspended
+    resumed = seen(*old, pod(uid="n"), pod("worker", uid="m"), of=job(status={"startTime": CREATED}))
+    assert [part.uid for part in resumed.parts] == ["n", "m"]
+    assert resumed.suspended == ""
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("no quota left", "is queued in Kueue's queue gpus: no quota left"),
+    (
+        "insufficient quota for cpu in flavor default, request > maximum capacity (800m > 500m)",
+        "asks for more than Kueue's queue gpus ever has: insufficient quota for cpu",
+    ),
+])  # fmt: skip
+def test_a_queued_job_says_where_and_why(said, expected):
+    event = EventView(
+        uid="e", kind="Workload", name="x", object_uid="w", is_warning=True, reason="Pending", message=said, time=1
+    )
+    of = job(run_policy={"suspend": True}, labels={"kueue.x-k8s.io/queue-name": "gpus"})
+    assert expected in seen(of=of, events=(event,)).suspended
+
+
+def test_a_cancelled_job_is_seen_from_everywhere():
+    of = job(run_policy={"suspend": True}, annotations={"kale-dist.dev/cancelled": "ada"})
+    ending = seen(pod(), pod("worker", is_gone=True), of=of)
+    assert (ending.finished, str(ending.trouble)) == ("", "The job is being cancelled by ada")
+    over = seen(pod(is_gone=True), pod("worker", is_gone=True), of=of)
+    assert (over.finished, str(over.trouble)) == ("cancelled", "The job was cancelled by ada")
+
+
+def test_a_deleted_job_is_gone():
+    gone = JobView(name="x", namespace="team", is_deleted=True)
+    found = look.look(gone, spec(), NOW)
+    assert found.gone
+    assert "was deleted from the namespace team" in found.trouble.sentence
+    assert "deletes it 60 s after its end" in look.look(gone, spec(ttl_s=60), NOW).trouble.sentence
+
+
+def test_an_operator_that_does_nothing_is_told_after_a_while():
+    assert seen(of=job()).trouble is None
+    late = job(created="1970-01-12T13:46:00Z")
+    assert "The Training Operator has not looked at the job for 40 s" in seen(of=late).trouble.sentence
+    assert "without the right to list and watch events" in seen(of=late, lacks_events=True).trouble.sentence
+
+
+def test_what_was_seen_last_is_said_to_be_old():
+    waits = pod(container=ContainerView(name="pytorch"), node="")
+    found = seen(waits, healthy=False, problem="No answer.")
+    assert not found.fresh
+    assert str(found.trouble) == "No answer. As last seen: Pod x-master-0 waits for a node"
+    nothing = JobView(name="x", namespace="team", healthy=False, problem="No answer.")
+    assert str(look.look(nothing, spec(), NOW).trouble) == "No answer"
+
+
+def test_a_view_of_nothing_is_not_fresh():
+    assert not look.look(dataclasses.replace(JobView(name="x")), spec(), NOW).fresh
+
+
+def test_a_job_whose_pods_were_not_listed_yet_is_not_judged():
+    conditions = [{"type": "Succeeded", "status": "True"}]
+    assert not seen(of=job(status={"conditions": conditions}), is_complete=False).fresh
