@@ -62,7 +62,8 @@ class RunCopy:
         self.last_attempt = 0
         """The head's newest attempt that was seen."""
         self._files = files
-        self._world_size = world_size
+        self.world_size = world_size
+        """Ranks of the job."""
         self._on_change = on_change
         self._held: list[bytes] = []
         self._progress: dict[str, Any] = {}
@@ -294,7 +295,7 @@ class RunCopy:
         """Outcomes are signed themselves: one that is not this job's is refused when it is read."""
         target = self._files.outcome(part.attempt, part.rank)
         parts = self._parts.setdefault((part.attempt, part.rank), [])
-        if part.index != len(parts) or part.rank >= self._world_size or target.exists():
+        if part.index != len(parts) or part.rank >= self.world_size or target.exists():
             return
         parts.append(part.data)
         if len(parts) == part.count:

@@ -25,7 +25,7 @@ from kale_dist.contract import InputFiles, Source, encode_json
 from kale_dist.engine import Engine, explained
 from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
-from kale_dist.following.follower import identity
+from kale_dist.following.claims import identity
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec, VolumeKind
