@@ -19,12 +19,13 @@ def run_kubectl(*arguments, text=None):
     return ended.stdout
 
 
-def call_in(namespace, *, cpu=0.1, processes=2):
-    """Arguments that send a call to small pods of a namespace."""
-    return {
-        "on": "kubernetes", "image": IMAGE, "resources": {"cpu": cpu, "memory_gib": 1},
-        "cluster": {"namespace": namespace}, "number_of_processes": processes,
-    }  # fmt: skip
+def pods_in(namespace, **settings):
+    """Where a call goes: small pods of a namespace."""
+    import kale_dist as kd
+
+    return kd.Kubernetes(
+        **{"namespace": namespace, "image": IMAGE, "resources": {"cpu": 0.1, "memory": "1Gi"}, **settings}
+    )
 
 
 def wait_for(job, seen):

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 from fake_api import FakeApi, status
+from kale_dist.backends.kubernetes.refusals import Doing
 from on_cluster import write_kubeconfig
 
 from kale_dist.backends.kubernetes import client, refusals
-from kale_dist.backends.kubernetes.refusals import Doing
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError
 

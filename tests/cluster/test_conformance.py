@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from kale_dist.backends.kubernetes.backend import KubernetesBackend
 from on_cluster import IMAGE
 from rank_work import exit_with_3, fail, hang, succeed
 
 from kale_dist import records
-from kale_dist.backends.kubernetes.backend import KubernetesBackend
 from kale_dist.blobs import FolderStore
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology

@@ -7,22 +7,20 @@ import sys
 import textwrap
 import time
 
-import flat
 import pytest
-from on_cluster import call_in, make_claim, run_kubectl
-from rank_work import dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
+from on_cluster import pods_in, run_kubectl
+from rank_work import bytes_of, dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
 
 import kale_dist as kd
 from kale_dist.contract import FailureCause, StateName
-from kale_dist.errors import BackendError, ConfigError, JobCancelledError, JobExistsError, JobFailedError
+from kale_dist.errors import ConfigError, JobCancelledError, JobExistsError, JobFailedError, KaleDistWarning
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
 
 @pytest.fixture
 def on(namespace):
-    """Arguments that send a call to the cluster."""
-    return call_in(namespace, cpu=0.2)
+    return pods_in(namespace)
 
 
 def left_in(namespace, name):
@@ -58,7 +56,7 @@ def test_a_model_is_trained_by_two_pods_and_comes_back(on, namespace):
     before = model.weight.detach().clone()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = flat.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, **on)
+    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, on=on)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)
@@ -72,7 +70,7 @@ def test_a_model_is_trained_by_two_pods_and_comes_back(on, namespace):
 
 
 def test_results_and_every_rank_s_lines_are_seen_from_another_machine_too(on, namespace, tmp_path):
-    job = flat.launch(summed, 2, **on)
+    job = kd.launch(summed, 2, number_of_processes=2, on=on)
     assert job.results() == [6.0, 6.0]
     texts = {(line.rank, line.text) for line in job.logs()}
     assert {(0, "rank 0 has 3.0"), (1, "rank 1 has 3.0")} <= texts
@@ -80,24 +78,24 @@ def test_results_and_every_rank_s_lines_are_seen_from_another_machine_too(on, na
         f"""
         import kale_dist as kd
         from kale_dist import backends
+        print([(found.name, found.status.state.value) for found in kd.jobs(on="kubernetes", namespace={namespace!r})])
         job = kd.attach({job.ref!r})
         print(job.wait(60).state, job.results())
         print(*sorted(line.text for line in job.logs(ranks=[1])))
-        print([found.name for found in kd.jobs(on="kubernetes", namespace={namespace!r})])
         backends.get("kubernetes").close()
         """,
         tmp_path,
     )
+    assert f"('{job.name}', 'succeeded')" in told.splitlines()[0]
     assert "succeeded [6.0, 6.0]" in told
     assert "rank 1 has 3.0" in told
-    assert job.name in told.splitlines()[-1]
     with pytest.raises(JobExistsError):
-        flat.launch(summed, 2, name=job.name, **on)
+        kd.launch(summed, 2, name=job.name, number_of_processes=2, on=on)
     job.delete()
 
 
 def test_the_first_failing_rank_s_own_exception_comes_back(on):
-    job = flat.launch(fails_on_1, **on)
+    job = kd.launch(fails_on_1, number_of_processes=2, on=on)
     with pytest.raises(JobFailedError, match="no such column") as caught:
         job.result(120)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -106,7 +104,7 @@ def test_the_first_failing_rank_s_own_exception_comes_back(on):
 
 
 def test_a_killed_rank_ends_all_pods_and_is_named(on):
-    job = flat.launch(dies_on_1, **on)
+    job = kd.launch(dies_on_1, number_of_processes=2, on=on)
     status = job.wait(120)
     assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, FailureCause.DIED, 1)
     assert "SIGKILL" in status.reason
@@ -114,13 +112,12 @@ def test_a_killed_rank_ends_all_pods_and_is_named(on):
 
 
 def test_cancelling_ends_the_pods_and_keeps_the_log(on, namespace):
-    job = flat.launch(waits, **on)
+    job = kd.launch(waits, number_of_processes=2, on=on)
     wait_for_line(job, "ready")
     job.cancel()
     job.cancel()
     with pytest.raises(JobCancelledError):
         job.result(60)
-    job.cancel()
     assert any(line.text == "ready" for line in job.logs())
     deadline = time.monotonic() + 60
     while "Running" in run_kubectl("-n", namespace, "get", "pods", "-o", "jsonpath={.items[*].status.phase}"):
@@ -131,99 +128,103 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(on, namespace):
 
 
 def test_deleting_a_running_job_leaves_nothing(on, namespace):
-    job = flat.launch(waits, **on)
+    job = kd.launch(waits, number_of_processes=1, on=on)
     job.delete()
     assert left_in(namespace, job.name) == []
 
 
-def test_200_mb_go_up_and_come_back_where_nothing_is_shared(on):
+def test_30_mb_go_up_and_come_back_where_nothing_is_shared(on):
     import torch
 
-    weights = torch.arange(50_000_000, dtype=torch.float32)
-    roomy = {**on, "resources": {"cpu": 0.2, "memory_gib": 3}}
-    with pytest.warns(kd.errors.KaleDistWarning, match="191 MiB"):
-        job = flat.launch(size_and_more, weights, **roomy)
-    assert job.wait(240).state is StateName.SUCCEEDED, list(job.logs())
-    back = job.results()
+    weights = torch.arange(7_500_000, dtype=torch.float32)
+    with pytest.warns(KaleDistWarning, match="29 MiB"):
+        job = kd.launch(size_and_more, weights, number_of_processes=2, on=on)
+    back = job.results(200)
     assert len(back) == 2
     assert all(torch.equal(value, weights + 1) for value in back)
-    assert any("The snapshot was sent" in line.text for line in job.logs())
     job.delete()
 
 
-def test_a_claim_keeps_what_was_sent_for_the_next_run(on, namespace):
-    import torch
-
-    make_claim(namespace, "kept")
-    weights = torch.arange(1_000_000, dtype=torch.float32)
-    said = []
-    for _ in range(2):
-        with pytest.warns(kd.errors.KaleDistWarning, match="4 MiB"):
-            job = flat.launch(size_and_more, weights, store="pvc://kept/team", **on)
-        assert all(torch.equal(value, weights + 1) for value in job.results(120))
-        said.append(" ".join(line.text for line in job.logs() if line.rank is None))
-        job.delete()
-    assert "The snapshot was sent" in said[0]
-    assert "nothing had to be sent" in said[1]
-
-
+@pytest.mark.nightly
 def test_a_flood_of_lines_arrives_whole_and_in_order(on):
-    job = flat.launch(prints_much, **on)
+    job = kd.launch(prints_much, 100_000, number_of_processes=2, on=on)
     assert job.wait(180).state is StateName.SUCCEEDED
     for rank in range(2):
-        numbered = [line.text for line in job.logs(ranks=[rank]) if line.text.startswith("line ")]
+        numbered = [line.text for line in job.logs(ranks=[rank])]
         assert numbered == [f"line {number:06} of rank {rank}" for number in range(100_000)]
-        assert sum(line.text.count("x") for line in job.logs(ranks=[rank]) if "xxxx" in line.text) == 3_000_000
     job.delete()
 
 
-def test_two_processes_in_one_pod(on):
-    job = flat.launch(summed, 1, **on, processes_per_pod=2)
+def test_two_processes_in_one_pod(namespace):
+    on = pods_in(namespace, processes_per_pod=2)
+    job = kd.launch(summed, 1, number_of_processes=2, on=on)
     assert job.results(120) == [3.0, 3.0]
-    assert "Worker" not in str(flat.render(summed, 1, **on, processes_per_pod=2))
     job.delete()
-
-
-def test_what_render_prints_can_be_applied(on, namespace):
-    text = str(flat.render(summed, 2, **on, name="rendered"))
+    text = str(kd.render(summed, 1, name="rendered", number_of_processes=2, on=on))
+    assert "Worker" not in text
     run_kubectl("-n", namespace, "apply", "--dry-run=server", "-f", "-", text=text)
-    assert "kind: PyTorchJob" in text
 
 
-def test_an_image_that_is_not_there_is_explained_while_the_job_waits(on):
-    job = flat.launch(summed, 2, **{**on, "image": "localhost:5000/kale-dist/nothing:1"})
-    deadline = time.monotonic() + 90
-    while "localhost:5000/kale-dist/nothing:1" not in job.status.reason:
-        assert time.monotonic() < deadline, job.status
-        time.sleep(0.5)
-    assert job.status.state is StateName.PENDING
-    job.delete()
+def test_jobs_are_listed_by_labels_in_one_namespace_or_all(namespace, make_namespace):
+    other = make_namespace()
+    made = {}
+    for place, team in ((namespace, "vision"), (namespace, "speech"), (other, "vision")):
+        on = pods_in(place, labels={"team": team}, patch={"spec": {"runPolicy": {"suspend": True}}})
+        made[place, team] = kd.launch(summed, 1, number_of_processes=1, on=on)
+
+    def refs(**selection):
+        return {job.ref for job in kd.jobs(on="kubernetes", **selection)}
+
+    assert refs(namespace=namespace, labels={"team": "vision"}) == {made[namespace, "vision"].ref}
+    everywhere = refs(namespace="*", labels={"team": "vision"})
+    assert everywhere >= {made[namespace, "vision"].ref, made[other, "vision"].ref}
+    assert made[namespace, "speech"].ref not in everywhere
+    for job in made.values():
+        job.delete()
 
 
-def test_a_job_that_does_not_start_in_time_fails_and_frees_its_pods(on, namespace):
-    options = {"namespace": namespace, "pending_timeout_s": 6, "node_selector": {"disk": "none-has-this"}}
-    job = flat.launch(summed, 2, **{**on, "cluster": options})
+@pytest.mark.parametrize(
+    ("selection", "argument"),
+    [
+        ({"labels": {"team": "vision,app=x"}}, "labels"),
+        ({"labels": {"team": 3}}, "labels"),
+        ({"labels": ["team=vision"]}, "labels"),
+        ({"namespace": "../kube-system"}, "namespace"),
+    ],
+)
+def test_a_selection_that_is_none_is_refused(kubeconfig, selection, argument):
+    with pytest.raises(ConfigError) as caught:
+        kd.jobs(on="kubernetes", **selection)
+    assert caught.value.argument == argument
+
+
+def test_a_job_that_does_not_start_in_time_fails_and_frees_its_pods(namespace):
+    on = pods_in(namespace, pending_timeout_s=6, node_selector={"disk": "none-has-this"})
+    job = kd.launch(summed, 2, number_of_processes=1, on=on)
     status = job.wait(90)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.TIMEOUT)
     assert "pending_timeout_s of 6 s" in status.reason
+    assert "no free node fits its node selector" in status.reason
     job.delete()
 
 
-def test_without_an_image_the_call_says_where_to_name_one(on, monkeypatch, tmp_path):
-    monkeypatch.setenv("KALE_DIST_CONFIG", str(tmp_path / "config.toml"))
-    (tmp_path / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match="KALE_DIST_IMAGE"):
-        flat.launch(summed, 2, **{**on, "image": None})
+def test_the_object_can_be_read(on):
+    """As Kale's monitor loop does: `job.get()["status"]["replicaStatuses"]["Master"]`."""
+    from kale_dist import backends
+    from kale_dist.backends.base import JobRef
+
+    job = kd.launch(bytes_of, 1, number_of_processes=1, on=on)
+    assert job.result(120) == bytes(1)
+    run = backends.get("kubernetes").describe(JobRef.parse(job.ref))
+    assert run["kind"] == "PyTorchJob"
+    assert "Master" in run["status"]["replicaStatuses"]
+    job.delete()
 
 
-def test_a_namespace_that_is_not_there_is_refused_at_the_call(on):
-    with pytest.raises(BackendError, match="no-such-namespace"):
-        flat.launch(summed, 2, **{**on, "cluster": {"namespace": "no-such-namespace"}})
-
-
-def test_ten_jobs_at_once(on):
-    one = {**on, "number_of_processes": 1, "resources": {"cpu": 0.05, "memory_gib": 0.7}}
-    jobs = [flat.launch(summed, number, **one) for number in range(10)]
+@pytest.mark.nightly
+def test_ten_jobs_at_once(namespace):
+    on = pods_in(namespace, resources={"cpu": 0.05, "memory": "700Mi"})
+    jobs = [kd.launch(summed, number, number_of_processes=1, on=on) for number in range(10)]
     assert [job.result(280) for job in jobs] == [float(number) for number in range(10)]
     for job in jobs:
         job.delete()

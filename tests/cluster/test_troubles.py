@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("kubernetes")
 
+from kale_dist.backends.kubernetes.watching import NamespaceWatch
 from on_cluster import IMAGE, run_kubectl
 
 from kale_dist.backends.kubernetes import client, states
-from kale_dist.backends.kubernetes.watching import NamespaceWatch
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.spec import ClusterOptions, JobSpec, Topology
 from kale_dist.status import JobStatus, ReplicaStatus

@@ -180,3 +180,8 @@ def test_what_was_seen_last_is_said_to_be_old():
 
 def test_a_view_of_nothing_is_not_fresh():
     assert not look.look(dataclasses.replace(JobView(name="x")), spec(), NOW).fresh
+
+
+def test_a_job_whose_pods_were_not_listed_yet_is_not_judged():
+    conditions = [{"type": "Succeeded", "status": "True"}]
+    assert not seen(of=job(status={"conditions": conditions}), is_complete=False).fresh

@@ -34,12 +34,12 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         spec: What was submitted.
         now: Seconds since 1970.
     """
-    job = view.job
+    job, is_fresh = view.job, view.healthy and view.is_complete
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
         name = "job-expired" if is_late else "job-deleted"
         trouble = explain.of_job(name, view, {"ttl": f"{spec.cluster.ttl_s}"}).trouble
-        return Look(parts=_parts(view, spec), trouble=trouble, gone=True, fresh=view.healthy)
+        return Look(parts=_parts(view, spec), trouble=trouble, gone=True, fresh=is_fresh)
     if job is None:
         problem = Trouble(sentence=view.problem.rstrip("."), heals=True) if view.problem else None
         return Look(trouble=problem, fresh=False)
@@ -49,11 +49,11 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         is_over = all(part.state == "ended" for part in parts) and (is_suspended(job) or bool(parts))
         sentence = f"The job {'was' if is_over else 'is being'} cancelled by {person}"
         trouble = Trouble(sentence=sentence, heals=not is_over, cause=FailureCause.USER)
-        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=view.healthy)
+        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=is_fresh)
     if is_suspended(job):
         trouble = _why_suspended(job, view)
         there = tuple(part for part in parts if part.lost != "deleted")
-        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=view.healthy)
+        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=is_fresh)
     expected = number_of_pods(job)
     found = _ended(view, condition) or _waiting(view, job, expected, now)
     known = found.trouble if isinstance(found, Found) else found
@@ -61,7 +61,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
     finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
-    return Look(parts=parts, trouble=known, finished=finished, fresh=view.healthy)
+    return Look(parts=parts, trouble=known, finished=finished, fresh=is_fresh)
 
 
 def is_suspended(job: Mapping[str, Any]) -> bool:

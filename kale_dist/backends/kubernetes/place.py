@@ -8,7 +8,6 @@ import dataclasses
 import getpass
 import json
 import pathlib
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.port_forward import PodConnection
 from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import InputFiles, Source
+from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError, warn
 from kale_dist.following.client import HeadClient
 from kale_dist.manifests.settings import (
@@ -158,12 +157,31 @@ class KubernetesPlace:
     # -- its end --------------------------------------------------------------------------------------------------------
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Bring an outcome or the checkpoint from the job's store; there are no other files outside of the head."""
-        spec = handle.spec
-        if not spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
+        """Bring an outcome or the checkpoint from the log of the head, or from the job's store."""
+        if name.startswith("outcome-") and self._from_log(handle, name, target):
+            return True
+        if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
             return False
+        return self._from_store(handle, name, target)
+
+    def _from_log(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Bring small outcomes out of the head's log: all that it has, as reading it again for each would take long."""
+        parts: dict[str, list[bytes]] = {}
+        reader = BlockReader()
+        with contextlib.suppress(BackendError), self.head_output(handle, follow=False) as pieces:
+            for piece in pieces:
+                for block in reader.feed(piece):
+                    if isinstance(block, OutcomePart):
+                        known = parts.setdefault(f"outcome-{block.attempt}-{block.rank}", [])
+                        if block.index == len(known):
+                            known.append(block.data)
+                        if len(known) == block.count:
+                            _write(target.with_name(f"outcome-{block.attempt}-{block.rank}"), b"".join(known))
+        return name in parts and target.exists()
+
+    def _from_store(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        spec, kept = handle.spec, f"jobs/{handle.object}/{name}"
         claim, _ = submit.claim_of(spec)
-        kept = f"jobs/{handle.object}/{name}"
         if not claim:
             store = UrlStore(spec.store)
             if not store.exists(kept):
@@ -176,14 +194,7 @@ class KubernetesPlace:
             return errand.read_store(cluster, spec, handle.object, name, target)
         if not (folder / kept).exists():
             return False
-        part = target.with_name(f".{target.name}.part")
-        try:
-            shutil.copyfile(folder / kept, part)
-            part.replace(target)
-        except OSError as error:
-            raise StoreError(f"{folder / kept} could not be copied to {target}: {error.strerror}") from error
-        finally:
-            part.unlink(missing_ok=True)
+        _write(target, (folder / kept).read_bytes())
         return True
 
     def kill(self, handle: RunHandle, grace_s: float) -> None:
@@ -312,6 +323,18 @@ class KubernetesPlace:
         if head is None or head.state == "waiting":
             raise BackendError(f"The first pod of {handle.ref} does not run yet", retryable=True)
         return head
+
+
+def _write(target: pathlib.Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError as error:
+        raise StoreError(f"{target} could not be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _run_of(job: Mapping[str, Any]) -> int:

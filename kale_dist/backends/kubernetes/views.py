@@ -139,6 +139,8 @@ class JobView:
     """Whether this is up to date."""
     problem: str = ""
     """Why it is not, in a sentence."""
+    is_complete: bool = True
+    """Whether all pods there are have been listed."""
     lacks_events: bool = False
     """Whether this user may not read events, so that it cannot be said why pods are refused."""
 

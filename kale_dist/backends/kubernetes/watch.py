@@ -73,7 +73,7 @@ class NamespaceWatch:
             self._callbacks.setdefault(job_name, {})[token] = callback
             if not self._watches:
                 self._start()
-            elif self._state.has_listed_jobs and job_name not in self._state.jobs:
+            elif JOBS in self._state.listed and job_name not in self._state.jobs:
                 self._look_up(job_name)
         return functools.partial(self._unsubscribe, job_name, token)
 
@@ -261,7 +261,8 @@ class _State:
         self.problems: dict[str, str] = {}
         """Kind of object to why nothing can be learnt of it now."""
         self.lacks_events = False
-        self.has_listed_jobs = False
+        self.listed: set[str] = set()
+        """Kinds of which all objects are known: a job whose pods were not listed yet only seems to have none."""
         self.jobs: dict[str, Object] = {}
         self.deleted: set[str] = set()
         self._pods: dict[str, dict[str, PodView]] = {}
@@ -292,6 +293,7 @@ class _State:
             nodes=self.nodes,
             is_deleted=name in self.deleted,
             healthy=not problem,
+            is_complete={JOBS, "pods"} <= self.listed,
             problem=problem,
             lacks_events=self.lacks_events,
         )
@@ -305,7 +307,7 @@ class _State:
         changed = {name for name, item in now.items() if item != self.jobs.get(name)}
         self.deleted = (self.deleted | gone) - set(now)
         self.jobs = now
-        self.has_listed_jobs = True
+        self.listed.add(JOBS)
         return changed | gone
 
     def change_job(self, change: str, item: Object) -> set[str]:
@@ -331,6 +333,9 @@ class _State:
     def list_pods(self, items: Sequence[Object]) -> set[str]:
         """All pods there are."""
         names = {name for item in items for name in self.change_pod("MODIFIED", item)}
+        if "pods" not in self.listed:
+            self.listed.add("pods")
+            names |= set(self.followed)
         there = {item["metadata"]["uid"] for item in items}
         for name, pods in list(self._pods.items()):
             for uid, pod in list(pods.items()):

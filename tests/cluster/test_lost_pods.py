@@ -1,0 +1,156 @@
+"""Pods that are lost on the real cluster: deleted, evicted, out of memory, suspended; with and without another run."""
+
+import json
+import time
+
+import pytest
+from on_cluster import make_claim, pods_in, run_kubectl, wait_for
+from rank_work import fills_memory, train_slowly, waits, waits_in_its_first_run
+
+import kale_dist as kd
+from kale_dist.contract import FailureCause, StateName
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
+
+@pytest.fixture
+def on(namespace):
+    return pods_in(namespace)
+
+
+def started(job):
+    wait_for(job, lambda status: status.state is StateName.RUNNING and any("ready" in line.text for line in job.logs()))
+    return job
+
+
+def delete_pod(namespace, name, *options):
+    run_kubectl("-n", namespace, "delete", "pod", name, "--wait=false", *options)
+
+
+def suspend(job, namespace, *, value=True):
+    change = {"spec": {"runPolicy": {"suspend": value}}}
+    run_kubectl("-n", namespace, "patch", "pytorchjob", job.name, "--type=merge", "-p", json.dumps(change))
+
+
+def names_of(namespace, kinds="pytorchjobs,pods,secrets"):
+    return run_kubectl("-n", namespace, "get", kinds, "-o", "name")
+
+
+def told(job):
+    return [str(line) for line in job.logs()]
+
+
+def test_a_worker_that_is_deleted_fails_the_job_and_is_named(on, namespace):
+    job = started(kd.launch(waits, number_of_processes=2, on=on))
+    delete_pod(namespace, f"{job.name}-worker-0")
+    status = job.wait(120)
+    assert status.state is StateName.FAILED, (status, told(job))
+    assert f"{job.name}-worker-0 was deleted while it ran" in status.reason
+    job.delete()
+
+
+def test_a_head_that_is_deleted_is_not_taken_for_the_one_that_the_operator_makes(on, namespace):
+    job = started(kd.launch(waits, number_of_processes=1, on=on))
+    delete_pod(namespace, f"{job.name}-master-0", "--force", "--grace-period=0")
+    status = job.wait(120)
+    assert status.state is StateName.FAILED, (status, told(job))
+    job.delete()
+    assert job.name not in names_of(namespace)
+
+
+def test_a_job_that_loses_its_worker_resumes_in_a_run_of_its_own(on, namespace):
+    job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
+    delete_pod(namespace, f"{job.name}-worker-0")
+    assert job.results(150) == [1, 1], (job.status, told(job))
+    listed = names_of(namespace)
+    assert f"pytorchjob.kubeflow.org/{job.name}-2" in listed
+    assert f"{job.name}-input" not in listed
+    assert sum("ready" in line for line in told(job)) == 4
+    assert [found.name for found in kd.jobs(on="kubernetes", namespace=namespace)] == [job.name]
+    job.delete()
+    assert job.name not in names_of(namespace)
+
+
+def test_a_job_that_loses_its_head_resumes(on, namespace):
+    job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
+    delete_pod(namespace, f"{job.name}-master-0")
+    assert job.results(150) == [1, 1], (job.status, told(job))
+    job.delete()
+
+
+def test_an_evicted_pod_says_so(on, namespace):
+    job = started(kd.launch(waits, number_of_processes=1, on=on))
+    pod = f"{job.name}-master-0"
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+    run_kubectl("create", "--raw", path, "-f", "-", text=json.dumps(eviction))
+    status = job.wait(150)
+    assert status.state is StateName.FAILED, (status, told(job))
+    assert "its node kd-node was drained" in status.reason
+    job.delete()
+
+
+def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace):
+    on = pods_in(namespace, resources={"cpu": 0.1, "memory": "700Mi"})
+    job = kd.launch(fills_memory, number_of_processes=1, max_restarts=1, on=on)
+    status = job.wait(150)
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.DIED), (status, told(job))
+    assert "memory" in status.reason
+    assert f"{job.name}-2" not in names_of(namespace)
+    job.delete()
+
+
+def test_a_suspended_training_resumes_behind_its_checkpoint(namespace):
+    import torch
+
+    make_claim(namespace, "kept")
+    on = pods_in(namespace, store="pvc://kept/runs")
+    torch.manual_seed(0)
+    x = torch.randn(32, 4)
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    job = kd.distribute(
+        model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=6, train_args=0.3, seed=1,
+        number_of_processes=2, threads=1, max_restarts=1, on=on,
+    )  # fmt: skip
+    wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 2)
+    suspend(job, namespace)
+    wait_for(job, lambda status: status.state is StateName.PENDING and "is suspended" in status.reason)
+    assert '"suspend":false' in job.status.reason
+    selector = f"training.kubeflow.org/job-name={job.name}"
+    run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "-l", selector, "--timeout=90s")
+    assert not job.done()
+    suspend(job, namespace, value=False)
+    status = job.wait(150)
+    assert status.state is StateName.SUCCEEDED, (status, told(job))
+    rows = [row["epoch"] for row in job.metrics if row["source"] == "train"]
+    assert rows == list(range(1, 7)), (rows, told(job))
+    job.delete()
+
+
+def test_a_suspended_job_can_be_cancelled(on, namespace):
+    job = started(kd.launch(waits, number_of_processes=1, on=on))
+    suspend(job, namespace)
+    wait_for(job, lambda status: "is suspended" in status.reason)
+    job.cancel()
+    assert job.wait(90).state is StateName.CANCELLED
+    job.delete()
+
+
+def test_a_job_under_a_full_quota_starts_as_soon_as_there_is_room(make_namespace):
+    namespace = make_namespace()
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}, "spec": {"hard": {"pods": "1"}}}
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(quota))
+    on = pods_in(namespace)
+    first = started(kd.launch(waits, number_of_processes=1, on=on))
+    with pytest.warns(kd.errors.KaleDistWarning, match="waits until other jobs end"):
+        second = kd.launch(waits, number_of_processes=1, on=on)
+    wait_for(second, lambda status: "the quota q" in status.reason)
+    # Long enough for the operator to look at it seldom.
+    time.sleep(12)
+    first.delete()
+    began = time.monotonic()
+    started(second)
+    assert time.monotonic() - began < 12
+    second.delete()
