@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from kale_dist import records
 from kale_dist.backends.base import JobRef, Look, Part, Place, RunHandle
@@ -106,6 +107,7 @@ class Follower:
         self._between_looks_s = 0.0
         self._decided: Verdict | None = None
         self._heard: set[str] = set()
+        self._is_resumed = False
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._stopped = threading.Event()
@@ -233,14 +235,12 @@ class Follower:
             return False
         head = self.look.head
         if head is not None and not self._run.uid:
-            self._run = dataclasses.replace(self._run, uid=head.uid)
-            records.write_run(self._run)
+            self._write_run(uid=head.uid)
         if head is not None and head.uid != self._run.uid:
             return self._follow_new_head(head)
         if head is not None and head.state == "running" and self._run.is_suspended and not self.look.suspended:
             # It was resumed before its pods were gone.
-            self._run = dataclasses.replace(self._run, is_suspended=False)
-            records.write_run(self._run)
+            self._write_run(is_suspended=False)
         if head is not None and head.state != "waiting" and self._reader is None:
             self._reader = self._read_head()
         if head is not None and head.state == "running" and self._input is None:
@@ -264,6 +264,10 @@ class Follower:
             self._opened.close()
         self._reader = self._opened = self._input = self._input_error = self._decided = None
         self._seen_s.clear()
+
+    def _write_run(self, **changes: Any) -> None:
+        self._run = dataclasses.replace(self._run, **changes)
+        records.write_run(self._run)
 
     def _read_head(self) -> HeadReader:
         uid = self._run.uid
@@ -316,9 +320,14 @@ class Follower:
     def _end_if_ended(self) -> bool:
         look, copy, reader = self.look, self._copy, self._reader
         head = look.head
-        if look.suspended and self._run.uid and not self._run.is_suspended:
-            self._run = dataclasses.replace(self._run, is_suspended=True)
-            records.write_run(self._run)
+        if look.suspended:
+            self._is_resumed = True
+            if self._run.uid and not self._run.is_suspended:
+                self._write_run(is_suspended=True)
+        elif self._is_resumed:
+            # From here on it counts how long the job waits for its pods.
+            self._is_resumed = False
+            self._write_run(began=self._clock.time())
         if not look.fresh:
             return False
         is_read = reader is None or reader.is_drained
@@ -353,6 +362,14 @@ class Follower:
             self._input = self._input_error = None
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
         trouble = look.trouble if waits and not look.suspended else None
+        limit_s, waited_s = (
+            self._spec.cluster.pending_timeout_s,
+            self._clock.time() - (self._run.began or self._record.created),
+        )
+        if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
+            reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
+            reason += f". {look.trouble}" if look.trouble is not None else ""
+            return Verdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
         if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
             return judge_trouble(trouble)
         part = lost_part(look)
@@ -430,6 +447,7 @@ class Follower:
             object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
             uid=uid,
             first_attempt=run.first_attempt + copy.last_attempt + 1,
+            began=self._clock.time(),
             is_started=bool(uid),
             is_free=is_free,
             place=self._handle.place if uid else (),
@@ -489,8 +507,7 @@ class Follower:
         finally:
             self._show("")
         place = () if self._handle.place == self._record.place else self._handle.place
-        self._run = dataclasses.replace(self._run, is_started=True, object=self._handle.object, place=place)
-        records.write_run(self._run)
+        self._write_run(is_started=True, object=self._handle.object, place=place)
         self._listen()
         return False
 
