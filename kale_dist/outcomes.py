@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import blobs, weights
+from kale_dist import blobs, records, weights
 from kale_dist.contract import FailureCause, JobFiles, StateName
 from kale_dist.errors import (
     JobCancelledError,
@@ -103,12 +103,13 @@ class OutcomeReader:
         from kale_dist.training import checkpoint
 
         self._bring(self.files.checkpoint)
-        if not self.files.checkpoint.exists():
+        found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
+        if not found:
             raise ResultUnavailableError(
                 f"{self._ref} has written no checkpoint yet. One is written after every `checkpoint_every` epochs",
                 self._ref,
             )
-        return checkpoint.read(self.files.checkpoint).model
+        return checkpoint.read(found[-1]).model
 
     def rebuilt_targets(self) -> weights.Targets:
         """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's.
@@ -136,13 +137,16 @@ class OutcomeReader:
         with self._lock:
             found = self._read.get((rank, attempt))
             if found is None:
-                if not self.files.outcome(attempt, rank).exists():
-                    self._bring(self.files.outcome(attempt, rank))
+                # A head counts its attempts from 0 and signs with its own run's name.
+                run = records.runs(self.files.folder.name)[-1]
+                path = run.files.outcome(attempt - run.first_attempt, rank)
+                if not path.exists():
+                    self._bring(path)
                 found = self._read[rank, attempt] = outcome.read(
-                    self.files.outcome(attempt, rank),
+                    path,
                     key=self.key,
-                    job=self._spec.name,
-                    attempt=attempt,
+                    job=run.object or self._spec.name,
+                    attempt=attempt - run.first_attempt,
                     rank=rank,
                     resolve=self._resolve,
                 )

@@ -448,7 +448,10 @@ class Place(Protocol):
         """
 
     def describe(self, handle: RunHandle) -> dict[str, Any]:
-        """The object itself, as its API shows it."""
+        """The object itself, as its API shows it; empty where a run is no single object."""
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have, as the values of `volumes=` take them."""
+
+    def close(self) -> None:
+        """Close connections that are kept; the next call makes new ones."""

@@ -143,10 +143,12 @@ class FollowedBackend:
     def list(self) -> Sequence[JobRef]:
         """Jobs of this user's records, and those of the place, oldest first.
 
+        Where jobs have namespaces, those of the configured one that the place has.
+
         Raises:
             BackendError: The place does not answer, and there is no record that could be listed without it.
         """
-        known = [JobRef.parse(ref) for ref in records.refs(self.name)]
+        known = [JobRef.parse(ref) for ref in records.refs(self.name) if "/" not in ref.partition("://")[2]]
         try:
             known += [ref for ref in self.place.list(None, {}) if ref not in known]
         except BackendError:
@@ -156,6 +158,8 @@ class FollowedBackend:
 
     def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
         """Jobs of this library at the place, oldest first, from all users."""
+        if namespace is None and not labels:
+            return self.list()
         return self.place.list(namespace, labels or {})
 
     def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
@@ -193,6 +197,11 @@ class FollowedBackend:
                 f"{name} of {ref} is not there any more: the job's {self.place.noun}s have ended or are gone"
             )
 
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The object of the newest run, as it is now; empty where it is no single object."""
+        record = self._reader(ref).record()
+        return self.place.describe(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have."""
         return self.place.volumes()
@@ -205,6 +214,7 @@ class FollowedBackend:
             follower.stop()
         for follower in followers:
             follower.join()
+        self.place.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class LiveView:
     def __init__(self, job: Job[Any]) -> None:
         self._job = job
         self._display_id = f"kale-dist-{uuid.uuid4().hex}"
-        self._log = LogReader(inside(job).files.log)
+        self._log = LogReader(inside(job).files)
         self._tail: collections.deque[LogLine] = collections.deque(maxlen=view.LOG_LINES)
         self._lock = threading.Lock()
         self._shown: JobStatus | None = None

@@ -133,7 +133,7 @@ class JobWidget(anywidget.AnyWidget):
     def _take(self, job: Job[Any]) -> None:
         with self._lock:
             self._job = job
-            self._log = LogReader(inside(job).files.log)
+            self._log = LogReader(inside(job).files)
             self._lines: collections.deque[LogLine] = collections.deque(self._log.tail(KEPT_LINES), maxlen=KEPT_LINES)
             self._next = len(self._lines)
             self._status: JobStatus | None = None

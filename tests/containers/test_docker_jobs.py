@@ -143,7 +143,7 @@ def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, kil
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_container_is_followed_by_another_run(on, engine, tmp_path, lost):
-    job = kd.launch(
+    job = flat.launch(
         hangs_at_first, "/data", number_of_processes=2, max_restarts=1, volumes={"/data": str(tmp_path)}, **on
     )
     wait_for_line(job, "ready")
@@ -160,7 +160,7 @@ def test_a_lost_container_is_followed_by_another_run(on, engine, tmp_path, lost)
 
 
 def test_a_job_whose_containers_were_removed_is_cancelled(on, engine):
-    job = kd.launch(hang, number_of_processes=1, max_restarts=3, **on)
+    job = flat.launch(hang, number_of_processes=1, max_restarts=3, **on)
     wait_for_line(job, "ready")
     engine.api.remove_container(f"kale-dist-{job.name}-0", force=True)
     status = job.wait(timeout=60)

@@ -17,7 +17,7 @@ from kale_dist.backends.docker import containers
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.engine import Engine, explained
 from kale_dist.errors import BackendError, BackendUnavailableError, StoreError
-from kale_dist.following.follower import identity
+from kale_dist.following.claims import identity
 from kale_dist.spec import JobSpec
 
 _HOLDING = ("created", "running", "paused", "restarting")
@@ -69,6 +69,15 @@ def connect_again(url: str, identifier: str) -> Engine:
             if identifier and other.info.get("ID") == identifier:
                 return other
         raise
+
+
+def disconnect() -> None:
+    """Close all connections; the next call makes new ones."""
+    with _lock:
+        known = set(_engines.values())
+        _engines.clear()
+    for found in known:
+        found.close()
 
 
 def facts_of(engine: Engine) -> Facts:
