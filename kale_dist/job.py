@@ -307,8 +307,8 @@ class Job(Generic[R]):
         Raises:
             JobNotFoundError: The job was deleted.
         """
-        if isinstance(self._backend, Describes):
-            return dict(self._backend.describe(self._ref))
+        if isinstance(self._backend, Describes) and (found := dict(self._backend.describe(self._ref))):
+            return found
         return resource(self._spec, self.status)
 
     def get_job_status(self) -> str:

@@ -81,6 +81,8 @@ class Run:
     """Of its head; empty before the head has been seen."""
     first_attempt: int = 0
     """Attempts of all runs before it: what the head calls attempt 0."""
+    began: float = 0.0
+    """When it was submitted, or resumed after a suspension, in seconds since 1970; 0: when the record was written."""
     is_started: bool = True
     """Whether its object has been created."""
     is_free: bool = False

@@ -462,7 +462,7 @@ class Place(Protocol):
         """
 
     def describe(self, handle: RunHandle) -> dict[str, Any]:
-        """The object itself, as its API shows it."""
+        """The object itself, as its API shows it; empty where a run is no single object."""
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have, as the values of `volumes=` take them."""

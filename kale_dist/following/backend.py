@@ -197,6 +197,11 @@ class FollowedBackend:
                 f"{name} of {ref} is not there any more: the job's {self.place.noun}s have ended or are gone"
             )
 
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The object of the newest run, as it is now; empty where it is no single object."""
+        record = self._reader(ref).record()
+        return self.place.describe(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have."""
         return self.place.volumes()

@@ -61,8 +61,11 @@ class RunCopy:
         """The head's final state event. Readers do not see it, or what follows it, before `release`."""
         self.last_attempt = 0
         """The head's newest attempt that was seen."""
+        self.has_started = False
+        """Whether ranks have started."""
         self._files = files
-        self._world_size = world_size
+        self.world_size = world_size
+        """Ranks of the job."""
         self._on_change = on_change
         self._held: list[bytes] = []
         self._progress: dict[str, Any] = {}
@@ -262,8 +265,7 @@ class RunCopy:
         # Numbers are those of lines in the file; empty lines stand for events that are missing.
         data = b"\n" * (block.number - self.next_event) + contract.encode_json(event)
         self.next_event = block.number + 1
-        with contextlib.suppress(TypeError, ValueError):
-            self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
+        self._note(event)
         if self.verdict is None and event.get("event") == EventKind.STATE and event.get("state") in _FINAL:
             self.verdict = event
         if self.verdict is not None:
@@ -272,6 +274,12 @@ class RunCopy:
         with _writable(self._files):
             _write_all(self._events, data)
         self._on_change()
+
+    def _note(self, event: dict[str, Any]) -> None:
+        with contextlib.suppress(TypeError, ValueError):
+            self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
+        if event.get("event") in (EventKind.STATE, EventKind.RANK) and event.get("state") == StateName.RUNNING:
+            self.has_started = True
 
     def _write_progress(self) -> None:
         self._progress_written = time.monotonic()
@@ -284,8 +292,7 @@ class RunCopy:
         whole = data.rfind(b"\n") + 1
         self._events.truncate(whole)
         for event in contract.decode_json_lines(data[:whole]):
-            with contextlib.suppress(TypeError, ValueError):
-                self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
+            self._note(event)
         with contextlib.suppress(OSError, ValueError):
             self._progress = dict(json.loads(self._files.progress.read_bytes()))
         return data.count(b"\n")
@@ -294,7 +301,7 @@ class RunCopy:
         """Outcomes are signed themselves: one that is not this job's is refused when it is read."""
         target = self._files.outcome(part.attempt, part.rank)
         parts = self._parts.setdefault((part.attempt, part.rank), [])
-        if part.index != len(parts) or part.rank >= self._world_size or target.exists():
+        if part.index != len(parts) or part.rank >= self.world_size or target.exists():
             return
         parts.append(part.data)
         if len(parts) == part.count:

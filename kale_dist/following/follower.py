@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import getpass
-import socket
 import threading
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any
 
 from kale_dist import records
 from kale_dist.backends.base import JobRef, Look, Part, Place, RunHandle
-from kale_dist.contract import EventKind, FailureCause, JobFiles, StateName
+from kale_dist.contract import EventKind, FailureCause, StateName
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
+from kale_dist.following import claims
 from kale_dist.following.client import HeadClient
 from kale_dist.following.copy import RunCopy
 from kale_dist.following.head_reader import Clock, HeadReader
 from kale_dist.following.reader import JobReader
+from kale_dist.following.results import Results
 from kale_dist.following.verdict import Verdict, closing_events, judge, judge_part, judge_trouble, lost_part
 from kale_dist.records import Record, Run
 from kale_dist.spec import JobSpec
@@ -50,21 +49,6 @@ EXPLAIN_S = 10.0
 CANCEL_MARGIN_S = 10.0
 """A cancelled job whose pods still run so long after its ranks' grace is killed."""
 
-MAX_LAST_WORDS, MAX_LAST_LINES, LAST_WORDS_BYTES = 3, 20, 1 << 14
-"""Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
-
-_MIB = 1 << 20
-_CANCELLED = "cancelled"
-_LOCK = "follower.lock"
-
-
-def identity() -> str:
-    """The user and machine that submit or cancel a job: `ann@laptop`."""
-    person = "somebody"
-    with contextlib.suppress(Exception):
-        person = getpass.getuser()
-    return f"{person}@{socket.gethostname()}"
-
 
 def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
     """What a place needs to find a run."""
@@ -75,20 +59,6 @@ def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
         spec=record.spec,
         place=run.place or record.place,
     )
-
-
-def mark_cancelled(files: JobFiles) -> None:
-    """Write down that this user cancelled a job: it is then not started again, in whatever way its pods end."""
-    with contextlib.suppress(OSError):
-        (files.folder / _CANCELLED).write_text(identity())
-
-
-def canceller(files: JobFiles) -> str:
-    """Who cancelled a job on this machine; empty if nobody did."""
-    try:
-        return (files.folder / _CANCELLED).read_text() or "its user"
-    except OSError:
-        return ""
 
 
 class Follower:
@@ -137,6 +107,7 @@ class Follower:
         self._between_looks_s = 0.0
         self._decided: Verdict | None = None
         self._heard: set[str] = set()
+        self._is_resumed = False
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._stopped = threading.Event()
@@ -186,7 +157,7 @@ class Follower:
         Raises:
             BackendError: The place cannot be reached either.
         """
-        mark_cancelled(self._files)
+        claims.mark_cancelled(self._files)
         self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
         client = self.client()
         asked = False
@@ -199,39 +170,16 @@ class Follower:
         self.wake()
 
     def fetch(self, name: str) -> bool:
-        """Bring a file of the newest run here, as it is now.
-
-        Args:
-            name: Of an outcome, or `checkpoint`.
-
-        Returns:
-            Whether it came.
-
-        Raises:
-            StoreError: It cannot be written here.
-        """
-        target = self._run.files.folder / name
-        head, client = self.look.head, self.client()
-        if client is not None and head is not None and head.state == "running":
-            with contextlib.suppress(BackendError):
-                try:
-                    client.fetch_file(name, target, self._show_fetching)
-                except StoreError:
-                    if not self._run.files.folder.exists():
-                        raise
-                else:
-                    return True
-                finally:
-                    self.activity = ""
-        return self._place.fetch(self._handle, name, target)
+        """Bring a file of the newest run here, as it is now; see `Results.fetch`."""
+        return self._results().fetch(name)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         self._listen()
         try:
-            with _opened_lock(self._files) as lock:
-                while not _try_lock(lock):
+            with claims.opened_lock(self._files) as lock:
+                while not claims.try_lock(lock):
                     # Another process follows. This one only looks, for what it shows until then.
                     self._run = records.runs(self._record.name)[-1]
                     self._handle = handle_of(self._place, self._record, self._run)
@@ -287,14 +235,12 @@ class Follower:
             return False
         head = self.look.head
         if head is not None and not self._run.uid:
-            self._run = dataclasses.replace(self._run, uid=head.uid)
-            records.write_run(self._run)
+            self._write_run(uid=head.uid)
         if head is not None and head.uid != self._run.uid:
             return self._follow_new_head(head)
         if head is not None and head.state == "running" and self._run.is_suspended and not self.look.suspended:
             # It was resumed before its pods were gone.
-            self._run = dataclasses.replace(self._run, is_suspended=False)
-            records.write_run(self._run)
+            self._write_run(is_suspended=False)
         if head is not None and head.state != "waiting" and self._reader is None:
             self._reader = self._read_head()
         if head is not None and head.state == "running" and self._input is None:
@@ -318,6 +264,10 @@ class Follower:
             self._opened.close()
         self._reader = self._opened = self._input = self._input_error = self._decided = None
         self._seen_s.clear()
+
+    def _write_run(self, **changes: Any) -> None:
+        self._run = dataclasses.replace(self._run, **changes)
+        records.write_run(self._run)
 
     def _read_head(self) -> HeadReader:
         uid = self._run.uid
@@ -348,14 +298,16 @@ class Follower:
         self._input = threading.Thread(target=send, name=f"kale_dist input {handle.object}", daemon=True)
         self._input.start()
 
+    def _results(self) -> Results:
+        return Results(
+            place=self._place, handle=self._handle, files=self._run.files, client=self.client(), look=self.look,
+            on_progress=self._show,
+        )  # fmt: skip
+
     def _show(self, activity: str) -> None:
         if activity != self.activity:
             self.activity = activity
             self._on_change()
-
-    def _show_fetching(self, done: int, total: int) -> None:
-        if total > _MIB:
-            self._show(f"Fetching results: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
     def _kill_if_due(self) -> None:
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
@@ -368,9 +320,14 @@ class Follower:
     def _end_if_ended(self) -> bool:
         look, copy, reader = self.look, self._copy, self._reader
         head = look.head
-        if look.suspended and self._run.uid and not self._run.is_suspended:
-            self._run = dataclasses.replace(self._run, is_suspended=True)
-            records.write_run(self._run)
+        if look.suspended:
+            self._is_resumed = True
+            if self._run.uid and not self._run.is_suspended:
+                self._write_run(is_suspended=True)
+        elif self._is_resumed:
+            # From here on it counts how long the job waits for its pods.
+            self._is_resumed = False
+            self._write_run(began=self._clock.time())
         if not look.fresh:
             return False
         is_read = reader is None or reader.is_drained
@@ -383,12 +340,12 @@ class Follower:
             knows_why = lost_part(look) is not None or len(look.parts) < self._spec.topology.number_of_pods
             if is_lost and not knows_why and not self._lasts("lost", EXPLAIN_S):
                 return False
-            return self._end(judge(copy.verdict, look, self._spec, canceller=canceller(self._files)))
+            return self._end(judge(copy.verdict, look, self._spec, canceller=claims.canceller(self._files)))
         if head.state == "ended" if head is not None else bool(self._run.uid or look.gone or look.finished):
             if not is_read and reader is not None:
                 reader.hurry()
                 return False
-            return self._end(judge(None, look, self._spec, canceller=canceller(self._files)))
+            return self._end(judge(None, look, self._spec, canceller=claims.canceller(self._files)))
         self._decided = self._hopeless(look)
         if self._decided is not None:
             with contextlib.suppress(BackendError):
@@ -405,6 +362,14 @@ class Follower:
             self._input = self._input_error = None
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
         trouble = look.trouble if waits and not look.suspended else None
+        limit_s, waited_s = (
+            self._spec.cluster.pending_timeout_s,
+            self._clock.time() - (self._run.began or self._record.created),
+        )
+        if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
+            reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
+            reason += f". {look.trouble}" if look.trouble is not None else ""
+            return Verdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
         if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
             return judge_trouble(trouble)
         part = lost_part(look)
@@ -431,9 +396,9 @@ class Follower:
         if self._reader is not None:
             self._reader.stop()
         if verdict.state is StateName.FAILED:
-            self._keep_last_words()
+            self._results().keep_last_words(self._copy, self._heard)
         copy = self._copy
-        if verdict.is_lost and not canceller(self._files):
+        if verdict.is_lost and not claims.canceller(self._files):
             if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
                 self._plan_run(verdict.reason)
                 return False
@@ -441,7 +406,8 @@ class Follower:
                 with contextlib.suppress(BackendError):
                     # The other pods would hold their GPUs for ever.
                     self._place.kill(self._handle, 0.0)
-        if not self._fetch_results(verdict):
+        has_checkpoint = self._status.status().checkpoint_epoch is not None
+        if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
             return False
         if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
             copy.release()
@@ -453,47 +419,6 @@ class Follower:
         if client is not None and self.look.head is not None and self.look.head.state == "running":
             with contextlib.suppress(BackendError, StoreError):
                 client.ack()
-        return True
-
-    def _keep_last_words(self) -> None:
-        """Copy what other pods printed that ended badly: what they could not hand to their head."""
-        ended = [part for part in self.look.parts if part.number and part.state == "ended" and part.exit_code]
-        for part in ended[:MAX_LAST_WORDS]:
-            if part.uid in self._heard:
-                continue
-            self._heard.add(part.uid)
-            with contextlib.suppress(BackendError):
-                said = self._place.last_words(self._handle, part, LAST_WORDS_BYTES).decode(errors="replace")
-                for line in [text for text in said.splitlines() if text.strip()][-MAX_LAST_LINES:]:
-                    self._copy.say(f"pod {part.number}: {line}")
-
-    def _fetch_results(self, verdict: Verdict) -> bool:
-        """Bring outcomes here before the end is shown; whether all are here that will ever be."""
-        copy = self._copy
-        if self._key is None:
-            return True
-        attempt, files = copy.last_attempt, self._run.files
-        ranks = range(self._spec.topology.number_of_processes) if verdict.state is StateName.SUCCEEDED else ()
-        names = [files.outcome(attempt, rank).name for rank in ranks]
-        if verdict.failed_rank is not None and copy.verdict is not None:
-            names.append(files.outcome(attempt, verdict.failed_rank).name)
-        if verdict.state is not StateName.SUCCEEDED and self._status.status().checkpoint_epoch is not None:
-            names.append(files.checkpoint.name)
-        missing = []
-        for name in names:
-            if not (files.folder / name).exists():
-                with contextlib.suppress(BackendError):
-                    self.fetch(name)
-                if not (files.folder / name).exists():
-                    missing.append(name)
-        head = self.look.head
-        if missing and head is not None and head.state == "running" and verdict.state is StateName.SUCCEEDED:
-            # Its results are worth waiting for: it keeps them for `collect_wait_s`.
-            self._show("The results could not be fetched yet")
-            return False
-        if missing and verdict.state is StateName.SUCCEEDED:
-            what = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")  # noqa: PLR2004 - enough to see which
-            copy.say(f"Results could not be brought here, because the head ended before they were fetched: {what}")
         return True
 
     # -- the next run -------------------------------------------------------------------------------------------------
@@ -522,6 +447,7 @@ class Follower:
             object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
             uid=uid,
             first_attempt=run.first_attempt + copy.last_attempt + 1,
+            began=self._clock.time(),
             is_started=bool(uid),
             is_free=is_free,
             place=self._handle.place if uid else (),
@@ -546,7 +472,7 @@ class Follower:
     def _start_run(self) -> bool:
         """Create the objects of the run that was planned; whether the job is over because that cannot be."""
         runs = records.runs(self._record.name)
-        if who := canceller(self._files):
+        if who := claims.canceller(self._files):
             reason = f"The job was cancelled by {who}"
             return self._end(Verdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
         if self._key is None:
@@ -581,8 +507,7 @@ class Follower:
         finally:
             self._show("")
         place = () if self._handle.place == self._record.place else self._handle.place
-        self._run = dataclasses.replace(self._run, is_started=True, object=self._handle.object, place=place)
-        records.write_run(self._run)
+        self._write_run(is_started=True, object=self._handle.object, place=place)
         self._listen()
         return False
 
@@ -601,19 +526,3 @@ class Follower:
             self._place.kill(self._handle, 0.0)
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
         return self._end(Verdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))
-
-
-def _opened_lock(files: JobFiles) -> TextIO:
-    try:
-        return (files.folder / _LOCK).open("a")
-    except OSError as error:
-        raise StoreError(f"{files.folder} could not be written: {error.strerror or error}") from error
-
-
-def _try_lock(file: TextIO) -> bool:
-    """Whether this process is the one that follows the job, until the file is closed."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -17,7 +17,7 @@ from kale_dist.backends.docker import containers
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.engine import Engine, explained
 from kale_dist.errors import BackendError, BackendUnavailableError, StoreError
-from kale_dist.following.follower import identity
+from kale_dist.following.claims import identity
 from kale_dist.spec import JobSpec
 
 _HOLDING = ("created", "running", "paused", "restarting")

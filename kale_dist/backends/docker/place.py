@@ -25,7 +25,7 @@ from kale_dist.contract import InputFiles, Source, encode_json
 from kale_dist.engine import Engine, explained
 from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
-from kale_dist.following.follower import identity
+from kale_dist.following.claims import identity
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec, VolumeKind
@@ -168,12 +168,9 @@ class DockerPlace:
         """Nothing: the follower looks once a second, and the end of its stream wakes it."""
         return lambda: None
 
-    def describe(self, handle: RunHandle) -> dict[str, Any]:
-        """The run's containers, as the engine's API shows them."""
-        engine = _engine(handle)
-        with explained(f"looking at the containers of {handle.ref}"):
-            found = [engine.api.inspect_container(item["Id"]) for item in _list(engine, handle, every=True)]
-        return {"kind": "List", "metadata": {"name": handle.object}, "items": found}
+    def describe(self, handle: RunHandle) -> dict[str, Any]:  # noqa: ARG002 - as Place has it
+        """Nothing: a run is some containers, and no object of its own."""
+        return {}
 
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
         """All jobs on the engine, oldest first."""

@@ -15,6 +15,7 @@ from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan,
 from kale_dist.contract import EventKind, FailureCause, StateName, Stream
 from kale_dist.errors import BackendError, JobExistsError
 from kale_dist.following.head_reader import Clock
+from kale_dist.places import ClusterOptions
 from kale_dist.spec import JobSpec, Policy, Topology
 
 KEY = b"k" * 32
@@ -325,8 +326,9 @@ class ScriptedPlace:
         pass
 
 
-def spec_of(processes=2, per_pod=1, **policy):
+def spec_of(processes=2, per_pod=1, pending_timeout_s=None, **policy):
     return JobSpec(
+        cluster=ClusterOptions(pending_timeout_s=pending_timeout_s),
         name=f"followed-{next(_numbers)}", label="train Net", kind="call", snapshot="00" * 32, blobs=(),
         topology=Topology(number_of_processes=processes, processes_per_pod=per_pod), policy=Policy(**policy),
     )  # fmt: skip

@@ -271,6 +271,19 @@ def test_a_trouble_that_heals_is_shown_and_waited_for(backend, submit, place, cl
     assert not backend.status(ref).is_final
 
 
+def test_a_job_that_waits_too_long_for_its_pods_ends(backend, submit, place, clock):
+    clock.sleep(time.time())
+    ref, head = submit(pending_timeout_s=600.0)
+    head.state = "waiting"
+    place.runs[1].trouble = Trouble(sentence="No node has 8 GPUs", heals=True)
+    wait_for(lambda: backend.status(ref).reason == "No node has 8 GPUs")
+    clock.sleep(601)
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.TIMEOUT)
+    assert status.reason == "The job has not started within its pending_timeout_s of 600 s. No node has 8 GPUs"
+    assert place.killed
+
+
 def test_a_pod_that_ended_before_it_reached_the_head_ends_the_job(backend, submit, place):
     ref, head = submit()
     head.event(EventKind.STATE, state=StateName.STARTING, reason="", cause="")
