@@ -90,6 +90,7 @@ class FollowedBackend:
         if status.is_final:
             return status
         follower = self._follow(ref)
+        follower.wait_for_look()
         return verdict.overlay(
             status,
             follower.look,

@@ -363,8 +363,10 @@ class _Bridge:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._stream.close()
+        # The library keeps the answer by which it got the socket beside it.
+        for held in (self._stream, getattr(self._stream, "_response", None), self._socket):
+            with contextlib.suppress(Exception):
+                held.close()
 
 
 def _engine(handle: RunHandle) -> Engine:
