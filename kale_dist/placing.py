@@ -163,7 +163,8 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
     if cuda and world > there.gpus:
         problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
         raise ConfigError("number_of_processes", problem, f"Ask for at most {there.gpus}")
-    each = _RANK_BYTES + rank_bytes
+    # On a GPU the weights are in its memory, not in this machine's.
+    each = _RANK_BYTES + (0 if cuda else rank_bytes)
     if world * each > there.memory_bytes:
         problem = (
             f"{world} processes take at least {world * each / _GIB:.1f} GiB of memory ({each / _MIB:.0f} MiB each), and "

@@ -409,6 +409,8 @@ def test_processes_that_the_memory_cannot_hold_are_refused():
     assert spec(small, number_of_processes=200).topology.number_of_processes == 200
     with pytest.raises(ConfigError, match="at most 7, or run on a cluster"):
         placing.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30)
+    with_gpus = Machine(cores=8, gpus=8, memory_bytes=8 << 30)
+    assert placing.settle(Options(number_of_processes=8), with_gpus, rank_bytes=1 << 30).spec.cuda
 
 
 def test_cuda_needs_gpus_and_one_for_each_process():
