@@ -276,11 +276,10 @@ def facts_of(
     if facts is None:
         if said is None:
             say(f"Asking the base image {base.reference} what it has: once on this machine.")
-            said = (
-                ask(base.named)
-                if ask is not None
-                else ask_engine(str(base.reference), platform=recipe.platform, say=say)
-            )
+            try:
+                said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
+            except ImageError as error:
+                raise ImageError(f"{str(error).rstrip('.')}. Or {_ANSWER_ELSEWHERE}", error.retryable) from error
         facts = read(said, base.named)
         cache.write(kept, json.dumps(facts.to_json()).encode())
     _check(facts, base, recipe, python)
@@ -383,7 +382,7 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
                 answer.close()
 
 
-def ask_engine(image: str, *, platform: str = "", say: Callable[[str], None]) -> bytes:
+def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
     """Ask an image by a container of this machine's Docker engine, which pulls the image if it lacks it.
 
     Raises:
@@ -414,8 +413,7 @@ def ask_engine(image: str, *, platform: str = "", say: Callable[[str], None]) ->
                     engine.api.remove_container(container, force=True, v=True)
     except BackendError as error:
         raise ImageError(
-            f"The base image {image} has to be asked what it has, and no container of it could be run: "
-            f"{str(error).rstrip('.')}. Or {_ANSWER_ELSEWHERE}",
+            f"The base image {image} has to be asked what it has, and no container of it could be run: {error}",
             error.retryable,
         ) from error
 

@@ -48,6 +48,7 @@ _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 _SHOWN_CHARACTERS = 2000
 _SECRET = re.compile(r"(?<=://)[^/@\s]+@")
 _TOLD = re.compile(r"\s*(?:Downloading|Building) ")
+_PROGRESS = re.compile(r"\s*(?:Using CPython|Resolved|Prepared|Downloading|Downloaded|Building|Built) ")
 _UV_SETTINGS = re.compile(
     r"UV_(?:CACHE_DIR|DEFAULT_INDEX|INDEX(?:_.*)?|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS|HTTP_.*|"
     r"KEYRING_PROVIDER|OFFLINE|CONCURRENT_.*|LINK_MODE)"
@@ -412,9 +413,11 @@ _COMPILED = 'Use `builder="docker"`, with the compiler and libraries it needs in
 
 def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
     """What uv's refusal means, in its own words, with a remedy."""
-    words = output[output.find("error: ") :].removeprefix("error: ") if "error: " in output else output
-    words = " ".join(words.split())[:_SHOWN_CHARACTERS].rstrip(".")
-    text = f"The packages for the image cannot be had: {words}."
+    told = "\n".join(line for line in output.splitlines() if not _PROGRESS.match(line))
+    # Older versions draw and wrap what they say.
+    output = " ".join(re.sub(r"^error: |[\u2500-\u257f\u25b6\u00d7]+", " ", told, flags=re.MULTILINE).split())
+    output = re.sub(r"No solution found when resolving dependencies:? (?:cause: )?", "", output)
+    text = f"The packages for the image cannot be had: {output[:_SHOWN_CHARACTERS].rstrip('.')}."
     torch = facts.find("torch")
     if "No space left on device" in output:
         return ImageError(

@@ -13,12 +13,8 @@ for argument; do case $argument in --requirement=*) name=$(cat "${argument#*=}")
 case $name in
   sleeps-*) echo "asleep as $0"; exec sleep "${name#sleeps-}";;
   fills-the-disk) echo x > /dev/full || { echo "write error: No space left on device" >&2; exit 1; };;
-  has-no-pip) echo "/usr/bin/python3: No module named pip" >&2; exit 1;;
-  is-killed) kill -9 $$;;
   cannot-resolve) echo "Failed to resolve 'pypi.org' ([Errno -3] Temporary failure in name resolution)"; exit 1;;
-  distrusts) echo "SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"; exit 1;;
   compiles) echo "error: command 'gcc' failed: No such file or directory" >&2; exit 1;;
-  talks) for n in $(seq 100 199); do echo "line $n"; done; exit 3;;
 esac
 """
 

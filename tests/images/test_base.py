@@ -109,6 +109,15 @@ def test_an_answer_from_elsewhere_is_taken_and_kept(place):
     assert place.asked == []
 
 
+def test_a_question_that_cannot_be_put_names_the_other_way(place):
+    def ask(image):
+        raise ImageError(f"no pod of {image} could be run: the quota is used up.", retryable=True)
+
+    with pytest.raises(ImageError, match=r"the quota is used up\. Or ask it where it runs.*--base-packages") as caught:
+        place.resolve(MODE, ask=ask)
+    assert caught.value.retryable
+
+
 def test_without_an_engine_the_remedy_is_named(place, monkeypatch, tmp_path):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
@@ -120,7 +129,7 @@ def test_without_an_engine_the_remedy_is_named(place, monkeypatch, tmp_path):
 
 
 def test_an_engine_runs_the_question(image):
-    facts = base.read(base.ask_engine(image, say=print), image)
+    facts = base.read(base.ask_engine(image, "", print), image)
     assert facts.minor == "3.11"
     assert facts.find("torch").version.startswith("2.")
     assert facts.machine in base.MACHINES.values()
@@ -130,7 +139,7 @@ def test_an_engine_says_of_an_image_without_python_that_there_is_none(engine):
     name = f"kd-test-{uuid.uuid4().hex[:8]}"
     engine.api.import_image_from_data(bases.make_tar({"empty": b""}), repository=name, tag="1")
     try:
-        said = base.ask_engine(f"{name}:1", say=print)
+        said = base.ask_engine(f"{name}:1", "", print)
         with pytest.raises(ImageError, match="has no python3 on its PATH"):
             base.read(said, name)
         assert engine.api.containers(all=True, filters={"ancestor": f"{name}:1"}) == []
