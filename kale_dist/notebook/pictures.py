@@ -34,4 +34,4 @@ class Pictures:
         self._read += len(whole) + len(newline)
         for event in contract.decode_json_lines(whole):
             if event.get("event") == EventKind.DISPLAY:
-                display(event["data"], raw=True)
+                display(event["data"], raw=True)  # type: ignore[no-untyped-call]

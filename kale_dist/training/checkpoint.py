@@ -22,7 +22,7 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import SnapshotDamagedError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
-from kale_dist.training.objects import load_state, state_of
+from kale_dist.training.result import load_state, state_of
 
 VERSION = 1
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kale_dist import weights
-from kale_dist.training.objects import one_model, one_optimizer, state_of
-from kale_dist.training.result import TrainingResult
+from kale_dist.training.result import TrainingResult, one_model, one_optimizer, state_of
 
 
 class Net(torch.nn.Module):
