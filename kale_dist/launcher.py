@@ -19,7 +19,6 @@ from IPython import get_ipython
 from kale_dist import backends, calls, config, placing, training_checks
 from kale_dist.backends.base import OffersVolumes
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.notebook import parameters
 from kale_dist.notebook.widget import JobWidget
 from kale_dist.wording import closest
 
@@ -168,7 +167,7 @@ def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     if "packages" in given:
         parts = [part.strip() for part in _COMMA.split(given["packages"]) if part.strip()]
         found["packages"] = "auto" if parts == ["auto"] else parts
-    resources = {field: parameters.parse(given[field]) for field in ("cpu", "memory") if field in given}
+    resources = {field: wording.parse(given[field]) for field in ("cpu", "memory") if field in given}
     if resources:
         found["resources"] = resources
     if "volumes" in given:
@@ -191,7 +190,7 @@ def _numbers(choice: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in ("epochs", "number_of_processes"):
         if choice.get(field, "").strip():
-            found[field] = parameters.parse(choice[field].strip())
+            found[field] = wording.parse(choice[field].strip())
     if choice.get("cuda"):
         found["cuda"] = choice["cuda"] == "yes"
     if choice.get("name", "").strip():

@@ -125,7 +125,7 @@ class KeptGroup:
 
         @functools.wraps(original)
         def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-            module._torchelastic_use_agent_store = lambda: port == self._port  # noqa: SLF001 - read by the original
+            module._torchelastic_use_agent_store = lambda: port == self._assignment.port  # noqa: SLF001 - read by the original
             self._has_other_store = True
             return original(hostname, port, *args, **kwargs)
 
