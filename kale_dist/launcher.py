@@ -16,11 +16,10 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import backends, calls, config, placing, training_checks
+from kale_dist import backends, calls, config, placing, training_checks, wording
 from kale_dist.backends.base import OffersVolumes
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.notebook.widget import JobWidget
-from kale_dist.wording import closest
 
 _STATIC = pathlib.Path(__file__).parent / "notebook" / "static"
 
@@ -220,7 +219,9 @@ def doubts(choice: Mapping[str, str], claims: Sequence[str] | None) -> None:
         claim = (rest if separator else scheme).partition("/")[0]
         if (not separator or scheme == "pvc") and claim not in claims:
             has = f"It has: {', '.join(claims)}" if claims else "It has none"
-            raise ConfigError("volumes", f"the namespace has no claim {claim!r}", f"{closest(claim, claims)}{has}")
+            raise ConfigError(
+                "volumes", f"the namespace has no claim {claim!r}", f"{wording.closest(claim, claims)}{has}"
+            )
 
 
 # -- the widget ------------------------------------------------------------------------------------------------------
