@@ -447,12 +447,15 @@ class Place(Protocol):
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
         """All jobs there are, oldest first; see `Selects`."""
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How all jobs are, oldest first, in one request; see `Surveys`."""
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find a job that was submitted from another machine.
 
         Args:
             ref: The job.
-            trust: Whether its results may be loaded although another user submitted it.
+            trust: Whether its results may be loaded although another user submitted it; None: its key is not read.
 
         Returns:
             Its newest run with the full reference, and the job's key; None for a user who may not read it.
