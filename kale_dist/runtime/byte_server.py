@@ -231,10 +231,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
         owner = self.server.owner
         match self.command, *path:
             case "GET", "blobs", digest:
-                self._send_file(owner.store.path(digest))
+                self._send_file(_blob(owner.store, digest))
                 return
             case "GET", "blobs", digest, "size":
-                whole = owner.store.path(digest)
+                whole = _blob(owner.store, digest)
                 is_whole = whole.exists()
                 received = whole.stat().st_size if is_whole else owner.received(digest)
                 self._reply(200, {"received": received, "complete": is_whole})
@@ -319,7 +319,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
 
     def _take(self, digest: str, offset: int) -> None:
         """Take the body of a PUT, append it, and answer."""
-        owner, whole = self.server.owner, self.server.owner.store.path(digest)
+        owner, whole = self.server.owner, _blob(self.server.owner.store, digest)
         size, part = int(self.headers.get(SIZE_HEADER, "")), _part(whole)
         # A later request ends one that hangs since its connection was cut.
         if (before := owner.uploads.get(digest)) is not None:
@@ -411,6 +411,18 @@ def _offset_of(files: JobFiles, line: int) -> int:
             index.seek((low - 1) * INDEX_ENTRY_BYTES)
             return int(_INDEX.unpack(index.read(INDEX_ENTRY_BYTES))[1])
     return 0
+
+
+def _blob(store: FolderStore, digest: str) -> pathlib.Path:
+    """The file of a blob.
+
+    Raises:
+        ValueError: This is no digest.
+    """
+    try:
+        return store.path(digest)
+    except StoreError as error:
+        raise ValueError(str(error)) from error
 
 
 def _part(whole: pathlib.Path) -> pathlib.Path:

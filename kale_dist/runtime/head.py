@@ -187,7 +187,11 @@ class Head:
         self._job.fail(FailureCause.NOT_STARTED, reason)
 
     def relay_is_lost(self, reason: str) -> None:
-        """One is lost, or its pod was told to end."""
+        """One is lost."""
+        self._job.fail(FailureCause.LOST, reason)
+
+    def relay_leaves(self, reason: str) -> None:
+        """The pod of one was told to end."""
         self._pod.loop.call_later(LOST_AFTER_S, lambda: self._job.fail(FailureCause.LOST, reason))
 
     # -- requests, in the server's threads: `byte_server.Handler` ------------------------------------------------------

@@ -57,7 +57,11 @@ class Owner(Protocol):
         ...
 
     def relay_is_lost(self, reason: str) -> None:
-        """One is lost, or its pod was told to end; a sentence that names it."""
+        """One is lost; a sentence that names it."""
+        ...
+
+    def relay_leaves(self, reason: str) -> None:
+        """The pod of one was told to end; a sentence that names it."""
         ...
 
 
@@ -342,7 +346,7 @@ class HeadsRelays:
         elif op == Op.REFUSED:
             self._owner.relay_refuses(f"{relay.describe()} cannot run its part: {message['reason']}")
         elif op == Op.LEAVING:
-            self._owner.relay_is_lost(f"{relay.describe()} is gone: {message['reason']}")
+            self._owner.relay_leaves(f"{relay.describe()} is gone: {message['reason']}")
         elif far is None:
             return
         elif op == Op.FORKED:

@@ -198,9 +198,8 @@ class JobWriter:
             with self._condition:
                 while not (self._lines or self._new_events or self._lost or self._then):
                     due_s = self._due_s()
-                    if due_s == 0:
+                    if due_s == 0 or not self._condition.wait(due_s):
                         break
-                    self._condition.wait(due_s)
                 then = self._then
                 lines, self._lines, self._queued = self._lines, [], 0
                 lost, self._lost = self._lost, collections.Counter()

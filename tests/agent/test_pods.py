@@ -13,9 +13,9 @@ import pytest
 from agent_jobs import add_ranks, gone_within
 from pod_jobs import PodJob
 
-from kale_dist.contract import EventKind
-from kale_dist.pod_order import Source
-from kale_dist.transport import EventItem
+from kale_dist import contract
+from kale_dist.contract import EventBlock, EventKind, Record, Source
+from kale_dist.runtime.relay_protocol import FRAME
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def make(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "per_pod"), [(1, 1), (2, 1), (5, 2)])
 def test_ranks_of_all_pods_work_together(make, ranks, per_pod):
-    job = make(add_ranks, 10, ranks=ranks, processes_per_pod=per_pod).put_input().start_all()
+    job = make(add_ranks, 10, ranks=ranks, processes_per_agent=per_pod).put_input().start_all()
     assert job.end() == [0] * job.number_of_pods
     assert (job.state()["state"], job.state()["reason"]) == ("succeeded", "")
     expected = float(sum(10 + rank for rank in range(ranks)))
@@ -41,7 +41,7 @@ def test_ranks_of_all_pods_work_together(make, ranks, per_pod):
     assert {event["rank"]: event["state"] for event in job.events(EventKind.RANK)} == dict.fromkeys(
         range(ranks), "succeeded"
     )
-    assert [pod.last_words["state"] for pod in job.pods] == ["succeeded"] * job.number_of_pods
+    assert job.pods[0].last_words["state"] == "succeeded"
 
 
 def surroundings():
@@ -60,7 +60,7 @@ def surroundings():
 
 
 def test_a_rank_has_the_pods_environment_and_the_notebooks_flags(make):
-    job = make(surroundings, ranks=3, processes_per_pod=2, torch_flags=(("default_dtype", "float64"),)).put_input()
+    job = make(surroundings, ranks=3, processes_per_agent=2, torch_flags=(("default_dtype", "float64"),)).put_input()
     for number in range(2):
         job.start(number, MY_SETTING="seven", KALE_DIST_CPU_REQUEST="1500")
     assert job.end() == [0, 0]
@@ -81,13 +81,13 @@ def fail_on_last():
 
 def test_an_exception_in_another_pod_is_the_cause(make):
     job = make(fail_on_last, ranks=3).put_input().start_all()
-    assert job.end() == [1, 1, 1]
+    assert job.end() == [1, 0, 0]
     state = job.state()
     assert (state["state"], state["cause"], state["failed_rank"]) == ("failed", "error", 2)
     assert state["reason"] == "Rank 2 failed: ValueError: the seventh batch is empty"
     assert isinstance(job.outcome(2).error, ValueError)
     told = {"state": "failed", "cause": "error", "rank": 2, "error_type": "ValueError", "last_line": ""}
-    assert [pod.last_words for pod in job.pods] == [told | {"message": state["reason"]}] * 3
+    assert job.pods[0].last_words == told | {"message": state["reason"]}
 
 
 def wait_for_all():
@@ -103,17 +103,17 @@ def wait_for_all():
 
 
 def test_a_rank_killed_in_another_pod_ends_all(make):
-    job = make(wait_for_all, ranks=4, processes_per_pod=2).put_input().start_all()
+    job = make(wait_for_all, ranks=4, processes_per_agent=2).put_input().start_all()
     job.until_running()
-    os.kill(job.pods[1].pids()[3], signal.SIGKILL)
-    assert job.end() == [1, 1]
+    os.kill(job.pods[0].pids()[3], signal.SIGKILL)
+    assert job.end() == [1, 0]
     state = job.state()
     assert (state["state"], state["cause"], state["failed_rank"]) == ("failed", "died", 3)
     assert "Rank 3 was killed by SIGKILL" in state["reason"]
     assert "last words 3" in state["reason"]
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == {0: "stopped", 1: "stopped", 2: "stopped", 3: "failed"}
-    assert job.pods[1].last_words["last_line"] == "last words 3"
+    assert job.pods[0].last_words["last_line"] == "last words 3"
 
 
 def wait_in_barrier():
@@ -129,10 +129,10 @@ def test_an_agent_that_is_killed_takes_its_pod_along_and_is_named(make):
     job.until_running()
     ranks = [pid for pod in job.pods for pid in pod.pids().values()]
     job.pods[1].process.kill()
-    assert job.end() == [1, -signal.SIGKILL, 1]
+    assert job.end() == [1, -signal.SIGKILL, 0]
     assert gone_within(ranks, 2)
     state = job.state()
-    assert (state["state"], state["cause"]) == ("failed", "died")
+    assert (state["state"], state["cause"]) == ("failed", "lost")
     assert state["reason"].startswith("Pod 1 (rank 1) is gone")
 
 
@@ -143,20 +143,19 @@ def test_a_head_that_is_killed_ends_the_other_pods(make):
     job.pods[0].process.kill()
     assert job.end() == [-signal.SIGKILL, 1, 1]
     assert gone_within(ranks, 0.1)
-    assert "The agent of 127.0.0.1 is gone" in job.pods[1].last_words["message"]
 
 
 @pytest.mark.parametrize("told", [(0, 1), (0,), (1,)])
-def test_a_pod_that_is_told_to_end_cancels_the_job(make, told):
-    job = make(wait_in_barrier, ranks=3, processes_per_pod=2).put_input().start_all()
+def test_a_head_that_is_told_to_end_is_suspended_and_another_pod_is_lost(make, told):
+    job = make(wait_in_barrier, ranks=3, processes_per_agent=2).put_input().start_all()
     job.until_running()
     for number in told:
         job.pods[number].process.terminate()
-    codes = job.end()
-    assert [codes[number] for number in told] == [143] * len(told)
-    assert all(codes)
+    assert job.end() == [143 if 0 in told else 1, 0]
     state = job.state()
-    assert (state["state"], state["cause"]) == ("cancelled", "user")
+    expected = ("cancelled", "suspended") if 0 in told else ("failed", "lost")
+    assert (state["state"], state["cause"]) == expected
+    assert state["next_line"] == sum(item.count for item in job.items(Record))
     assert "was told to end (SIGTERM)" in state["reason"]
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == dict.fromkeys(range(3), "stopped")
@@ -176,13 +175,13 @@ def test_a_cancel_by_request(make):
     job = make(wait_in_barrier, ranks=3).put_input().start_all()
     job.until_running()
     assert job.pods[0].ask("POST", "/cancel", b'{"grace_s": 0.2}')[0] == 200
-    assert job.end() == [1, 1, 1]
+    assert job.end() == [1, 0, 0]
     assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")
 
 
 def test_a_time_limit(make):
     job = make(wait_in_barrier, ranks=3, timeout_s=0.5).put_input().start_all()
-    assert job.end() == [1, 1, 1]
+    assert job.end() == [1, 0, 0]
     assert (job.state()["state"], job.state()["cause"]) == ("failed", "timeout")
 
 
@@ -197,7 +196,7 @@ def leave_early():
 
 def test_a_rank_that_left_ranks_of_other_pods_in_a_collective(make):
     job = make(leave_early, ranks=3).put_input().start_all()
-    assert job.end() == [1, 1, 1]
+    assert job.end() == [1, 0, 0]
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "left")
     assert state["reason"].startswith("Rank 0 ended while ranks 1 and 2 wait for it in a collective")
@@ -206,7 +205,7 @@ def test_a_rank_that_left_ranks_of_other_pods_in_a_collective(make):
 
 def test_a_stall_shows_the_stacks_of_all_pods(make):
     job = make(wait_in_barrier, ranks=3, stall_warn_s=1.0, stall_timeout_s=4.0).put_input().start_all()
-    assert job.end() == [1, 1, 1]
+    assert job.end() == [1, 0, 0]
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "stalled")
     assert "Ranks 0 and 1 wait in a collective, rank 2 is not" in state["reason"]
@@ -233,7 +232,7 @@ def test_pods_that_never_come_are_named(make):
     job = make(add_ranks, 0, ranks=3, start_wait_s=2.0).put_input()
     job.start(0)
     job.start(1)
-    assert job.end() == [1, 1]
+    assert job.end() == [1, 0]
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "not-started")
     assert "Missing: 2. Look at their state" in state["reason"]
@@ -244,8 +243,8 @@ def test_who_does_not_hold_the_key_is_not_let_in(make, tmp_path):
     job.start(0)
     other = make(add_ranks, 0, ranks=2, port=job.order.port, start_wait_s=2.0).put_input()
     stranger = other.start(1)
-    assert other.end() == [1]
-    assert "does not hold this job's key" in stranger.last_words["message"]
+    assert other.end() == [70]
+    assert "could not be reached" in stranger.termination_log.read_text()
     assert job.state()["state"] == "pending"
     job.start(1)
     assert job.end() == [0, 0]
@@ -258,7 +257,10 @@ def test_noise_at_the_agents_port_harms_nobody(make):
     with contextlib.ExitStack() as connections:
         for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000):
             noise = connections.enter_context(socket.create_connection(("127.0.0.1", job.order.port + 1)))
-            noise.sendall(sent + b'{"op": "hello", "pod": 1, "version": 1, "nonce": ""}\n{"op": "proof", "mac": ""}\n')
+            for message in ({"op": "hello", "agent": 1, "version": contract.VERSION, "nonce": ""}, {"op": "proof"}):
+                data = json.dumps(message).encode()
+                sent += FRAME.pack(len(data), b"M", 0) + data
+            noise.sendall(sent)
         job.start(1)
         assert job.end() == [0, 0]
 
@@ -284,7 +286,7 @@ def test_an_image_that_does_not_fit_is_told_in_a_sentence(make, changes, sentenc
     job = make(add_ranks, 0, ranks=2)
     change_manifest(job, **changes)
     job.put_input().start_all()
-    assert job.end() == [1, 1]
+    assert job.end() == [1, 0]
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "not-started")
     assert sentence in state["reason"]
@@ -328,7 +330,7 @@ def _status(pod):
 
 def test_a_notebook_that_is_gone_before_its_bytes_arrived(make):
     job = make(sum_of, 1, ranks=2, source=Source.STREAM, input_wait_s=1.0).put_input().start_all()
-    assert job.end() == [1, 1]
+    assert job.end() == [1, 0]
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "not-started")
     assert "The notebook was gone before its bytes had arrived" in state["reason"]
@@ -367,9 +369,9 @@ def large_result():
     return torch.full((200_000,), float(dist.get_rank()))
 
 
-@pytest.mark.parametrize("log_is_read", [True, False])
-def test_the_head_keeps_results_until_they_are_fetched(make, log_is_read):
-    job = make(large_result if log_is_read else add_one, ranks=3, log_is_read=log_is_read).put_input().start_all()
+@pytest.mark.parametrize("on_stdout", [True, False])
+def test_the_head_keeps_results_until_they_are_fetched(make, on_stdout):
+    job = make(large_result if on_stdout else add_one, ranks=3, outcomes_on_stdout=on_stdout).put_input().start_all()
     assert [job.pods[number].end() for number in (1, 2)] == [0, 0]
     head = job.pods[0]
     status = job.until(lambda: _status(head)["state"] == "ended" and _status(head))
@@ -377,7 +379,7 @@ def test_the_head_keeps_results_until_they_are_fetched(make, log_is_read):
     assert sorted(status["outcomes"]) == ["0-0", "0-1", "0-2"]
     for rank in range(3):
         value = job.read_outcome(rank, head.ask("GET", f"/files/outcome-0-{rank}")[1]).value
-        assert (float(value.sum()) if log_is_read else value) == (rank * 200_000 if log_is_read else rank + 1)
+        assert (float(value.sum()) if on_stdout else value) == (rank * 200_000 if on_stdout else rank + 1)
     assert head.process.poll() is None
     assert head.ask("POST", "/ack", b"")[0] == 200
     assert head.end() == 0
@@ -389,8 +391,8 @@ def add_one():
     return dist.get_rank() + 1
 
 
-def test_results_that_nobody_fetches_are_given_up_in_a_sentence(make):
-    job = make(large_result, ranks=1, collect_wait_s=0.5).put_input().start_all()
+def test_results_that_are_not_fetched_are_given_up_in_a_sentence(make):
+    job = make(large_result, ranks=1, collect_wait_s=0.5, outcomes_on_stdout=False).put_input().start_all()
     assert job.end() == [0]
-    assert "The results were not fetched within 0.5 s and are lost" in job.text()
-    assert job.items(EventItem)[-1].event["state"] == "succeeded"
+    assert "The results were not fetched within 0.5 s (collect_wait_s). They are lost" in job.text()
+    assert job.items(EventBlock)[-1].event["state"] == "succeeded"

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from kale_dist.backends import agent_folder
+from kale_dist.backends import agent_client
 from kale_dist.backends.agent_client import AgentClient, Fingerprint, agent_environment, cancel_message, send
-from kale_dist.contract import JobOrder
+from kale_dist.contract import Order
 from kale_dist.errors import BackendUnavailableError
 from kale_dist.runtime import processes
 
@@ -55,7 +55,7 @@ def test_another_interpreter_or_torch_is_a_change(monkeypatch):
 
 
 def test_the_folder_is_private_and_short(runtime_folder):
-    folder = agent_folder.create()
+    folder = agent_client._create_folder()
     assert folder.parent == runtime_folder / "kale-dist"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent.stat().st_mode & 0o777 == 0o700
@@ -64,7 +64,7 @@ def test_the_folder_is_private_and_short(runtime_folder):
 @pytest.mark.parametrize("value", ["", "relative", "/nowhere/at/all", "/tmp/" + "x" * 100])
 def test_an_unusable_runtime_folder_is_passed_over(monkeypatch, value):
     monkeypatch.setenv("XDG_RUNTIME_DIR", value)
-    folder = agent_folder.create()
+    folder = agent_client._create_folder()
     assert folder.parent == pathlib.Path(f"/tmp/kale-dist-{os.geteuid()}")
     folder.rmdir()
 
@@ -74,29 +74,29 @@ def test_a_folder_that_others_can_enter_is_refused(runtime_folder, mode):
     (runtime_folder / "kale-dist").mkdir()
     (runtime_folder / "kale-dist").chmod(mode)
     with pytest.raises(BackendUnavailableError, match="XDG_RUNTIME_DIR"):
-        agent_folder.create()
+        agent_client._create_folder()
 
 
 def test_a_link_in_its_place_is_refused(runtime_folder, tmp_path):
     (runtime_folder / "kale-dist").symlink_to(tmp_path)
     with pytest.raises(BackendUnavailableError):
-        agent_folder.create()
+        agent_client._create_folder()
 
 
 def test_folders_of_killed_agents_are_removed_and_live_ones_kept(runtime_folder):
-    dead, live, young = (agent_folder.create() for _ in range(3))
+    dead, live, young = (agent_client._create_folder() for _ in range(3))
     (dead / "process").write_text("1 1")
     (live / "process").write_text(f"{os.getpid()} {processes.start_time(os.getpid())}")
     for folder in (dead, live):
         os.utime(folder, (time.time() - 3600,) * 2)
-    agent_folder.create()
+    agent_client._create_folder()
     assert not dead.exists()
     assert live.exists()
     assert young.exists()
 
 
 def order():
-    return JobOrder(job="one", world_size=1, local_world_size=1, folder="", store="", snapshot="", key="00")
+    return Order(job="one", world_size=1, processes_per_agent=1, folder="", store="", snapshot="", key="00")
 
 
 def test_a_client_without_an_agent_says_so():

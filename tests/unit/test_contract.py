@@ -1,71 +1,191 @@
+"""Blocks of the log's format, the order, and signed requests: what notebook and worker agree on."""
+
 import json
+import random
 
 import pytest
 
 from kale_dist import contract
-from kale_dist.contract import JobFiles, JobOrder, ProcessState, Stream
+from kale_dist.contract import (
+    Assignment,
+    BlockReader,
+    EventBlock,
+    Foreign,
+    JobFiles,
+    Order,
+    OutcomePart,
+    ProcessState,
+    ProgressBlock,
+    Record,
+    Source,
+    Stream,
+)
+
+
+def read(data, step=None):
+    """What a reader makes of bytes that come in pieces."""
+    reader, found = BlockReader(), []
+    for start in range(0, len(data), step or len(data) or 1):
+        found += reader.feed(data[start : start + (step or len(data))])
+    found += reader.finish()
+    assert reader.whole_bytes == len(data)
+    return found
+
+
+def record(first, *lines, rank=0, attempt=0, ms=1234, stream=Stream.STDOUT):
+    return contract.encode_record(first, ms, attempt, rank, contract.body_of(stream, lines), len(lines))
 
 
 @pytest.mark.parametrize("rank", [0, 15, None])
 @pytest.mark.parametrize("stream", list(Stream))
-@pytest.mark.parametrize("text", ["", " ", "a b", "  lead", "é", "a\tb", "1f 2 0 0 o x", "\x1b[31mred"])
-def test_frames_are_read_as_written(rank, stream, text):
-    framed = contract.frame_lines(16, 1234, 3, rank, stream, [text.encode(), b"second"])
-    first, second = (contract.parse_line(line) for line in framed.splitlines(keepends=True))
-    assert (first.sequence, second.sequence) == (16, 17)
+@pytest.mark.parametrize("text", ["", " ", "a b", "  lead", "é", "a\tb", "@5 1 2 3 0 -", "=0 2", "+|x", "\x1b[31mred"])
+def test_lines_are_read_as_written(rank, stream, text):
+    (found,) = read(record(16, text.encode(), b"second", rank=rank, attempt=3, stream=stream))
+    first, second = found.lines()
+    assert (first.sequence, second.sequence, found.next) == (16, 17, 18)
     assert (first.time, first.attempt, first.rank, first.stream, first.text) == (1.234, 3, rank, stream, text)
     assert not first.continued
     assert second.text == "second"
+    assert found.encode() == record(16, text.encode(), b"second", rank=rank, attempt=3, stream=stream)
 
 
-@pytest.mark.parametrize("part", [b"", b"abc", b"o o o", b" "])
-def test_parts_of_a_line_are_marked(part):
-    line = contract.parse_line(contract.frame_continued(1, 0, 0, 2, Stream.STDERR, part))
-    assert (line.continued, line.stream, line.rank, line.text) == (True, Stream.STDERR, 2, part.decode())
+@pytest.mark.parametrize("text", [b"", b"abc", b"| |", b" "])
+def test_parts_of_a_line_are_marked(text):
+    body = contract.body_of(Stream.STDERR, [b"before", text], continued=True)
+    (found,) = read(contract.encode_record(1, 0, 0, 2, body, 2))
+    assert [(line.text, line.stream, line.continued) for line in found.lines()] == [
+        ("before", Stream.STDERR, False),
+        (text.decode(), Stream.STDERR, True),
+    ]
 
 
-def test_bytes_that_are_no_text_stay_visible():
-    (framed,) = contract.frame_lines(0, 0, 0, 0, Stream.STDOUT, [b"\xff\x00ok"]).splitlines(keepends=True)
-    assert contract.parse_line(framed).text == "\\xff\x00ok"
+def test_a_record_without_numbers_takes_the_place_it_is_given():
+    (found,) = read(record(None, b"lines 5 to 9 are missing", rank=None, stream=Stream.AGENT))
+    assert (found.first, found.next) == (None, None)
+    assert [line.sequence for line in found.lines(41)] == [41]
 
 
-@pytest.mark.parametrize("framed", [b"", b"x", b"zz 0 0 0 o text", b"0 0 0 0 q text", b"0 0 0"])
-def test_what_is_no_frame_is_refused(framed):
-    with pytest.raises(ValueError):
-        contract.parse_line(framed)
+@pytest.mark.parametrize(
+    ("number", "texts"), [(0, ["a", "b", "c"]), (10, ["a", "b", "c"]), (11, ["b", "c"]), (12, ["c"])]
+)
+def test_a_record_can_be_read_from_any_of_its_lines_on(number, texts):
+    (found,) = read(record(10, b"a", b"b", b"c"))
+    rest = found.since(number)
+    assert [line.text for line in rest.lines()] == texts
+    assert read(rest.encode()) == [rest]
+
+
+@pytest.mark.parametrize("data", [b"plain", b"\xff\x00", b"a\r", "é\n".encode(), b"a\nb\0\nc\xc3"])
+def test_what_docker_and_containerd_would_alter_is_escaped(data):
+    cleaned = contract.clean(data)
+    assert cleaned.count(b"\n") == data.count(b"\n")
+    assert not {b"\0", b"\r"} & set(cleaned)
+    cleaned.decode("utf-8")
+    assert contract.clean(b"\xff\0\r") == rb"\xff\x00\x0d"
+
+
+BLOCKS = [
+    record(0, b"a", b"b"),
+    contract.encode_event(0, {"event": "note", "text": "a\nb", "x": 1.5}),
+    contract.encode_progress(b'{"event":"progress"}'),
+    *contract.encode_outcome(0, 1, bytes(range(256)) * 120),
+    record(2, b"c", rank=None, stream=Stream.AGENT),
+]
+
+
+@pytest.mark.parametrize("step", [1, 7, 100, 5000, None])
+def test_blocks_of_all_kinds_come_whole_however_they_arrive(step):
+    found = read(b"".join(BLOCKS), step)
+    kinds = [Record, EventBlock, ProgressBlock, OutcomePart, OutcomePart, OutcomePart, Record]
+    assert [type(block) for block in found] == kinds
+    assert found[1].event == {"event": "note", "text": "a\nb", "x": 1.5}
+    assert b"".join(part.data for part in found[3:6]) == bytes(range(256)) * 120
+    assert [(part.index, part.count) for part in found[3:6]] == [(0, 3), (1, 3), (2, 3)]
+    # containerd splits at 16 KiB.
+    assert max(map(len, b"".join(BLOCKS).split(b"\n"))) < 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("data", "texts", "events"),
+    [
+        (b"a crash\n" + BLOCKS[1], [b"a crash"], 1),
+        (BLOCKS[0][:-3] + b"Fatal Python error\n" + BLOCKS[1], [b"|a", b"Fatal Python error"], 1),
+        (BLOCKS[0][:-2], [b"|a", b"|"], 0),
+        (b"@1 2 3\n" + BLOCKS[1], [b"@1 2 3"], 1),
+        (b"=0 5\nnoise\n" + BLOCKS[1], [b"noise"], 1),
+        (b"*0 1 0 1 5\n$$$$$\n" + BLOCKS[1], [b"$$$$$"], 1),
+        (b"~ffffff\n" + BLOCKS[1], [], 1),
+    ],
+)
+@pytest.mark.parametrize("step", [1, None])
+def test_what_is_torn_or_foreign_comes_out_as_that(data, texts, events, step):
+    found = read(data, step)
+    assert [block.text for block in found if isinstance(block, Foreign)] == texts
+    assert len([block for block in found if isinstance(block, EventBlock)]) == events
+    assert not [block for block in found if isinstance(block, Record)]
+
+
+def test_noise_between_blocks_costs_no_block():
+    generator = random.Random(5)
+    data = bytearray()
+    for number in range(200):
+        data += record(number, b"x" * generator.randrange(100))
+        data += bytes(generator.choice(b"|#!@=~* 0\n") for _ in range(generator.randrange(20))) + b"\n"
+    numbers = [block.first for block in read(bytes(data), 333) if isinstance(block, Record)]
+    assert numbers == sorted(numbers)
+    assert len(numbers) > 150
 
 
 def test_lines_show_their_rank():
-    lines = contract.frame_lines(0, 0, 0, 1, Stream.STDOUT, [b"x"]) + contract.frame_lines(
-        1, 0, 0, None, Stream.AGENT, [b"y"]
-    )
-    assert [str(contract.parse_line(line)) for line in lines.splitlines()] == ["[1] x", "[kale-dist] y"]
+    found = read(record(0, b"x", rank=1) + record(1, b"y", rank=None, stream=Stream.AGENT))
+    assert [str(line) for block in found for line in block.lines()] == ["[1] x", "[kale-dist] y"]
 
 
-def test_records_pass_over_what_a_crash_cut_off():
-    good = contract.encode_record({"event": "note", "text": "a\nb", "x": float("nan")})
+def test_json_lines_leave_out_what_a_crash_cut_off():
+    good = contract.encode_json({"event": "note", "text": "a\nb", "x": float("nan")})
     assert good.count(b"\n") == 1
-    found = list(contract.decode_records(good + b'{"event": "sta\n[1]\n"text"\n\n' + good[:-5]))
-    assert [record["text"] for record in found] == ["a\nb"]
+    found = list(contract.decode_json_lines(good + b'{"event": "sta\n[1]\n"text"\n\n' + good[:-5]))
+    assert [event["text"] for event in found] == ["a\nb"]
 
 
-def test_an_order_survives_the_inbox_and_hides_its_key():
-    order = JobOrder(
-        job="j", world_size=2, local_world_size=2, folder="/f", store="/s", snapshot="ab", key="secret",
+def test_an_order_survives_its_journey_and_hides_its_key():
+    order = Order(
+        job="j", world_size=5, processes_per_agent=2, folder="/f", store="/s", snapshot="ab", key="secret",
+        source=Source.STREAM, blobs=("ab", "cd"),
         process=ProcessState(
             environment=(("A", "b"),), cwd="/", sys_path=("/x",), argv=("",), umask=0o22, limits=((7, 1, -1),),
             torch_flags=(("default_dtype", "float32"),),
         ),
     )  # fmt: skip
-    assert JobOrder.from_json(json.loads(contract.encode_record(order.to_json()))) == order
+    assert Order.from_json(json.loads(contract.encode_json(order.to_json()))) == order
     assert "secret" not in repr(order)
-    bare = JobOrder(job="j", world_size=1, local_world_size=1, folder="", store="", snapshot="", key="")
-    assert JobOrder.from_json(json.loads(json.dumps(bare.to_json()))) == bare
+    given = Assignment(order=order, rank=3, attempt=1, port=5, seed=7)
+    assert Assignment.from_json(json.loads(contract.encode_json(given.to_json()))) == given
+
+
+def test_ranks_are_dealt_to_agents_in_order():
+    order = Order(job="j", world_size=5, processes_per_agent=2, snapshot="", head="first")
+    assert [list(order.ranks_of(agent)) for agent in range(order.agents)] == [[0, 1], [2, 3], [4]]
+    places = [Assignment(order=order, rank=rank, attempt=0, port=5, seed=7) for rank in range(5)]
+    assert [(one.agent, one.local_rank, one.local_world_size) for one in places] == [
+        (0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1),
+    ]  # fmt: skip
+    assert places[0].master_addr == "first"
 
 
 def test_files_of_a_job_lie_in_its_folder(tmp_path):
     files = JobFiles(str(tmp_path))
-    names = {files.record, files.key, files.log, files.events, files.progress, files.modules, files.checkpoint}
-    names |= {files.outcome(0, 0), files.outcome(0, 1), files.outcome(1, 0)}
-    assert len(names) == 10
+    names = {files.record, files.key, files.log, files.log_index, files.events, files.progress, files.modules}
+    names |= {files.checkpoint, files.run_facts, files.outcome(0, 0), files.outcome(0, 1), files.outcome(1, 0)}
+    assert len(names) == 12
     assert all(path.parent == tmp_path for path in names)
+    assert files.run(1).log == files.log
+    assert files.run(2).log == tmp_path / "run-2" / "log"
+
+
+def test_a_request_is_refused_if_anything_in_it_was_changed():
+    mac = contract.sign_request(b"key", "GET", "/stream?line=5")
+    assert contract.check_request(b"key", "GET", "/stream?line=5", "", mac)
+    for changed in (("GET", "/stream?line=6", "", mac), ("PUT", "/stream?line=5", "", mac), ("GET", "/", "", "\xff")):
+        assert not contract.check_request(b"key", *changed)
+    assert not contract.check_request(b"other", "GET", "/stream?line=5", "", mac)

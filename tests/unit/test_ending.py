@@ -7,17 +7,16 @@ import types
 import pytest
 
 from kale_dist.contract import FailureCause, RankStateName
-from kale_dist.runtime.ending import blame, rank_state
-from kale_dist.runtime.fork_pool import End
+from kale_dist.runtime.ending import End, blame, rank_state
 
 
 def failed(rank, error_type="ValueError", error_text="bad", **more):
     done = {"done": True, "ok": False, "error_type": error_type, "error_text": error_text, **more}
-    return types.SimpleNamespace(rank=rank, done=done, end=None, tail=[])
+    return types.SimpleNamespace(rank=rank, done=done, end=None)
 
 
 def died(rank, tail=(), **end):
-    return types.SimpleNamespace(rank=rank, done=None, end=End(**end), tail=list(tail))
+    return types.SimpleNamespace(rank=rank, done=None, end=End(**end, tail=tuple(tail)))
 
 
 LOST_PEER = ("RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:1234")

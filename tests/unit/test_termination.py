@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kale_dist.contract import FailureCause, StateName
-from kale_dist.runtime import memory, termination
+from kale_dist.runtime import ending, memory
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.processes import _cores_of_quota
 
@@ -21,7 +21,7 @@ CANCEL = Verdict(StateName.CANCELLED, FailureCause.USER, "The job was cancelled"
     [(SUCCESS, False, 0), (SUCCESS, True, 0), (FAILURE, False, 1), (CANCEL, False, 1), (CANCEL, True, 143)],
 )
 def test_the_exit_code(verdict, told_to_end, code):
-    assert termination.exit_code(verdict, told_to_end=told_to_end) == code
+    assert ending.exit_code(verdict, told_to_end=told_to_end) == code
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 100_000, '\n"\\' * 30_000, "\U0001f600" * 30_000, "\udc80" * 10])
@@ -29,9 +29,9 @@ def test_last_words_fit_what_a_kubelet_reads(text, tmp_path):
     verdict = Verdict(
         StateName.FAILED, FailureCause.DIED, text, rank=3, error_type=text, error_text=text, last_line=text
     )
-    termination.write(tmp_path / "log", termination.message(verdict))
+    ending.write_termination(tmp_path / "log", ending.termination_message(verdict))
     data = (tmp_path / "log").read_bytes()
-    assert len(data) <= termination.MAX_BYTES
+    assert len(data) <= ending.MAX_BYTES
     said = json.loads(data)
     assert (said["state"], said["cause"], said["rank"]) == ("failed", "died", 3)
     assert said["message"][:5] in (text[:5], "?" * 5)

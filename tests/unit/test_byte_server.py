@@ -1,24 +1,24 @@
-"""The byte server of a pod, asked over real sockets: who may, what comes, and what a cut connection leaves."""
+"""The byte server of a head, asked over real sockets: who may, what comes, and what a cut connection leaves."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import hashlib
 import http.client
 import json
 import os
 import socket
 import threading
+import time
 
 import pytest
 
-from kale_dist import contract, transport
+from kale_dist import contract
 from kale_dist.blobs import FolderStore, digest_of
-from kale_dist.contract import JobFiles, Stream
-from kale_dist.runtime import pod_server
-from kale_dist.runtime.output import LogWriter
-from kale_dist.runtime.pod_server import PodServer
-from kale_dist.transport import FrameReader
+from kale_dist.contract import BlockReader, EventBlock, EventKind, JobFiles, ProgressBlock, Record, Stream, body_of
+from kale_dist.runtime import byte_server
+from kale_dist.runtime.byte_server import ByteServer
+from kale_dist.runtime.writer import JobWriter
 
 KEY = b"k" * 32
 
@@ -28,21 +28,16 @@ class Agent:
 
     def __init__(self):
         self.told = []
+        self.writer = None
 
     def status(self):
         return {"state": "running", "missing": ["d"], "verdict": None}
 
-    def cancel(self, grace_s):
+    def cancel_requested(self, grace_s):
         self.told.append(("cancel", grace_s))
 
     def acknowledged(self):
         self.told.append("ack")
-
-    def blob_arrived(self, digest):
-        self.told.append(("blob", digest))
-
-    def outcome_arrived(self, name):
-        self.told.append(("outcome", name))
 
 
 class Place:
@@ -51,14 +46,47 @@ class Place:
         self.files.folder.mkdir()
         self.store = FolderStore(tmp_path / "blobs")
         self.agent = Agent()
-        self.server = PodServer(host, 0, key=KEY, pod=2, files=self.files, store=self.store, handler=self.agent)
+        self.server = ByteServer(host, 0, key=KEY, files=self.files, store=self.store, handler=self.agent)
+        self.loop = asyncio.new_event_loop()
+        self.agent.writer = JobWriter(self.files, self.loop, self.server.notify)
+
+    def write(self, first, last):
+        for number in range(first, last):
+            self.agent.writer.lines(number % 3, body_of(Stream.STDOUT, [b"line %d" % number]), 1)
+
+    def run(self, seconds=0.1):
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def close_writer(self):
+        done = self.loop.create_future()
+        self.agent.writer.close(lambda: (self.server.notify(), done.set_result(None)))
+        self.loop.run_until_complete(done)
+
+    def close(self):
+        if not self.agent.writer.written.is_last:
+            self.close_writer()
+        self.loop.close()
+        self.server.close()
+
+    def stream(self, line=0, event=0):
+        """The blocks of a stream, read to its end in a thread."""
+        found = []
+
+        def read():
+            status, data = self.ask("GET", f"/stream?line={line}&event={event}")
+            assert status == 200
+            found.extend(BlockReader().feed(data))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        return thread, found
 
     def ask(self, method, path, body=None, *, size=None, key=KEY, host="127.0.0.1", **headers):
         connection = http.client.HTTPConnection(host, self.server.port, timeout=60)
         digest = hashlib.sha256(body or b"").hexdigest() if method == "POST" else ""
-        headers[transport.MAC_HEADER] = transport.sign_request(key, method, path, digest)
+        headers[contract.MAC_HEADER] = contract.sign_request(key, method, path, digest)
         if size is not None:
-            headers[transport.SIZE_HEADER] = str(size)
+            headers[contract.SIZE_HEADER] = str(size)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -73,10 +101,10 @@ class Place:
     def send_half(self, path, half, size):
         """Start a PUT that brings only its first bytes; gives the open connection."""
         connection = socket.create_connection(("127.0.0.1", self.server.port))
-        mac = transport.sign_request(KEY, "PUT", path)
+        mac = contract.sign_request(KEY, "PUT", path)
         head = (
-            f"PUT {path} HTTP/1.1\r\nHost: x\r\n{transport.MAC_HEADER}: {mac}\r\n"
-            f"{transport.SIZE_HEADER}: {size}\r\nContent-Length: {size}\r\n\r\n"
+            f"PUT {path} HTTP/1.1\r\nHost: x\r\n{contract.MAC_HEADER}: {mac}\r\n"
+            f"{contract.SIZE_HEADER}: {size}\r\nContent-Length: {size}\r\n\r\n"
         )
         connection.sendall(head.encode() + half)
         return connection
@@ -89,7 +117,7 @@ class Place:
 def place(tmp_path):
     made = Place(tmp_path)
     yield made
-    made.server.close()
+    made.close()
 
 
 # -- who may ---------------------------------------------------------------------------------------------------------
@@ -131,9 +159,9 @@ def test_what_is_no_signed_request_is_refused_without_a_word(place, request_byte
 
 
 def test_a_body_that_was_not_signed_is_refused(place):
-    mac = transport.sign_request(KEY, "POST", "/cancel", hashlib.sha256(b'{"grace_s": 30}').hexdigest())
+    mac = contract.sign_request(KEY, "POST", "/cancel", hashlib.sha256(b'{"grace_s": 30}').hexdigest())
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    connection.request("POST", "/cancel", b'{"grace_s": 0}', {transport.MAC_HEADER: mac})
+    connection.request("POST", "/cancel", b'{"grace_s": 0}', {contract.MAC_HEADER: mac})
     assert connection.getresponse().status == 403
     connection.close()
     assert place.agent.told == []
@@ -150,8 +178,9 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("GET", "/blobs/../../etc/passwd", None, 404),
         ("GET", "/blobs/passwd", None, 400),
         ("GET", f"/blobs/{'0' * 64}", None, 404),
-        ("GET", "/log?from=x", None, 400),
+        ("GET", "/stream?line=x", None, 400),
         ("PUT", "/files/checkpoint?offset=0", b"x", 404),
+        ("PUT", "/files/outcome-0-0?offset=0", b"x", 404),
         ("PUT", "/files/key?offset=0", b"x", 404),
         ("PUT", f"/blobs/{'0' * 64}?offset=-1", b"x", 400),
         ("PUT", f"/blobs/{'0' * 64}?offset=1", b"x", 400),
@@ -172,7 +201,7 @@ def test_signed_nonsense_is_answered_and_does_nothing(place, method, path, body,
 
 @pytest.mark.parametrize("size", ["", "x", "-1", None])
 def test_a_put_has_to_say_how_large_the_whole_is(place, size):
-    headers = {} if size is None else {transport.SIZE_HEADER: size}
+    headers = {} if size is None else {contract.SIZE_HEADER: size}
     assert place.ask("PUT", f"/blobs/{'0' * 64}?offset=0", b"x", **headers)[0] == 400
 
 
@@ -182,12 +211,11 @@ def test_a_put_has_to_say_how_large_the_whole_is(place, size):
 def test_status_tells_what_lies_in_the_pod(place):
     place.files.outcome(1, 12).write_bytes(b"12345")
     (place.files.folder / ".outcome-1-13.part").write_bytes(b"x")
-    log = LogWriter(place.files.log, 0, lambda: None)
-    log.lines(0, Stream.STDOUT, [b"a", b"b"])
-    log.close()
-    place.files.events.write_bytes(contract.encode_record({"event": "note"}) * 3)
+    place.write(0, 2)
+    for _ in range(3):
+        place.agent.writer.event(EventKind.NOTE, text="x")
+    place.run()
     status = {
-        "pod": 2,
         "state": "running",
         "missing": ["d"],
         "outcomes": {"1-12": 5},
@@ -207,27 +235,52 @@ def test_the_notebook_can_acknowledge_and_cancel(place):
     assert place.agent.told == ["ack", ("cancel", 2.5)]
 
 
-def test_a_log_comes_in_replies_of_bounded_size(place):
-    log = LogWriter(place.files.log, 0, lambda: None)
-    for _ in range(20):
-        log.lines(1, Stream.STDOUT, [b"x" * 1_000_000])
-    log.close()
-    sequences = []
-    while reply := place.ask("GET", f"/log?from={len(sequences)}")[1]:
-        assert len(reply) < transport.MAX_REPLY_BYTES + (2 << 20)
-        sequences += [contract.parse_line(line).sequence for line in reply.splitlines()]
-    assert sequences == list(range(20))
+def numbers(blocks):
+    return [line.sequence for block in blocks if isinstance(block, Record) for line in block.lines()]
 
 
-def test_events_come_signed_from_any_number_on(place):
-    events = [{"event": "note", "text": str(number) * 20_000} for number in range(5)]
-    place.files.events.write_bytes(b"".join(map(contract.encode_record, events)) + b'{"torn')
-    reply = place.ask("GET", "/events?from=2")[1]
-    reader = FrameReader(KEY, 2)
-    items = [item for line in reply.splitlines() for item in reader.feed(b"!" + line)]
-    assert [(item.number, item.event, item.trusted) for item in items] == [
-        (number, events[number], True) for number in (2, 3, 4)
-    ]
+@pytest.mark.parametrize("line", [0, 1, 150, 299, 300, 450, 1000])
+def test_a_stream_begins_where_the_reader_left_off_and_ends_with_the_job(place, line):
+    place.write(0, 150)
+    place.run()
+    place.write(150, 300)
+    place.agent.writer.event(EventKind.NOTE, text="first")
+    place.run()
+    thread, found = place.stream(line, event=1)
+    place.run(0.3)
+    place.write(300, 450)
+    place.agent.writer.record({"event": "progress", "rank": 0, "step": 1})
+    place.agent.writer.event(EventKind.STATE, state="succeeded", reason="", cause="")
+    place.close_writer()
+    thread.join(20)
+    assert numbers(found) == list(range(line, 450))
+    assert [(block.number, block.event["event"]) for block in found if isinstance(block, EventBlock)] == [(1, "state")]
+    assert [block.event["step"] for block in found if isinstance(block, ProgressBlock)] == [1]
+    assert found[-1].event.get("next_line") == 450 or isinstance(found[-1], ProgressBlock)
+
+
+def test_two_readers_read_the_same(place):
+    readers = [place.stream() for _ in range(2)]
+    for start in range(0, 2000, 100):
+        place.write(start, start + 100)
+        place.run(0.02)
+    place.close_writer()
+    for thread, found in readers:
+        thread.join(20)
+        assert numbers(found) == list(range(2000))
+
+
+def test_a_reader_that_has_left_costs_nothing(place, monkeypatch):
+    monkeypatch.setattr(byte_server, "SILENCE_LIMIT_S", 0.4)
+    before = threading.active_count()
+    with socket.create_connection(("127.0.0.1", place.server.port)) as connection:
+        mac = contract.sign_request(KEY, "GET", "/stream")
+        connection.sendall(f"GET /stream HTTP/1.1\r\nHost: x\r\n{contract.MAC_HEADER}: {mac}\r\n\r\n".encode())
+        assert connection.recv(100)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize(
@@ -251,7 +304,7 @@ def test_an_empty_file_is_a_file(place):
 
 def test_requests_share_a_connection(place):
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    headers = {transport.MAC_HEADER: transport.sign_request(KEY, "GET", "/status")}
+    headers = {contract.MAC_HEADER: contract.sign_request(KEY, "GET", "/status")}
     for _ in range(3):
         connection.request("GET", "/status", headers=headers)
         assert connection.getresponse().read().startswith(b"{")
@@ -274,9 +327,7 @@ def test_a_blob_arrives_in_one_piece_or_in_many(place, content):
         assert (status, answer) == (201 if complete else 200, {"received": start + len(piece), "complete": complete})
     assert bytes(place.store.open(digest)) == content
     assert place.store.path(digest).stat().st_mode & 0o777 == 0o444
-    assert place.agent.told == [("blob", digest)]
     assert place.put(f"/blobs/{digest}?offset=0", content) == (200, {"received": len(content), "complete": True})
-    assert place.agent.told == [("blob", digest)]
 
 
 def test_a_wrong_digest_is_refused_and_the_blob_can_come_again(place):
@@ -284,7 +335,7 @@ def test_a_wrong_digest_is_refused_and_the_blob_can_come_again(place):
     status, answer = place.put(f"/blobs/{digest}?offset=0", b"wrong")
     assert status == 422
     assert digest in answer["error"]
-    assert list(place.store.root.iterdir()) == []
+    assert not place.store.exists(digest)
     assert place.put(f"/blobs/{digest}?offset=0", b"right")[0] == 201
 
 
@@ -311,22 +362,6 @@ def test_an_upload_that_was_cut_or_hangs_is_continued_by_another(place, hangs):
     connection.close()
 
 
-def test_whoever_was_cut_off_learns_where_to_go_on_for_good(place):
-    content = os.urandom(300_000)
-    digest = digest_of((content,))
-    connection = place.send_half(f"/blobs/{digest}?offset=0", content[:100_000], len(content))
-    while place.received(digest) < 100_000:
-        pass
-    status, answer = place.ask("GET", f"/blobs/{digest}/size?settled=1")
-    assert (status, json.loads(answer)) == (200, {"received": 100_000, "complete": False})
-    with contextlib.suppress(OSError):
-        connection.sendall(content[100_000:200_000])
-    assert place.received(digest) == 100_000
-    place.put(f"/blobs/{digest}?offset=100000", content[100_000:], len(content))
-    assert place.store.open(digest) == content
-    connection.close()
-
-
 def test_many_uploads_of_one_blob_give_one_blob(place):
     content = os.urandom(3_000_000)
     digest = digest_of([content])
@@ -347,15 +382,6 @@ def test_many_uploads_of_one_blob_give_one_blob(place):
     for thread in threads:
         thread.join(60)
     assert bytes(place.store.open(digest)) == content
-    assert place.agent.told == [("blob", digest)]
-
-
-def test_another_agents_outcome_arrives(place):
-    assert place.put("/files/outcome-0-7?offset=0", b"signed", 12)[0] == 200
-    assert not place.files.outcome(0, 7).exists()
-    assert place.put("/files/outcome-0-7?offset=6", b" bytes", 12)[0] == 201
-    assert place.files.outcome(0, 7).read_bytes() == b"signed bytes"
-    assert place.agent.told == [("outcome", "outcome-0-7")]
 
 
 def test_a_full_disk_is_said_and_costs_only_the_part(place):
@@ -365,13 +391,13 @@ def test_a_full_disk_is_said_and_costs_only_the_part(place):
     digest = digest_of([content])
     status, answer = place.put(f"/blobs/{digest}?offset=0", content)
     assert status == 507
-    assert "could not be written" in answer["error"]
+    assert "cannot keep a part of the snapshot" in answer["error"]
     blocked.unlink()
     assert place.put(f"/blobs/{digest}?offset=0", content)[0] == 201
 
 
 def test_a_silent_connection_is_closed(place, monkeypatch):
-    monkeypatch.setattr(pod_server._Request, "timeout", 0.1)
+    monkeypatch.setattr(byte_server._Request, "timeout", 0.1)
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=60) as connection:
         connection.sendall(b"GET /stat")
         assert connection.recv(100) == b""
@@ -382,14 +408,14 @@ def test_every_address_is_listened_on(tmp_path):
     assert place.ask("GET", "/status")[0] == 200
     if socket.has_dualstack_ipv6():
         assert place.ask("GET", "/status", host="::1")[0] == 200
-    place.server.close()
+    place.close()
 
 
 def test_a_taken_port_is_an_error_and_a_closed_one_is_free(place, tmp_path):
-    settings = {"key": KEY, "pod": 0, "files": place.files, "store": place.store, "handler": place.agent}
+    settings = {"key": KEY, "files": place.files, "store": place.store, "handler": place.agent}
     with pytest.raises(OSError, match="in use"):
-        PodServer("127.0.0.1", place.server.port, **settings)
+        ByteServer("127.0.0.1", place.server.port, **settings)
     port = place.server.port
     place.server.close()
-    again = PodServer("127.0.0.1", port, **settings)
+    again = ByteServer("127.0.0.1", port, **settings)
     again.close()
