@@ -57,7 +57,7 @@ def test_with_the_least_role_a_job_that_loses_a_pod_resumes_in_new_ones(become, 
     job = kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on)
     assert any(line.text == "ready" for line in job.logs(follow=True))
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false")
-    assert job.results(150) == [1, 1], (job.status, [str(line) for line in job.logs()])
+    assert job.results(150) == [True, True], (job.status, [str(line) for line in job.logs()])
     job.delete()
     assert job.name not in run_kubectl("-n", namespace, "get", "pytorchjobs,pods,secrets", "-o", "name")
 
