@@ -9,7 +9,7 @@ from rank_work import summed
 
 import kale_dist as kd
 from kale_dist.backends.kubernetes import client, submit
-from kale_dist.errors import BackendError, ConfigError, KaleDistWarning
+from kale_dist.errors import BackendError, ConfigError, JobExistsError, KaleDistWarning
 
 
 def apply(namespace, kind, name, **rest):
@@ -124,14 +124,15 @@ def test_a_policy_that_refuses_pods_is_a_warning(make_namespace):
         run_kubectl("delete", "validatingadmissionpolicybinding,validatingadmissionpolicy", name, "--wait=false")
 
 
-def test_a_name_that_is_taken(kubeconfig, namespace):
-    cluster = client.connect(namespace)
+def test_a_name_that_another_machine_has_taken(namespace, monkeypatch, tmp_path):
     on = pods_in(namespace, patch={"spec": {"runPolicy": {"suspend": True}}})
     job = kd.launch(summed, 1, number_of_processes=1, name="there", on=on)
-    with pytest.raises(BackendError, match="exists already"):
-        kd.launch(summed, 1, number_of_processes=1, name="there", on=on)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path))
+        with pytest.raises(JobExistsError, match=r"pytorchjobs/there exists already. Give another name="):
+            kd.launch(summed, 1, number_of_processes=1, name="there", on=on)
     job.delete()
-    assert submit.find(cluster, namespace, "there") is None
+    assert submit.find(client.connect(namespace), namespace, "there") is None
 
 
 def test_without_an_image_the_call_says_where_to_name_one(namespace, kubeconfig, monkeypatch, tmp_path):
