@@ -8,7 +8,6 @@ import dataclasses
 import getpass
 import json
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -54,10 +53,6 @@ class KubernetesPlace:
 
     name = "kubernetes"
     noun = "pod"
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._clusters: dict[tuple[str, str], Cluster] = {}
 
     # -- before and at the submission ---------------------------------------------------------------------------------
 
@@ -293,6 +288,10 @@ class KubernetesPlace:
             raise api.explain(error, doing) from error
         return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
 
+    def close(self) -> None:
+        """Close idle connections; the next call opens others."""
+        client.disconnect()
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, run: int) -> RunHandle:
@@ -310,16 +309,10 @@ class KubernetesPlace:
     def _cluster(self, handle: RunHandle) -> Cluster:
         """The cluster that a run was started on, also when the kubeconfig's current context is another one by now."""
         asked = handle.spec.cluster.namespace, handle.spec.cluster.context or handle.get("context")
-        with self._lock:
-            found = self._clusters.get(asked)
-        if found is None:
-            try:
-                found = client.connect(*asked)
-            except ConfigError as error:
-                raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
-            with self._lock:
-                self._clusters[asked] = found
-        return found
+        try:
+            return client.connect(*asked)
+        except ConfigError as error:
+            raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
 
     def _head(self, handle: RunHandle) -> Part:
         head = self.look(handle).head
