@@ -318,13 +318,13 @@ def _check_order(argument: str, step: Any) -> None:
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     roles = [next((role for role, words in _ROLES.items() if name.lower() in words), None) for name in names]
     wrong = [name for name, role, place in zip(names, roles, expected, strict=False) if role not in (None, place)]
-    if not wrong or len(names) < len(expected):
+    if not wrong or (len(names) < len(expected) and not set(roles) <= set(expected)):
         return
     passed = ", ".join(role if role in expected else name for name, role in zip(names, roles, strict=True))
     call = ", ".join(expected)
     raise ConfigError(
         argument,
-        f"{describe(step)} has its arguments in another order than ({call}), in which it is called",
+        f"{describe(step)} has other arguments than ({call}), with which it is called, or another order",
         f"Write it as def {argument}({call}), or wrap it: def {argument}({call}): return {title(step)}({passed})",
     )
 

@@ -110,12 +110,6 @@ def train(
         ConfigError: An argument, or what a step does, cannot be combined with another.
         KaleDistError: The ranks do not do the same.
     """
-    if precision not in _PRECISIONS:
-        raise ConfigError("precision", f"{precision!r} is not known", "Use None, 'bf16' or 'fp16'")
-    if eval_sharding not in ("samples", "none"):
-        raise ConfigError("eval_sharding", f"{eval_sharding!r} is not known", "Use 'samples' or 'none'")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError("accumulate", f"{accumulate!r} is not an int of 1 or more", "Give the number of batches")
     place = context.context()
     device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
     group = Group(device)
@@ -300,12 +294,16 @@ class Session:
 
     def _name_what_stays(self) -> None:
         captured, self._captured = self._captured, None
-        if captured is not None and (names := captured.changed()):
-            shown = ", ".join(names[:5])
-            self.group.say(
-                f"Changed by a step, and left behind in the ranks: {shown}. state=[{shown}] in the call brings them back"
-                " (objects with a state_dict, lists, dicts, sets; keep numbers in a dict)."
+        if captured is None or not (changed := captured.changed()):
+            return
+        text = f"Changed by a step, and left behind in the ranks: {', '.join(changed)}."
+        if objects := [name for name, is_plain in changed.items() if not is_plain]:
+            text += (
+                f" state=[{', '.join(objects)}] in the call brings back what has a state_dict, lists, dicts and sets."
             )
+        if len(objects) < len(changed):
+            text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+        self.group.say(text)
 
     def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> Averaged:
         feed.begin(epoch)

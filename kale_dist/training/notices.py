@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kale_dist.training.group import Group
 
+_NAMED = 5
+"""As many names are told."""
+
 _DEPTH = 6
 """How far functions that call each other are followed."""
 
@@ -45,10 +48,11 @@ class Captured:
                 self._known |= {id(part) for part in (*value.modules(), *value.parameters(), *value.buffers())}
         self._before = self._marks()
 
-    def changed(self) -> list[str]:
-        """Names of what has changed since this object was made."""
+    def changed(self) -> dict[str, bool]:
+        """Names of what has changed since this object was made, each with whether it is only a number or a text."""
         now = self._marks()
-        return sorted(name for name, mark in self._before.items() if name in now and now[name] != mark)
+        names = sorted(name for name, mark in self._before.items() if name in now and now[name] != mark)
+        return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
 
     def _marks(self) -> dict[str, Any]:
         found = dict(self._arguments)
@@ -77,7 +81,7 @@ class Captured:
             return id(value), len(value)
         if depth and (type(value).__module__ == "__main__" or hasattr(value, "state_dict")):
             return [(name, self._mark(part, depth - 1)) for name, part in getattr(value, "__dict__", {}).items()]
-        return id(value)
+        return (id(value),)
 
 
 def _is_made(tensor: Tensor) -> bool:

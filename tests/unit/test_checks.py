@@ -161,6 +161,15 @@ def test_a_step_with_its_arguments_in_another_order_is_refused_by_name():
     assert "return as_in_the_examples(args, model, device, data_loader, optimizer, epoch)" in error.remedy
 
 
+def of_the_tutorial(dataloader, model, loss_fn, optimizer):
+    pass
+
+
+def test_a_step_with_fewer_arguments_is_refused_with_the_call_that_fits_it():
+    error = refused_training(train_step=of_the_tutorial)
+    assert "return of_the_tutorial(data_loader, model, criterion, optimizer)" in error.remedy
+
+
 def returns_a_list(model, data_loader, criterion, optimizer, device, args):
     losses = []
     for _ in data_loader:
