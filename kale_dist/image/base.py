@@ -49,7 +49,7 @@ _NO_PYTHON = re.compile(r"executable file not found|no such file or directory|no
 _OTHER_PROCESSOR = re.compile(r"exec format error", re.IGNORECASE)
 
 PROGRAM = r"""
-import json, os, platform, re, site, sys, sysconfig
+import json, os, platform, re, site, sys
 found, links = {}, {}
 try:
     import importlib.metadata, importlib.util
@@ -82,7 +82,7 @@ own = "/opt/kale-dist"
 folders = sorted(n for n in os.listdir(own) if n.startswith("site-packages")) if os.path.isdir(own) else []
 print("\n" + "KALE-DIST-BASE " + json.dumps({
     "python": platform.python_version(), "executable": sys.executable, "machine": platform.machine(), "libc": libc,
-    "site": os.path.realpath(site.getsitepackages()[0]), "soabi": sysconfig.get_config_var("SOABI") or "",
+    "site": os.path.realpath(site.getsitepackages()[0]),
     "folders": folders, "links": sorted(links.items()), "distributions": [found[key] for key in sorted(found)],
 }))
 """
@@ -126,7 +126,6 @@ class Facts:
     """`x86_64`."""
     libc: str
     """`glibc 2.36`, `musl 1.2`."""
-    soabi: str = ""
     folders: tuple[str, ...] = ()
     """Names of the folders of packages that were put into `FOLDER` before, oldest first."""
     links: tuple[tuple[str, str], ...] = ()

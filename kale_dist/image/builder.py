@@ -206,7 +206,6 @@ def _environment(recipe: Recipe, facts: Facts, there: Mapping[str, str]) -> dict
     """The variables that the recipe changes, and the PATH to the packages' scripts, behind the base's own."""
     changed = dict(recipe.environment)
     path = changed.get("PATH", there.get("PATH", _PATH))
-    scripts = f"{bases.FOLDER}/bin"
-    if facts.folders and scripts not in path.split(":"):
-        changed["PATH"] = f"{path}:{scripts}"
+    if facts.folders and packages.SCRIPTS not in path.split(":"):
+        changed["PATH"] = f"{path}:{packages.SCRIPTS}"
     return changed
