@@ -33,6 +33,9 @@ from kale_dist.spec import JobSpec
 LOOK_S = 1.0
 """How often a place is looked at that has not said that something changed."""
 
+FIRST_LOOK_S = 3.0
+"""How long a first question about a job waits for a place that is slow to answer."""
+
 LOCK_S = 2.0
 """How often a process that only reads looks whether the one that follows has ended."""
 
@@ -110,6 +113,7 @@ class Follower:
         self._is_resumed = False
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
+        self._looked = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"kale_dist follow {record.name}", daemon=True)
         self._thread.start()
@@ -134,6 +138,10 @@ class Follower:
         """For requests to the head of the newest run; None where this user has no key."""
         handle = self._handle
         return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
+
+    def wait_for_look(self) -> None:
+        """Wait until the place was looked at once: what a new process shows first is then up to date."""
+        self._looked.wait(FIRST_LOOK_S)
 
     def wake(self) -> None:
         """Look at once."""
@@ -195,6 +203,7 @@ class Follower:
             # The disk is full: the next question about the job tries again. Or the job was deleted.
             self.problem = f"{error}"
         finally:
+            self._looked.set()
             self._close_run()
             self._unsubscribe()
             self.activity = ""
@@ -218,6 +227,7 @@ class Follower:
             self.look, self.problem = self._place.look(self._handle), ""
         except BackendError as error:
             self.problem = f"{error}"
+        self._looked.set()
         if (self.look, self.problem) != before:
             self._on_change()
 

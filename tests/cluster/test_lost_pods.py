@@ -61,7 +61,7 @@ def test_a_head_that_is_deleted_is_not_taken_for_the_one_that_the_operator_makes
 def test_a_job_that_loses_its_worker_resumes_in_a_run_of_its_own(on, namespace):
     job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
     delete_pod(namespace, f"{job.name}-worker-0")
-    assert job.results(150) == [1, 1], (job.status, told(job))
+    assert job.results(150) == [True, True], (job.status, told(job))
     listed = names_of(namespace)
     assert f"pytorchjob.kubeflow.org/{job.name}-2" in listed
     assert f"{job.name}-input" not in listed
@@ -74,7 +74,7 @@ def test_a_job_that_loses_its_worker_resumes_in_a_run_of_its_own(on, namespace):
 def test_a_job_that_loses_its_head_resumes(on, namespace):
     job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
     delete_pod(namespace, f"{job.name}-master-0")
-    assert job.results(150) == [1, 1], (job.status, told(job))
+    assert job.results(150) == [True, True], (job.status, told(job))
     job.delete()
 
 

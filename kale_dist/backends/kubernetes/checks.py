@@ -148,9 +148,11 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
         found = [item for task in [pool.submit(look) for look in looks] for item in task.result()]
-    found += quota_sums(namespace.quotas, job)
+    sums = list(quota_sums(namespace.quotas, job))
+    # The dry run of one pod says less of the same.
+    found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
     found += missing_rights(cluster, namespace.granted)
-    # The dry run of one pod and the sum over all may say the same.
+    # The pods of both kinds may be refused alike.
     by_name = {(item.name, item.trouble.sentence): item for item in found}
     return tuple(sorted(by_name.values(), key=lambda item: not item.is_fatal))
 

@@ -132,7 +132,8 @@ def _ended(view: JobView, condition: Mapping[str, Any]) -> Found | None:
     hopeless = (found for found in hindered if found is not None and not found.trouble.heals)
     sidecars = (explain.sidecar(pod, view) for pod in view.latest_pods)
     found = _first_failure(view) or next(hopeless, None) or next(filter(None, sidecars), None)
-    if found is None and condition.get("type") == "Failed":
+    # The operator counts a relay that was lost as a failure while the head still works.
+    if found is None and condition.get("type") == "Failed" and all(pod.has_ended for pod in view.latest_pods):
         return explain.of_job("job-failed", view, {"detail": message or "without a reason"})
     return found
 

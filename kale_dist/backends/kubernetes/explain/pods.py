@@ -17,8 +17,9 @@ from kale_dist.manifests.settings import CONTAINER
 _GAVE_UP = 70
 """Exit code of an agent that could not begin, as `runtime.termination` has it."""
 
-_TOLD_TO_END = (137, 143)
-"""Exit codes of a container whose pod is deleted: SIGTERM, and SIGKILL after the grace period."""
+_TOLD_TO_END = (0, 137, 143)
+"""Exit codes of a container whose pod is deleted: SIGTERM, SIGKILL after the grace period, and that of a relay whose ranks'
+ends have reached the head."""
 
 _INIT = "init-pytorch"
 _SCHEDULER_SAYS = re.compile(r"^\w+: \d+/(?P<all>\d+) nodes? (is|are) available: (?P<groups>.*?)(\. |\.?$)", re.DOTALL)
@@ -86,13 +87,14 @@ def end(pod: PodView, view: JobView) -> Found | None:
         if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
             name = "init-gave-up" if container.name == _INIT else "init-failed"
             return _match_end(container, pod, view) or _named(name, pod, view, container=container)
-    if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and told(pod) is None:
+    has_succeeded = main.exit_code == 0 and told(pod) is not None
+    if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and not has_succeeded:
         return _named("pod-deleted", pod, view)
     if main.exit_code == _GAVE_UP and main.message and told(pod) is None:
         return _named("agent-gave-up", pod, view, {"said": cut(main.message.removeprefix("kale_dist: "))})
     if main.state == "terminated" and main.exit_code:
         return _match_end(main, pod, view) or _named("ended", pod, view, container=main)
-    if pod.is_gone and pod.has_started and not main.exit_code == 0:  # noqa: SIM201 - None is not an end without fault
+    if pod.is_gone and pod.has_started and not has_succeeded:
         return _named("pod-deleted", pod, view)
     if pod.phase == "Failed":
         return _match(Seen.POD, said, pod, view, {"detail": detail(said) or "no reason is given"})
