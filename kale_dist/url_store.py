@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from kale_dist.blobs import Buffer, digest_of, map_file
+from kale_dist.contract import PodVariable
 from kale_dist.errors import KaleDistError, StoreError
-from kale_dist.pod_order import PodVariable
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CHUNK_BYTES = 8 << 20

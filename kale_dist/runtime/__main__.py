@@ -22,9 +22,9 @@ def main(arguments: list[str]) -> int:
     agent.add_argument("--socket", required=True)
     agent.add_argument("--kernel-pid", type=int, required=True)
     agent.add_argument("--kernel-start", type=int, required=True)
-    forkserver = kinds.add_parser("forkserver")
-    forkserver.add_argument("--connection", type=int, required=True)
-    forkserver.add_argument("--agent-pid", type=int, required=True)
+    forking = kinds.add_parser("forkserver")
+    forking.add_argument("--connection", type=int, required=True)
+    forking.add_argument("--agent-pid", type=int, required=True)
     kinds.add_parser("pod")
     given = parser.parse_args(arguments)
     if given.kind == "agent":

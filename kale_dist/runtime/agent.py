@@ -78,8 +78,8 @@ class Agent:
         server = await self._loop.create_unix_server(lambda: _Peer(self), sock=self._listen(), backlog=64)
         connection = socket.socket(fileno=self._settings.connection)
         connection.set_inheritable(False)
-        self._kernel = _Peer(self)
-        await self._loop.create_connection(lambda: self._kernel, sock=connection)  # type: ignore[arg-type, return-value]
+        self._kernel = kernel_peer = _Peer(self)
+        await self._loop.create_connection(lambda: kernel_peer, sock=connection)
         await self._serve()
         self._pool.close()
         processes.end_orphans(limit_s=2.0)

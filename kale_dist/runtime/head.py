@@ -65,9 +65,7 @@ class Head:
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
         self._stdout = StdoutCopy()
-        self.writer = JobWriter(
-            pod.files, pod.loop, self._notify, limit_bytes=POD_LOG_BYTES, stdout=self._stdout
-        )
+        self.writer = JobWriter(pod.files, pod.loop, self._notify, limit_bytes=POD_LOG_BYTES, stdout=self._stdout)
         self._server = ByteServer(
             pod.place.listen, pod.order.port + 2, key=pod.key, files=pod.files, store=pod.store, handler=self
         )

@@ -22,9 +22,8 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.contract import EventKind
+from kale_dist.contract import EventKind, PodVariable
 from kale_dist.errors import ImageError
-from kale_dist.pod_order import PodVariable
 from kale_dist.runtime import context
 
 NEEDED = ("ipykernel", "jupyter_client", "nbclient", "nbformat")

@@ -11,6 +11,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -146,10 +147,11 @@ async def serve(place: Place, pool: ForkPool) -> int:
     from kale_dist.runtime.relay import Relay
 
     loop = asyncio.get_running_loop()
-    told_to_end = loop.create_future()
-    loop.add_signal_handler(signal.SIGTERM, lambda: told_to_end.done() or told_to_end.set_result(None))
-    waiting = asyncio.ensure_future(wait_for_input(place))
-    await asyncio.wait((waiting, told_to_end), return_when=asyncio.FIRST_COMPLETED)
+    told_to_end = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, told_to_end.set)
+    waiting, told = asyncio.ensure_future(wait_for_input(place)), asyncio.ensure_future(told_to_end.wait())
+    await asyncio.wait((waiting, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
     if not waiting.done():
         waiting.cancel()
         raise Problem("the pod was told to end (SIGTERM) before its input was there")
@@ -164,25 +166,26 @@ async def serve(place: Place, pool: ForkPool) -> int:
     pool.wanted_spares = len(order.ranks_of(place.pod))
     pool.refill()
     role = Head(pod) if place.pod == 0 else Relay(pod)
-    broken = loop.create_future()
+    broken: asyncio.Future[BaseException] = loop.create_future()
 
     def fail(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         _loop.default_exception_handler(context)
         if not broken.done():
-            broken.set_result(context.get("exception") or RuntimeError(str(context.get("message"))))
+            error = context.get("exception")
+            broken.set_result(error if isinstance(error, BaseException) else RuntimeError(str(context.get("message"))))
 
     loop.set_exception_handler(fail)
     loop.add_signal_handler(signal.SIGTERM, role.told_to_end)
-    if told_to_end.done():
+    if told_to_end.is_set():
         role.told_to_end()
     running = asyncio.ensure_future(role.run())
     await asyncio.wait((running, broken), return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
-        raise broken.result()  # type: ignore[misc]
+        raise broken.result()
     return running.result()
 
 
-async def _main(place: Place, launched: tuple) -> int:  # type: ignore[type-arg]
+async def _main(place: Place, launched: tuple[socket.socket, int]) -> int:
     processes.become_subreaper()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGCHLD, processes.reap_orphans)

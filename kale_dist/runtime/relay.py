@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import json
+import pathlib
 import random
 import secrets
 import signal
@@ -113,7 +115,8 @@ class Relay:
                 lambda answers=answers: answers.put_nowait(None),  # type: ignore[misc]
             )
             try:
-                await asyncio.wait_for(loop.create_connection(lambda c=channel: c, order.head, order.port + 1), 10.0)
+                connecting = loop.create_connection(functools.partial(_same, channel), order.head, order.port + 1)
+                await asyncio.wait_for(connecting, 10.0)
                 channel.say(Op.HELLO, agent=agent, version=contract.VERSION, nonce=ours)
                 challenge = await asyncio.wait_for(answers.get(), 20.0) or {}
                 if is_signed(challenge.get("mac"), self._pod.key, "head", agent, ours, str(challenge.get("nonce"))):
@@ -127,7 +130,7 @@ class Relay:
                             self._take_message(0, answers.get_nowait() or {})
                         if self._is_told_to_end:
                             self.told_to_end()
-                        return answer["op"] == Op.WELCOME
+                        return bool(answer["op"] == Op.WELCOME)
                 # An agent that does not hold the job's key runs nothing here.
                 channel.close()
             except (OSError, TimeoutError, ValueError):
@@ -219,6 +222,10 @@ class Relay:
         self._channel.send(b"E", rank, contract.encode_json({**event, **fields}))
 
 
+def _same(channel: Channel) -> Channel:
+    return channel
+
+
 class _Forwarder:
     """Hands on what one rank does; a `near_rank.Listener`."""
 
@@ -228,7 +235,7 @@ class _Forwarder:
         attempt: int,
         process: NearRank,
         channel: Channel,
-        outcome: Any,
+        outcome: pathlib.Path,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.rank = rank
@@ -314,7 +321,7 @@ class _Forwarder:
             self._bodies.appendleft((body_of(Stream.AGENT, [text.encode()]), 1))
         while self._bodies and (is_last or self.has_room):
             size = count = 0
-            parts = []
+            parts: list[bytes] = []
             while self._bodies and (not parts or size + len(self._bodies[0][0]) <= BODY_BYTES):
                 body, lines = self._bodies.popleft()
                 parts.append(body)

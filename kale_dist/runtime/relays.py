@@ -179,6 +179,7 @@ class HeadsRelays:
         self._refusals = 0
         self._waiting_for_blobs: collections.deque[_Relay] = collections.deque()
         self._has_blobs = False
+        self._passes_to = _PASSED_TO
         self._is_over = False
         self._relays = {
             agent: _Relay(agent, pod_name(order, agent), order.ranks_of(agent)) for agent in range(1, order.agents)
@@ -281,16 +282,19 @@ class HeadsRelays:
         """Tell relays where to fetch the blobs from."""
         is_tree = self._order.agents > DEALT_AS_TREE_ABOVE
         while self._has_blobs and self._waiting_for_blobs:
-            sources = [relay for relay in self._relays.values() if relay.is_ready and relay.channel is not None]
-            source = next((relay for relay in sources if relay.passes_to), None)
-            if is_tree and source is None and len(sources) > 0:
-                return
+            source = None
+            if is_tree and not self._passes_to:
+                ready = [relay for relay in self._relays.values() if relay.is_ready and relay.passes_to]
+                if not ready:
+                    return
+                source = ready[0]
             relay = self._waiting_for_blobs.popleft()
             if relay.channel is None:
                 continue
-            if not is_tree or source is None:
+            if source is None or source.channel is None:
+                self._passes_to = max(0, self._passes_to - 1)
                 relay.channel.say(Op.FETCH, host=self._order.head)
-            elif source.channel is not None:
+            else:
                 source.passes_to -= 1
                 relay.channel.say(Op.FETCH, host=source.channel.peer_host)
 

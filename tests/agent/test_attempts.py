@@ -13,11 +13,7 @@ from pod_jobs import PodJob
 
 import kale_dist as kd
 from kale_dist.backends.agent_client import cancel_message, send
-from kale_dist.contract import EventKind, JobFiles
-from kale_dist.runtime.fork_pool import ForkPool
-from kale_dist.runtime.job_writer import JobWriter
-from kale_dist.runtime.local_ranks import LocalRanks
-from kale_dist.runtime.loop import Loop
+from kale_dist.contract import EventKind
 
 
 def told(job):
@@ -135,25 +131,12 @@ def test_the_time_limit_is_that_of_all_attempts_together(jobs):
     assert 0 < state["attempt"] < 6
 
 
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_a_port_that_somebody_holds_is_replaced_in_later_attempts_alone(jobs, attempt):
+def test_a_port_that_is_taken_is_told(jobs):
     with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        order = jobs.order(sleep_long, attempt=attempt, master_port=port, max_restarts=1)
-        loop = Loop()
-        writer = JobWriter(JobFiles(order.folder), attempt, loop, lambda: None)
-        ranks = LocalRanks(
-            order, loop, ForkPool(loop), writer,
-            on_change=print, on_move=print, on_refusal=print, on_all_forked=print,
-        )  # fmt: skip
-        if attempt:
-            assert ranks.listen() not in (0, port)
-        else:
-            with pytest.raises(OSError, match="in use"):
-                ranks.listen()
-        ranks.close()
-        writer.close()
-        loop.close()
+        job = jobs.run(sleep_long, port=holder.getsockname()[1], max_restarts=1)
+        state = job.wait()
+    assert (state["state"], state["cause"]) == ("failed", "not-started")
+    assert "in use" in state["reason"]
 
 
 # -- in pods ---------------------------------------------------------------------------------------------------------
@@ -173,7 +156,7 @@ def make(tmp_path):
 
 
 def meet(times):
-    """All ranks wait for one that the test kills; in the last attempt nobody is waited for."""
+    """All ranks wait for one that the test kills; in the last attempt no rank is waited for."""
     import torch
     import torch.distributed as dist
 
@@ -188,9 +171,9 @@ def meet(times):
 
 @pytest.mark.parametrize("lost", [0, 3])
 def test_ranks_of_all_pods_are_started_again(make, lost):
-    job = make(meet, 1, ranks=4, processes_per_pod=2, max_restarts=1).put_input().start_all()
+    job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()
-    os.kill(job.pods[lost // 2].pids()[lost], signal.SIGKILL)
+    os.kill(job.pods[0].pids()[lost], signal.SIGKILL)
     assert job.end() == [0, 0], job.text()
     assert told(job) == [
         (0, "starting"),
@@ -203,7 +186,7 @@ def test_ranks_of_all_pods_are_started_again(make, lost):
     ends = {(event["attempt"], event["rank"]): event["state"] for event in job.events(EventKind.RANK)}
     assert {ends[1, rank] for rank in range(4)} == {"succeeded"}
     assert job.text().count("attempt 2 of 2") == 1
-    assert [pod.last_words["state"] for pod in job.pods] == ["succeeded"] * 2
+    assert job.pods[0].last_words["state"] == "succeeded"
 
 
 def test_a_lost_pod_is_not_waited_for(make):
@@ -212,4 +195,4 @@ def test_a_lost_pod_is_not_waited_for(make):
     job.pods[1].process.send_signal(signal.SIGKILL)
     assert job.pods[0].end() == 1
     state = job.state()
-    assert (state["state"], state["cause"], state["attempt"]) == ("failed", "died", 0)
+    assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)

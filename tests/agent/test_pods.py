@@ -255,8 +255,9 @@ def test_noise_at_the_agents_port_harms_nobody(make):
     head = job.start(0)
     job.until(lambda: _status(head))
     with contextlib.ExitStack() as connections:
-        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000):
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000):
             noise = connections.enter_context(socket.create_connection(("127.0.0.1", job.order.port + 1)))
+            sent = garbage
             for message in ({"op": "hello", "agent": 1, "version": contract.VERSION, "nonce": ""}, {"op": "proof"}):
                 data = json.dumps(message).encode()
                 sent += FRAME.pack(len(data), b"M", 0) + data

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import os
 import pathlib
 import resource
@@ -9,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -191,3 +193,46 @@ def test_a_damaged_container_is_refused(tmp_path, damage):
 def test_a_missing_container_is_a_store_error(tmp_path):
     with pytest.raises(StoreError, match="nothing"):
         blobs.open_container(tmp_path / "nothing")
+
+
+# -- packed blobs ----------------------------------------------------------------------------------------------------
+
+
+def test_blobs_are_packed_the_same_each_time_and_come_out(tmp_path):
+    store = blobs.MemoryStore()
+    contents = [b"", b"a" * 100_000, bytes(range(256))]
+    digests = [store.put([content]) for content in contents]
+    packed = blobs.pack_blobs(store, digests)
+    assert packed == blobs.pack_blobs(store, [*reversed(digests), digests[0]])
+    blobs.unpack_blobs(packed, tmp_path / "a")
+    (tmp_path / "packed").write_bytes(packed)
+    blobs.unpack_blobs(tmp_path / "packed", tmp_path / "b")
+    for place in "ab":
+        unpacked = blobs.FolderStore(tmp_path / place)
+        assert [bytes(unpacked.open(digest)) for digest in digests] == contents
+
+
+def zipped(name, content):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, content)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"no zip",
+        zipped("../../evil", b"x"),
+        zipped("/etc/evil", b"x"),
+        zipped(blobs.digest_of([b"y"]), b"x"),
+        zipped(blobs.digest_of([b"x"]), b"x" * 1000)[:-40],
+        zipped(blobs.digest_of([b"x" * 99]), b"x" * 99).replace(b"x" * 99, b"z" * 99),
+    ],
+)
+def test_a_damaged_pack_is_refused_and_nothing_odd_is_written(packed, tmp_path):
+    with pytest.raises(SnapshotDamagedError, match="packed snapshot is damaged"):
+        blobs.unpack_blobs(packed, tmp_path / "folder" / "blobs")
+    assert not (tmp_path / "evil").exists()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -1,0 +1,147 @@
+"""What 32 relays of 1 MB/s each cost the head: share of one core, and whether a line is lost.
+
+Run it with `python benchmarks/relays.py [relays] [seconds]`. Head and log are the product's own; the relays are played by
+four other processes, which speak its protocol and send lines of 100 bytes as ranks of 32 pods would. At the end every
+number has to be in the log, in order, with nothing missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from kale_dist import contract
+from kale_dist.contract import BlockReader, JobFiles, Order, Record, Stream, body_of
+from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, sign
+from kale_dist.runtime.relays import HeadsRelays
+from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter
+
+KEY = b"k" * 32
+BYTES_PER_S = 1_000_000
+EACH_S = 0.05
+SENDERS = 4
+LINE = b"x" * 99
+
+
+class Owner:
+    """Listens to the relays in the head's place."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+
+    def relays_are_ready(self) -> None:
+        """All have joined."""
+        self.ready.set()
+
+    def relay_refuses(self, reason: str) -> None:
+        """None may be missing."""
+        raise SystemExit(reason)
+
+    relay_is_lost = relay_leaves = relay_refuses
+
+
+def order_of(relays: int, port: int) -> Order:
+    """One rank for each relay, and one for the head, which it does not start here."""
+    return Order(job="j", world_size=relays + 1, processes_per_agent=1, head="127.0.0.1", port=port, snapshot="")
+
+
+async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, float, float]:
+    """Be the head; gives the lines in the log, and the seconds of processor and clock that they took."""
+    port, owner, loop = 21_000, Owner(), asyncio.get_running_loop()
+    files = JobFiles(folder)
+    writer = JobWriter(files, loop, lambda: None, limit_bytes=POD_LOG_BYTES)
+    joined = HeadsRelays(order_of(relays, port), KEY, files, "127.0.0.1", owner, writer.say)
+    await joined.serve()
+    arguments = [str(relays), str(seconds), str(port)]
+    senders = [
+        subprocess.Popen([sys.executable, __file__, "send", str(number), *arguments])  # noqa: ASYNC220 - it returns at once
+        for number in range(SENDERS)
+    ]
+    joined.deal_blobs()
+    await owner.ready.wait()
+    runs = [RankRun(rank, writer, lambda _: None, lambda _: None) for rank in range(1, relays + 1)]
+    began, cpu = time.monotonic(), time.process_time()
+    for run in runs:
+        joined.spawn(run, 0, 0, 0)
+    while any(run.end is None for run in runs):  # noqa: ASYNC110 - ranks have no event, and this is cheap
+        await asyncio.sleep(0.1)
+    used, took = time.process_time() - cpu, time.monotonic() - began
+    written = loop.create_future()
+    writer.close(lambda: written.set_result(None))
+    await written
+    joined.end()
+    joined.close()
+    for sender in senders:
+        sender.wait(20)
+    return writer.written.next_line, used, took
+
+
+async def send(number: int, relays: int, seconds: float, port: int) -> None:
+    """Play some of the relays."""
+    await asyncio.gather(*(relay(agent, seconds, port) for agent in range(1 + number, relays + 1, SENDERS)))
+
+
+async def relay(agent: int, seconds: float, port: int) -> None:
+    """Play one relay: join, wait for the spawn, send lines, say that the rank has ended."""
+    answers: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+    channel = Channel(lambda _kind, _rank, data: answers.put_nowait(json.loads(data)), lambda: None)
+    await asyncio.get_running_loop().create_connection(lambda: channel, "127.0.0.1", port + 1)
+    channel.say(Op.HELLO, agent=agent, version=contract.VERSION, nonce="n")
+    challenge = await answers.get()
+    channel.say(Op.PROOF, mac=sign(KEY, "relay", agent, "n", str(challenge["nonce"])))
+    while (message := await answers.get())["op"] != Op.SPAWN:
+        if message["op"] == Op.FETCH:
+            channel.limit_bytes = 1 << 20
+            channel.say(Op.READY)
+    count = int(BYTES_PER_S * EACH_S / (len(LINE) + 1))
+    body = body_of(Stream.STDOUT, [LINE] * count)
+    began = time.monotonic()
+    for tick in range(round(seconds / EACH_S)):
+        channel.send(b"O", agent, COUNT.pack(count), body)
+        await channel.may_write.wait()
+        await asyncio.sleep(max(0.0, began + (tick + 1) * EACH_S - time.monotonic()))
+    channel.say(Op.ENDED, agent, end={"exit_code": 0, "signal": None, "reason": "", "memory_limit": "", "tail": []})
+    while (await answers.get())["op"] != Op.END:
+        pass
+    channel.close()
+
+
+def check(files: JobFiles) -> int:
+    """Lines in the log, each number once and in order."""
+    reader, following = BlockReader(), 0
+    with files.log.open("rb") as log:
+        while data := log.read(1 << 20):
+            for block in reader.feed(data):
+                if not isinstance(block, Record) or block.first != following:
+                    raise SystemExit(f"line {following} is not where it should be: {str(block)[:200]}")
+                following += block.count
+    return following
+
+
+def main() -> None:
+    """Measure and tell."""
+    relays = int(sys.argv[1]) if len(sys.argv) > 1 else 32
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0  # noqa: PLR2004 - the second argument
+    with tempfile.TemporaryDirectory() as folder:
+        lines, used, took = asyncio.run(head(relays, seconds, pathlib.Path(folder)))
+        found = check(JobFiles(folder))
+    expected = relays * round(seconds / EACH_S) * int(BYTES_PER_S * EACH_S / (len(LINE) + 1))
+    megabytes = expected * (len(LINE) + 1) / 1e6
+    print(f"{relays} relays, {megabytes:,.0f} MB in {took:.1f} s ({megabytes / took:.1f} MB/s)")
+    print(
+        f"head: {used:.2f} s of processor, {100 * used / took:.0f} % of one core, {1000 * used / megabytes:.1f} ms/MB"
+    )
+    print(f"lines: {expected:,} sent, {lines:,} numbered, {found:,} in the log, {expected - found:,} lost")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] == "send":
+        asyncio.run(send(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])))
+    else:
+        main()
