@@ -55,7 +55,7 @@ def last_state(files: JobFiles) -> dict[str, str]:
     """The job's last state event."""
     if not files.events.exists():
         return {"state": "pending"}
-    events = contract.decode_records(files.events.read_bytes())
+    events = contract.decode_json_lines(files.events.read_bytes())
     states = [event for event in events if event["event"] == EventKind.STATE]
     return states[-1] if states else {"state": "pending"}
 
