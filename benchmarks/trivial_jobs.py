@@ -18,7 +18,7 @@ import time
 from kale_dist import contract
 from kale_dist.backends.agent_client import AgentClient
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles, JobOrder, StateName
+from kale_dist.contract import EventKind, JobFiles, Order, StateName
 from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.process import capture_process
 
@@ -66,10 +66,10 @@ def run_one(client: AgentClient, root: pathlib.Path, number: int) -> str:
     folder = root / "jobs" / str(number)
     folder.mkdir(parents=True)
     call = {"destroy_first": number % 2 == 0}
-    order = JobOrder(
+    order = Order(
         job=f"trivial-{number}",
         world_size=RANKS,
-        local_world_size=RANKS,
+        processes_per_agent=RANKS,
         folder=str(folder),
         store=str(store.root),
         snapshot=capture(trivial_job, (), call, store=store, label="trivial").snapshot.digest,

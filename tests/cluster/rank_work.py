@@ -1,6 +1,7 @@
 """What ranks of the cluster tests do. The pods have PyTorch and no pytest."""
 
 import os
+import random
 import signal
 import socket
 import time
@@ -56,9 +57,14 @@ def prints_much(lines):
         print(f"line {number:06} of rank {kd.context().rank}")
 
 
+def noise(size):
+    """Bytes that cannot be packed."""
+    return random.Random(0).randbytes(size)
+
+
 def bytes_of(size):
     print(f"rank {kd.context().rank} is here")
-    return bytes(size)
+    return noise(size)
 
 
 def fills_memory():

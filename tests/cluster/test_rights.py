@@ -2,7 +2,7 @@
 
 import pytest
 from on_cluster import pods_in, run_kubectl
-from rank_work import bytes_of, hang, waits_in_its_first_run
+from rank_work import bytes_of, hang, noise, waits_in_its_first_run
 
 import kale_dist as kd
 from kale_dist.backends.kubernetes import roles
@@ -66,7 +66,7 @@ def test_without_port_forward_bytes_go_through_exec(become, on):
     become(BOTH_WAYS[0])
     with pytest.warns(KaleDistWarning, match="go through exec"):
         job = kd.launch(bytes_of, LARGE, number_of_processes=2, on=on)
-    assert job.results(150) == [bytes(LARGE)] * 2, job.status
+    assert job.results(150) == [noise(LARGE)] * 2, job.status
     assert {line.text for line in job.logs()} >= {"rank 0 is here", "rank 1 is here"}
     job.delete()
 
@@ -75,7 +75,7 @@ def test_without_any_connection_small_results_and_the_log_still_come(become, on)
     become(*BOTH_WAYS)
     with pytest.warns(KaleDistWarning, match="need a store"):
         job = kd.launch(bytes_of, 1, number_of_processes=2, on=on)
-    assert job.results(150) == [bytes(1)] * 2, job.status
+    assert job.results(150) == [noise(1)] * 2, job.status
     assert {line.text for line in job.logs()} >= {"rank 0 is here", "rank 1 is here"}
     job.delete()
 

@@ -8,14 +8,13 @@ import dataclasses
 import getpass
 import json
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import blobs, manifests, names, records
 from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
-from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, watch
+from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, survey, watch
 from kale_dist.backends.kubernetes import look as looks
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
@@ -35,6 +34,7 @@ from kale_dist.manifests.settings import (
     SUBMITTED_BY_ANNOTATION,
 )
 from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
 from kale_dist.wording import show
 
@@ -53,10 +53,6 @@ class KubernetesPlace:
 
     name = "kubernetes"
     noun = "pod"
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._clusters: dict[tuple[str, str], Cluster] = {}
 
     # -- before and at the submission ---------------------------------------------------------------------------------
 
@@ -221,17 +217,19 @@ class KubernetesPlace:
             ConfigError: The namespace or a label is not valid.
             BackendError: The cluster refused.
         """
+        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs that `list` gives are, from their PyTorchJobs alone."""
         _check_selection(namespace, labels)
         cluster = client.connect()
         where = cluster.namespace if namespace is None else namespace
         selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
         found = _list_jobs(cluster, "" if where == "*" else where, selector)
         found.sort(key=lambda job: (job["metadata"]["creationTimestamp"], job["metadata"]["name"]))
-        # Later runs of a job have its name in their label.
-        refs = (f"{job['metadata']['namespace']}/{job['metadata']['labels'][_JOB_LABEL]}" for job in found)
-        return [JobRef(self.name, ref) for ref in dict.fromkeys(refs)]
+        return survey.statuses(found)
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find the newest run of a job on the cluster, and its key."""
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
@@ -252,7 +250,7 @@ class KubernetesPlace:
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
         data = _read_input(cluster, namespace, job["metadata"]["name"])
-        key: bytes | None = data.get(InputFiles.KEY) or None
+        key: bytes | None = None if trust is None else data.get(InputFiles.KEY) or None
         submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
         if key is not None and submitter != cluster.identity and not trust:
             key = None
@@ -290,6 +288,10 @@ class KubernetesPlace:
             raise api.explain(error, doing) from error
         return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
 
+    def close(self) -> None:
+        """Close idle connections; the next call opens others."""
+        client.disconnect()
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, run: int) -> RunHandle:
@@ -307,16 +309,10 @@ class KubernetesPlace:
     def _cluster(self, handle: RunHandle) -> Cluster:
         """The cluster that a run was started on, also when the kubeconfig's current context is another one by now."""
         asked = handle.spec.cluster.namespace, handle.spec.cluster.context or handle.get("context")
-        with self._lock:
-            found = self._clusters.get(asked)
-        if found is None:
-            try:
-                found = client.connect(*asked)
-            except ConfigError as error:
-                raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
-            with self._lock:
-                self._clusters[asked] = found
-        return found
+        try:
+            return client.connect(*asked)
+        except ConfigError as error:
+            raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
 
     def _head(self, handle: RunHandle) -> Part:
         head = self.look(handle).head

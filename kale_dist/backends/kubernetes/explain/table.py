@@ -204,7 +204,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "too-large", "An object is too large", (Seen.API,),
             r"^413 |(must have at most|may not be more than) \d+ (bytes|characters)|request is too large|etcdserver: request"
-            r"|larger than max|limit is \d+",
+            r"|larger than max",
             "it is larger than the cluster accepts: {detail}", "Give a store=, so that less travels in the object itself",
             heals=False,
         ),
