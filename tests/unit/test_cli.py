@@ -88,7 +88,7 @@ def elsewhere(job):
         records.write(dataclasses.replace(records.read("speaks"), ref=ref, name=name))
         files.events.write_bytes(
             b"".join(
-                contract.encode_record(
+                contract.encode_json(
                     {
                         "event": EventKind.STATE,
                         "time": 1.0 + second,

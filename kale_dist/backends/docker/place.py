@@ -373,8 +373,7 @@ class _Bridge:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         # The library keeps the answer by which it got the socket beside it.
-        held: Any
-        for held in (self._stream, getattr(self._stream, "_response", None), self._socket):
+        for held in (self._stream, getattr(self._stream, "_response", self._stream), self._socket):
             with contextlib.suppress(Exception):
                 held.close()
 
