@@ -69,7 +69,7 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
         verdict = _from_message(head, look, spec) or _from_part(head, look, spec)
     elif head is None and look.finished == "succeeded":
         # Its pods are gone; the results may lie in its store.
-        verdict = Verdict(state=StateName.SUCCEEDED)
+        verdict = Verdict(state=StateName.SUCCEEDED, reason="")
     elif head is None and look.finished == "":
         verdict = Verdict(
             state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True,
