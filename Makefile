@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test stress lint format docs bench clean
+.PHONY: help demo test nightly stress lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 
 test: $(VENV)/test.stamp ## Run the tests that this machine can run
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --reruns=1 -rR $(ARGS)
+
+nightly: $(VENV)/test.stamp stress ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
+	@$(BIN)/python -m pytest -m nightly -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)
+	@.ci/newest-torch $(PYTHON)
 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything
 	@$(BIN)/python benchmarks/trivial_jobs.py

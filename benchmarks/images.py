@@ -1,8 +1,8 @@
-"""Images made without a daemon against `docker build` and push, and two containers of ours against `docker run`.
+"""Images made without a build against `docker build` and push, and two containers of ours against `docker run`.
 
 Run it with `python benchmarks/images.py [rounds [change] [package] [step]]` where a Docker engine answers and a registry
 takes what is pushed: REGISTRY names it (`localhost:5000`), KALE_DIST_IMAGE the base in it, with Python 3.11 or later and
-torch. Docker has the base, and builds with BuildKit where its command line can; the first line says how. Rounds are
+torch. Docker has the base, and builds with BuildKit; the first line says how. Rounds are
 interleaved and take turns at being first; the table gives medians and ratios of the same run. Every round brings
 something that no cache has seen:
 
@@ -19,6 +19,7 @@ import contextlib
 import functools
 import hashlib
 import http.server
+import ipaddress
 import os
 import pathlib
 import platform
@@ -33,11 +34,10 @@ import zipfile
 from collections.abc import Callable, Iterator
 
 import kale_dist as kd
-from kale_dist import engine
+from kale_dist import engine, records
 from kale_dist.blobs import FolderStore
-from kale_dist.image import buildkit, layer_builder
-from kale_dist.image.reference import Reference
-from kale_dist.image.registry import Registry
+from kale_dist.image import dockerfile
+from kale_dist.image.resolve import resolve
 from kale_dist.recipe import ImageFile, Recipe
 
 HOST = os.environ.get("REGISTRY", "localhost:5000")
@@ -99,12 +99,19 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Write no log."""
 
+    def end_headers(self) -> None:
+        """A version that has just been added is there for all who ask."""
+        self.send_header("Cache-Control", "no-cache")
+        super().end_headers()
+
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path) -> Iterator[Index]:
     """Serve an index where this process and the engine's builds both reach it."""
     with contextlib.closing(engine.connect()) as connected:
-        gateway = connected.client.networks.get("bridge").attrs["IPAM"]["Config"][0]["Gateway"]
+        config = connected.client.networks.get("bridge").attrs["IPAM"]["Config"][0]
+    # An engine that has just started does not list its own address.
+    gateway = config.get("Gateway") or str(ipaddress.ip_network(config["Subnet"])[1])
     server = http.server.ThreadingHTTPServer((gateway, 0), functools.partial(_Quiet, directory=folder))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -118,24 +125,14 @@ def serving(folder: pathlib.Path) -> Iterator[Index]:
         thread.join()
 
 
-def make_layer(recipe: Recipe, folder: pathlib.Path) -> float:
-    """Make a recipe's image without a daemon; seconds until it is in the registry."""
+def make_layer(recipe: Recipe) -> float:
+    """Make a recipe's image without a build; seconds until it is in the registry."""
     start = time.perf_counter()
-    base = Reference.parse(BASE)
-    with Registry(HOST) as registry, Registry(base.registry) as source:
-        layer_builder.build(
-            recipe,
-            registry=registry,
-            repository=REPOSITORY,
-            tag=f"layer-{uuid.uuid4().hex[:8]}",
-            base=base,
-            base_registry=source,
-            blobs_dir=folder / "blobs",
-            cache_dir=folder / "cache",
-            labels={},
-            say=lambda _line: None,
-        )
-    return time.perf_counter() - start
+    found = resolve(recipe, base=BASE, registry=f"{HOST}/bench-images", say=lambda _line: None)
+    seconds = time.perf_counter() - start
+    if not found.was_built:
+        raise RuntimeError(f"{found.reference} was there before it was made")
+    return seconds
 
 
 def run(*command: str, **environment: str) -> str:
@@ -146,16 +143,15 @@ def run(*command: str, **environment: str) -> str:
     return ended.stdout
 
 
-def make_with_docker(dockerfile: str, context: pathlib.Path) -> float:
+def make_with_docker(text: str, context: pathlib.Path) -> float:
     """Build a Dockerfile as its users do; seconds until the image is in the registry."""
-    (context / "Dockerfile").write_text(dockerfile)
+    (context / "Dockerfile").write_text(text)
     tag = f"{HOST}/{REPOSITORY}:docker-{uuid.uuid4().hex[:8]}"
-    program = buildkit.find()
-    start = time.perf_counter()
+    program = dockerfile.find()
     if program is None:
-        run("docker", "build", "--quiet", "--tag", tag, str(context), DOCKER_BUILDKIT="0")
-        run("docker", "push", "--quiet", tag)
-    elif "buildx" in program.command:
+        raise RuntimeError("docker's command line here has no BuildKit")
+    start = time.perf_counter()
+    if "buildx" in program.command:
         command = [word for word in program.command if word != "--load"]
         run(*command, "--quiet", "--push", "--tag", tag, str(context))
     else:
@@ -166,10 +162,10 @@ def make_with_docker(dockerfile: str, context: pathlib.Path) -> float:
     return seconds
 
 
-def change_by_layer(folder: pathlib.Path) -> float:
+def change_by_layer() -> float:
     """A new file of a kilobyte, by a layer."""
-    blob = FolderStore(folder / "blobs").put([os.urandom(1024)])
-    return make_layer(Recipe(files=(ImageFile(path="/opt/change.bin", digest=blob),)), folder)
+    blob = FolderStore(records.blobs_dir()).put([os.urandom(1024)])
+    return make_layer(Recipe(files=(ImageFile(path="/opt/change.bin", digest=blob),)))
 
 
 def change_by_docker(folder: pathlib.Path) -> float:
@@ -179,9 +175,9 @@ def change_by_docker(folder: pathlib.Path) -> float:
     return make_with_docker(f"FROM {BASE}\nCOPY change.bin /opt/change.bin\n", context)
 
 
-def package_by_layer(folder: pathlib.Path, index: Index) -> float:
+def package_by_layer(index: Index) -> float:
     """A new version of the package, by a layer."""
-    return make_layer(Recipe(packages=(index.add(),), index_urls=(index.url,)), folder)
+    return make_layer(Recipe(packages=(index.add(),), index_urls=(index.url,)))
 
 
 def package_by_docker(folder: pathlib.Path, index: Index) -> float:
@@ -241,17 +237,20 @@ def compare(title: str, contestants: dict[str, Callable[[], float]], rounds: int
 
 def main(rounds: int, chosen: list[str]) -> None:
     """Measure and print."""
-    program = buildkit.find()
-    how = "classic builder" if program is None else f"BuildKit by {' '.join(program.command)}"
+    program = dockerfile.find()
+    how = "no BuildKit" if program is None else f"BuildKit by {' '.join(program.command)}"
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, base {BASE}, docker: {how}")
     with tempfile.TemporaryDirectory(prefix="bench-images-") as name:
         folder = pathlib.Path(name)
-        for part in ("blobs", "cache", "context", "index"):
+        for part in ("context", "index"):
             (folder / part).mkdir()
+        # What is kept of bases and packages is the round that does not count.
+        os.environ |= {"XDG_CACHE_HOME": f"{folder}/cache", "XDG_STATE_HOME": f"{folder}/state"}
+        os.environ |= {"UV_CACHE_DIR": f"{folder}/uv"}
         if "change" in chosen:
             compare(
                 "A file of a kilobyte on top of the base, until it is in the registry",
-                {"kale_dist": lambda: change_by_layer(folder), "docker": lambda: change_by_docker(folder)},
+                {"kale_dist": change_by_layer, "docker": lambda: change_by_docker(folder)},
                 rounds,
             )
         if "package" in chosen:
@@ -259,7 +258,7 @@ def main(rounds: int, chosen: list[str]) -> None:
                 compare(
                     f"A package of {PACKAGE_BYTES / 1e6:.0f} MB on top of the base, until it is in the registry",
                     {
-                        "kale_dist": lambda: package_by_layer(folder, index),
+                        "kale_dist": lambda: package_by_layer(index),
                         "docker": lambda: package_by_docker(folder, index),
                     },
                     rounds,

@@ -43,7 +43,8 @@ with open(sys.argv[1], "ab", buffering=0) as log:
         while number / 1000 > time.monotonic() - began:
             time.sleep(0.001)
         text = f"at={{time.time():.4f}} line={{number}};".encode()
-        log.write(contract.frame_lines(number, int(time.time() * 1000), 0, number % 256, contract.Stream.STDOUT, [text]))
+        body = contract.body_of(contract.Stream.STDOUT, [text])
+        log.write(contract.encode_record(number, int(time.time() * 1000), 0, number % 256, body, 1))
 '''
 
 def crowd(run):

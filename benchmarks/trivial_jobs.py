@@ -18,7 +18,7 @@ import time
 from kale_dist import contract
 from kale_dist.backends.agent_client import AgentClient
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles, JobOrder, StateName
+from kale_dist.contract import EventKind, JobFiles, Order, StateName
 from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.process import capture_process
 
@@ -55,7 +55,7 @@ def last_state(files: JobFiles) -> dict[str, str]:
     """The job's last state event."""
     if not files.events.exists():
         return {"state": "pending"}
-    events = contract.decode_records(files.events.read_bytes())
+    events = contract.decode_json_lines(files.events.read_bytes())
     states = [event for event in events if event["event"] == EventKind.STATE]
     return states[-1] if states else {"state": "pending"}
 
@@ -66,10 +66,10 @@ def run_one(client: AgentClient, root: pathlib.Path, number: int) -> str:
     folder = root / "jobs" / str(number)
     folder.mkdir(parents=True)
     call = {"destroy_first": number % 2 == 0}
-    order = JobOrder(
+    order = Order(
         job=f"trivial-{number}",
         world_size=RANKS,
-        local_world_size=RANKS,
+        processes_per_agent=RANKS,
         folder=str(folder),
         store=str(store.root),
         snapshot=capture(trivial_job, (), call, store=store, label="trivial").snapshot.digest,

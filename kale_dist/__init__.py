@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
     from kale_dist.launcher import form
-    from kale_dist.notebook.execution import run_notebook
+    from kale_dist.notebook_runner.execution import run_notebook
     from kale_dist.places import Docker, Kubernetes, Local
     from kale_dist.recipe import Recipe
     from kale_dist.resources import Resources
@@ -70,7 +70,7 @@ _HOMES = {
     "launch": "calls",
     "render": "calls",
     "report": "runtime.context",
-    "run_notebook": "notebook.execution",
+    "run_notebook": "notebook_runner.execution",
 }
 
 

@@ -207,12 +207,12 @@ def open_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[m
     """
     data = map_file(path)
     try:
-        return _parse_container(data)
+        return parse_container(data)
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotDamagedError(f"{os.fspath(path)} is damaged: {error}.") from error
 
 
-def _parse_container(data: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
+def parse_container(data: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
     """The header and buffers in a container's bytes; ValueError, KeyError or TypeError if it is none."""
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("its first bytes are not a container's")

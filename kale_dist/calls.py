@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, names, overrides, placing, records, starting
+from kale_dist import backends, checks, names, placing, records, starting
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Options
-from kale_dist.errors import ConfigError, JobNotFoundError
+from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import Job, inside
 from kale_dist.places import Kubernetes, Place, word_of
 from kale_dist.placing import Run
@@ -32,11 +32,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@short_refusals
 def distribute(
-    model: torch.nn.Module,
+    model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
     criterion: Callable[..., Any] | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
     train_step: Callable[..., Any] | None = None,
     *,
     eval_data_loader: DataLoader[Any] | None = None,
@@ -65,6 +66,7 @@ def distribute(
     max_restarts: int = 0,
     detach: bool = False,
     strategy: Strategy | None = None,
+    state: Sequence[Any] = (),
     **unknown: Never,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
@@ -74,10 +76,10 @@ def distribute(
 
     Args:
         model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
-            `job.result()` or `job.model`.
+            `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets.
         train_data_loader: A DataLoader; its samples are shared out to the processes. `batch_size` is per process.
         criterion: The loss, such as `nn.CrossEntropyLoss()`. None if a `train_step` needs none.
-        optimizer: Over the model's parameters. Its state goes with it and comes back.
+        optimizer: Over the model's parameters. Its state goes with it and comes back. Several: a dict of them.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)` trains one epoch and returns a
             number or a dict of numbers, or nothing. It may use anything that the notebook defines. Left out: the usual
             supervised loop.
@@ -115,6 +117,8 @@ def distribute(
         detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
             jobs do.
         strategy: How gradients are exchanged; None for `AllReduce()`.
+        state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
+            lists, dicts and sets.
         **unknown: Words of other libraries, and typing errors: they are refused with the right word.
 
     Returns:
@@ -134,6 +138,7 @@ def distribute(
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
         scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
         shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=AllReduce() if strategy is None else strategy,
+        state=state,
     )  # fmt: skip
     options = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
@@ -154,6 +159,7 @@ def _refuses_the_functions_own(verb: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+@short_refusals
 @_refuses_the_functions_own
 def launch(
     fn: Callable[..., R],
@@ -180,24 +186,19 @@ def launch(
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
-            one pod if `processes_per_pod` is more.
-        cuda: Whether each process gets a GPU. None: if there are enough, which is said; in containers, if their
-            `resources` have GPUs.
+        number_of_processes: As for `distribute`.
+        cuda: Likewise.
         name: The job's name; None for one made from the function's.
-        on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
-            `kd.Docker(...)` or `kd.Kubernetes(...)`, which say what images, resources and volumes to use. None: the
-            configured one, else this machine.
-        environment: Variables to set in the processes.
-        threads: Threads of a process; None for its fair share of the cores.
-        seed: Of rank 0; rank r gets `seed + r`. None: a random one.
-        timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
-        stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
+        on: As for `distribute`.
+        environment: Likewise.
+        threads: Likewise.
+        seed: Likewise.
+        timeout_s: Likewise.
+        stall_warn_s: Likewise.
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
             stall); `context().attempt` tells. Never after an exception, nor for lack of memory.
-        detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
-            jobs do.
+        detach: As for `distribute`.
         **kwargs: The function's keyword arguments.
 
     Returns:
@@ -218,6 +219,7 @@ def launch(
     return starting.start(*_function_call(fn, args, kwargs, options))
 
 
+@short_refusals
 def render(*args: Any, **kwargs: Any) -> Plan:
     """What `distribute` or `launch` would submit for the same arguments. Writes nothing and starts nothing.
 
@@ -276,6 +278,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     return _training_call(what, Options(**fields))
 
 
+@short_refusals
 def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """Find a job again: after a restart of the kernel, from any other process of the same user, from another machine.
 
@@ -295,6 +298,10 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """
     if not isinstance(ref, str):
         raise ConfigError("ref", f"{ref!r} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
+    return _found(ref, trust=trust)
+
+
+def _found(ref: str, *, trust: bool | None) -> Job[Any]:
     parsed = JobRef.parse(ref)
     backend = _named_backend("ref", parsed.backend)
     if isinstance(backend, Adopts):
@@ -307,6 +314,7 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     return starting.handle(backend, parsed, record.spec, key)
 
 
+@short_refusals
 def jobs(
     on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
 ) -> list[Job[Any]]:
@@ -334,7 +342,7 @@ def jobs(
     for ref in listed:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):
-            found.append(attach(str(ref)))
+            found.append(_found(str(ref), trust=None))
     return found
 
 
@@ -353,12 +361,13 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     """A training and its surroundings, settled."""
     from torch.nn.parameter import is_lazy
 
-    training = overrides.applied(training)
     # Weights and their gradients, of which each process has its own.
-    weights = sum(2 * one.numel() * one.element_size() for one in training.model.parameters() if not is_lazy(one))
-    run = placing.settle(overrides.applied(options), rank_bytes=weights)
-    kwargs = {**training.arguments(), "cuda": run.cuda, "seed": run.seed}
-    label = f"train {type(training.model).__name__}"
+    models = training.model.values() if isinstance(training.model, dict) else [training.model]
+    parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
+    weights = sum(2 * one.numel() * one.element_size() for one in parameters)
+    run = placing.settle(options, rank_bytes=weights)
+    kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
+    label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
 
 
@@ -367,7 +376,7 @@ def _function_call(
 ) -> tuple[Call, Run]:
     """A function's call and its surroundings, settled."""
     checks.check_function(fn, args, kwargs, launch)
-    run = placing.settle(overrides.applied(options))
+    run = placing.settle(options)
     return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
 
 
@@ -377,6 +386,9 @@ def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 
 _LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
+
+SETTABLE = (*sorted(_LAUNCH_NAMES), *placing.PLACE_SETTINGS)
+"""What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
 
 
 def _pairs(environment: Any) -> Any:

@@ -12,21 +12,29 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import __version__, backends, checks, doctor, image_cli, listing, records, view
-from kale_dist.backends.base import Adopts, Backend, JobRef
+from kale_dist import __version__, backends, checks, doctor, image_cli, records, view, wording
+from kale_dist.backends.base import Adopts, Backend, JobRef, Selects, Surveys
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.following.reader import JobReader
+from kale_dist.records import Record
+from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
-from kale_dist.wording import closest
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
 _LOOK_S = 5.0
 _CANCEL_WAIT_S = 10.0
+_NEWEST = 20
+"""So many jobs are listed without `--all`."""
+
+_ELSEWHERE = tuple(name for name in backends.NAMES if name != "local")
+_MIB = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,75 +77,62 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(name: str, what: str) -> argparse.ArgumentParser:
+    def command(name: str, what: str, *, ref: bool = False) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
         made.set_defaults(command=globals()[f"_{name}"])
+        if ref:
+            made.add_argument("ref", metavar="REF", help="a job's name or reference")
         return made
 
-    listed = command("jobs", "list all jobs, with what they take on the disk of this machine")
-    listed.add_argument("--on", choices=backends.NAMES, help="ask there (this machine, for all that it knows of)")
-    listed.add_argument("--namespace", metavar="NAME", help="of the cluster (the configured one); * for all")
-    status = command("status", "show how a job is")
-    logs = command("logs", "print a job's log, each line behind its rank")
+    def place(made: argparse.ArgumentParser, on: str, namespace: str, default: str | None = None) -> None:
+        made.add_argument("--on", choices=backends.NAMES, default=default, help=on)
+        made.add_argument("--namespace", metavar="NAME", help=namespace)
+
+    listed = command("jobs", f"list the newest {_NEWEST} jobs, with what they take on the disk of this machine")
+    place(
+        listed, "ask there (this machine, for all that it knows of)", "of the cluster (the configured one); * for all"
+    )
+    listed.add_argument(
+        "--labels", type=_pairs, metavar="NAME=VALUE,...", help="only jobs of a cluster with these labels"
+    )
+    listed.add_argument("--all", action="store_true", help="list all jobs")
+    command("status", "show how a job is", ref=True)
+    logs = command("logs", "print a job's log, each line behind its rank", ref=True)
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    logs.add_argument("--rank", type=_count, metavar="N", help="only this rank's lines")
+    logs.add_argument("--ranks", type=_counts, metavar="N,...", help="only the lines of these ranks")
     logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
-    cancel = command("cancel", "end a job")
-    render = command("render", "show what was submitted")
+    command("cancel", "end a job", ref=True)
+    command("render", "show what was submitted", ref=True)
     delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs")
     delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
-    delete.add_argument("--finished", action="store_true", help="all of this user's jobs that have ended")
-    delete.add_argument("--on", choices=backends.NAMES, default="local", help="where those ran (local)")
-    for made in (status, logs, cancel, render):
-        made.add_argument("ref", metavar="REF", help="a job's name or reference")
+    delete.add_argument("--finished", action="store_true", help="all of your jobs that have ended")
+    place(delete, "with --finished: where they ran (local)", "with --finished: only those of this namespace", "local")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
     examine = command("doctor", "check what jobs need")
     examine.add_argument("--json", action="store_true", help="as JSON")
-    examine.add_argument("--on", choices=backends.NAMES, default="local", help="where jobs are to run (local)")
-    examine.add_argument("--namespace", default="", metavar="NAME", help="of the cluster (the configured one)")
+    place(examine, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
     examine.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
     image_cli.add_command(commands)
     run = command("run", "execute a notebook, and show its jobs' logs and progress")
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
-    run.add_argument(
-        "-o",
-        "--output",
-        type=pathlib.Path,
-        metavar="OUT",
-        help="where the executed notebook goes (NAME.executed.ipynb)",
-    )
-    run.add_argument(
-        "-p",
-        "--parameter",
-        nargs=2,
-        action=_Parameter,
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="a value for the cell tagged `parameters`",
-    )
-    run.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of every call, such as epochs=1"
-    )
-    run.add_argument("--on", choices=backends.NAMES, help="where its jobs run, whatever its calls say")
+    out = "where the executed notebook goes (NAME.executed.ipynb)"
+    run.add_argument("-o", "--output", type=pathlib.Path, metavar="OUT", help=out)
+    value: dict[str, Any] = {"nargs": 2, "action": _NameAndValue, "default": {}, "metavar": ("NAME", "VALUE")}
+    run.add_argument("-p", "--parameters", **value, help="a value for the cell tagged `parameters`")
+    run.add_argument("--kernel", metavar="NAME", help="an installed kernel (the Python that runs this command)")
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a cell may take (no limit)")
+    run.add_argument("--on", choices=backends.NAMES, help="where jobs run whose calls do not say so")
     run.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write a summary as JSON")
-    run.add_argument("--junit", type=pathlib.Path, metavar="FILE", help="write a summary as JUnit's XML")
     run.add_argument("--in-cluster", action="store_true", help="run the notebook itself in a pod of the cluster")
     pod = run.add_argument_group("with --in-cluster")
     pod.add_argument("--image", help="the pod's image (the configured one)")
-    pod.add_argument(
-        "--package",
-        action="append",
-        default=[],
-        metavar="REQUIREMENT",
-        help="put on top of the image; may be given several times; auto for what executes the notebook and what it imports",
+    packages = (
+        "put on top of the image; may be given several times; auto for what executes notebooks and what it imports"
     )
+    pod.add_argument("--packages", action="append", default=[], metavar="REQUIREMENT", help=packages)
     pod.add_argument("--namespace", metavar="NAME", help="where the pod runs (the configured one)")
-    pod.add_argument("--service-account", metavar="NAME", help="of the pod, to start jobs from there")
     pod.add_argument(
-        "--pod",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another argument of the call that makes the pod, such as resources={'memory_gib': 8}",
+        "--pod", **value, help='another argument of kale_dist.Kubernetes, such as `resources \'{"memory": "8Gi"}\'`'
     )
     pod.add_argument("--keep", action="store_true", help="leave the pod's job and its log on the cluster")
     return parser
@@ -149,25 +144,183 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(separator for _, separator, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,NAME=VALUE")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+class _NameAndValue(argparse.Action):
+    """A name and its value. Written as NAME=VALUE, the next word would be taken for the value."""
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+        name, value = values
+        if "=" in name:
+            raise argparse.ArgumentError(self, f"{name!r} is no name. Write it as NAME VALUE, with a blank")
+        setattr(namespace, self.dest, getattr(namespace, self.dest) | {name: value})
+
+
 def _find(text: str) -> tuple[Backend, JobRef]:
     """The job of a reference, known to exist."""
     ref = JobRef.parse(text)
     if ref.backend not in backends.NAMES:
-        near = closest(ref.backend, backends.NAMES)
+        near = wording.closest(ref.backend, backends.NAMES)
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
     backend = backends.get(ref.backend)
     if isinstance(backend, Adopts):
-        ref = backend.adopt(ref, trust=False)
+        ref = backend.adopt(ref, trust=None)
     backend.status(ref)
     return backend, ref
 
 
-# -- the commands ----------------------------------------------------------------------------------------------------
+# -- the list of jobs ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Listed:
+    """A job in the list."""
+
+    status: JobStatus
+    record: Record | None
+    """None if this machine has none."""
+    is_now: bool
+    """Whether this is how the job is now, and not how it was when this machine last saw it."""
+
+
+def _name(job: _Listed) -> str:
+    return job.status.ref.removeprefix("local://")
+
+
+def _state(job: _Listed) -> str:
+    percent = None if job.status.is_final else facts.percent(job.status)
+    return job.status.state.value + ("" if percent is None else f" {percent} %")
+
+
+def _ranks(job: _Listed) -> str:
+    return str(job.record.spec.topology.number_of_processes if job.record else len(job.status.replicas) or "")
+
+
+def _created(job: _Listed) -> str:
+    created = job.record.created if job.record else job.status.created
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(created)) if created is not None else ""
+
+
+def _ran(job: _Listed) -> str:
+    elapsed = facts.elapsed_s(job.status, time.time()) if job.is_now or job.status.is_final else None
+    return facts.duration(elapsed) if elapsed is not None else ""
+
+
+def _size(job: _Listed) -> str:
+    if job.record is None:
+        return ""
+    size = job.record.spec.snapshot_bytes
+    for path in records.files(job.record.name).folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += path.lstat().st_size
+    return f"{size / _MIB:,.1f} MiB"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[_Listed], str], bool], ...] = (
+    ("name", _name, False),
+    ("state", _state, False),
+    ("ranks", _ranks, True),
+    ("created", _created, False),
+    ("ran", _ran, True),
+    ("size", _size, True),
+)
+"""Columns of `kale-dist jobs`: the title, what it shows of a job, and whether it is aligned to the right."""
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    print(listing.text(options.on, options.namespace, "kale-dist jobs --on"))
+    on = options.on or "local"
+    limit = None if options.all else _NEWEST
+    found, left_out = _look(on, options.namespace, options.labels, limit)
+    elsewhere = [] if options.on else list(_last_seen())
+    left_out += max(0, len(elsewhere) - _NEWEST) if limit else 0
+    jobs = [_listed(status, is_now=True) for status in found]
+    jobs += [_listed(status, is_now=False) for status in (elsewhere[-_NEWEST:] if limit else elsewhere)]
+    rows = [tuple(text(job) for _, text, _ in _COLUMNS) for job in jobs]
+    right = frozenset(index for index, (_, _, is_right) in enumerate(_COLUMNS) if is_right)
+    table = plain.table([title for title, _, _ in _COLUMNS], rows, right=right)
+    parts = ["\n".join(table) if rows else "There are no jobs."]
+    if left_out:
+        parts.append(f"and {left_out:,} older. All: kale-dist jobs --all{f' --on {on}' if options.on else ''}")
+    if options.on is None:
+        asks = [name for name in _ELSEWHERE if any(status.ref.startswith(f"{name}://") for status in elsewhere)]
+        text = " or ".join(f"kale-dist jobs --on {name}" for name in asks or _ELSEWHERE)
+        parts.append(
+            f"Jobs elsewhere are listed as this machine last saw them. As they are now: {text}"
+            if asks
+            else f"Only this machine was asked. Elsewhere: {text}"
+        )
+    if rows:
+        folder = str(records.blobs_dir()).replace(os.path.expanduser("~"), "~", 1)  # noqa: PTH111 - pathlib raises for a user without a home
+        parts.append(f"Snapshots, shared by jobs: {records.blobs_size() / _MIB:,.1f} MiB in {folder}")
+    print("\n\n".join(parts))
     return 0
+
+
+def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
+    record = None
+    with contextlib.suppress(JobNotFoundError):
+        record = records.read(JobRef.parse(status.ref).record_name)
+    return _Listed(status=status, record=record, is_now=is_now)
+
+
+def _look(
+    on: str, namespace: str | None, labels: Mapping[str, str] | None, limit: int | None = None
+) -> tuple[list[JobStatus], int]:
+    """How the newest jobs of a place are now, oldest first, and how many others there are."""
+    backend = backends.get(on)
+    if not isinstance(backend, Selects) and (namespace or labels):
+        raise ConfigError("--namespace" if namespace else "--labels", f"{on!r} has none", "Add --on kubernetes")
+    if isinstance(backend, Surveys):
+        known = list(backend.survey(namespace=namespace, labels=labels))
+        statuses = known[-limit:] if limit else known
+        return [_better(backend, status) for status in statuses], len(known) - len(statuses)
+    there = list(backend.select(namespace=namespace, labels=labels) if isinstance(backend, Selects) else backend.list())
+    refs = there[-limit:] if limit else there
+    return list(_each(backend, refs)), len(there) - len(refs)
+
+
+def _each(backend: Backend, refs: Iterable[JobRef]) -> Iterator[JobStatus]:
+    for ref in refs:
+        # Another process may delete a job between the list and the look.
+        with contextlib.suppress(JobNotFoundError):
+            if isinstance(backend, Adopts):
+                backend.adopt(ref, trust=None)
+            yield backend.status(ref)
+
+
+def _better(backend: Backend, status: JobStatus) -> JobStatus:
+    """What is known of one's own job beyond what the cluster says of it: how far it is, and whether it was cancelled."""
+    ref = JobRef.parse(status.ref)
+    if _is_mine(ref):
+        with contextlib.suppress(JobNotFoundError):
+            seen = backend.status(ref) if not status.is_final else _seen(ref)
+            return seen if seen.is_final or not status.is_final else status
+    return status
+
+
+def _seen(ref: JobRef) -> JobStatus:
+    """A job as this machine last saw it; asks nobody."""
+    return JobReader(ref.record_name, lambda _: True).status()
+
+
+def _last_seen() -> Iterator[JobStatus]:
+    """Jobs elsewhere that this machine has records of."""
+    for backend in _ELSEWHERE:
+        for ref in map(JobRef.parse, records.refs(backend)):
+            with contextlib.suppress(JobNotFoundError):
+                yield _seen(ref)
+
+
+# -- the other commands ----------------------------------------------------------------------------------------------
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -179,9 +332,17 @@ def _status(options: argparse.Namespace) -> int:
 
 def _logs(options: argparse.Namespace) -> int:
     backend, ref = _find(options.ref)
-    ranks = checks.check_lines(options.rank, options.tail, len(backend.status(ref).replicas))
+    ranks = checks.check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
     _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail))
     return 0
+
+
+def _print_lines(lines: Iterator[LogLine]) -> None:
+    clean = sys.stdout.isatty()
+    for line in lines:
+        # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
+        text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
+        print(text, flush=True)
 
 
 def _cancel(options: argparse.Namespace) -> int:
@@ -205,26 +366,86 @@ def _render(options: argparse.Namespace) -> int:
 def _delete(options: argparse.Namespace) -> int:
     if not options.refs and not options.finished:
         raise ConfigError("REF", "no job is named", "Name one or more, or pass --finished")
+    if options.namespace and not (options.finished and options.on == "kubernetes"):
+        raise ConfigError("--namespace", "it selects finished jobs of a cluster", "Add --finished --on kubernetes")
     # All are looked up first: a mistyped name deletes nothing.
-    found = [_find(text) for text in options.refs]
+    found = [(text, *_find(text)) for text in options.refs]
+    for text, _, ref in found:
+        if not _is_mine(ref) and text != str(ref):
+            remedy = f"To delete it all the same, write its full reference: kale-dist delete {ref}"
+            raise ConfigError("REF", f"{text} belongs to another user", remedy)
+    chosen = {ref: backend for _, backend, ref in found}
     if options.finished:
-        found += _finished(options.on)
-    for backend, ref in {ref: (backend, ref) for backend, ref in found}.values():
+        chosen |= dict.fromkeys(_finished(options.on, options.namespace), backends.get(options.on))
+    if not chosen:
+        print("None of your jobs has ended.")
+        return 0
+    if not _agreed(chosen, yes=options.yes):
+        print("Nothing was deleted.")
+        return _FAILURE
+    for ref, backend in chosen.items():
         with contextlib.suppress(JobNotFoundError):
             backend.delete(ref)
             print(f"{ref} deleted")
     return 0
 
 
+def _is_mine(ref: JobRef) -> bool:
+    """Whether this user holds the job's key: names, uids and accounts of a cluster may be shared."""
+    return records.read_key(ref.record_name) is not None
+
+
+def _agreed(chosen: Iterable[JobRef], *, yes: bool) -> bool:
+    """Show what would be deleted, and ask.
+
+    Raises:
+        ConfigError: There is no terminal at which to ask.
+    """
+    count = 0
+    for ref in chosen:
+        print(f"{ref}{'' if _is_mine(ref) else '  (of another user)'}")
+        count += 1
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "--yes", "nothing was deleted: there is no terminal to ask at", "Add --yes to delete these jobs"
+        )
+    answer = input(f"Delete {count} job{'s' if count > 1 else ''}? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _finished(on: str, namespace: str | None) -> list[JobRef]:
+    """This user's jobs that have ended."""
+    backend = backends.get(on)
+    mine = [ref for ref in map(JobRef.parse, records.refs(on)) if _is_mine(ref)]
+    if namespace:
+        mine = [ref for ref in mine if ref.name.startswith(f"{namespace}/")]
+    if isinstance(backend, Surveys):
+        # Its own word for those that ended unseen.
+        surveyed = {status.ref for status in backend.survey(namespace=namespace, labels=None) if status.is_final}
+        return [ref for ref in mine if str(ref) in surveyed or _has_ended(_seen, ref)]
+    ended: list[JobRef] = []
+    # It takes a moment to learn of a job that no notebook has followed.
+    deadline = time.monotonic() + (_LOOK_S if on != "local" else 0)
+    while True:
+        ended += [ref for ref in mine if ref not in ended and _has_ended(backend.status, ref)]
+        if len(ended) == len(mine) or time.monotonic() >= deadline:
+            return ended
+        time.sleep(0.1)
+
+
+def _has_ended(look: Callable[[JobRef], JobStatus], ref: JobRef) -> bool:
+    try:
+        return look(ref).is_final
+    except JobNotFoundError:
+        return False
+
+
 def _doctor(options: argparse.Namespace) -> int:
-    if options.on == "kubernetes":
-        found = doctor.examine_cluster(options.namespace, options.context)
-    elif options.namespace or options.context:
+    if options.on != "kubernetes" and (options.namespace or options.context):
         raise ConfigError("--namespace", "only a cluster has namespaces and contexts", "Add --on kubernetes")
-    elif options.on == "docker":
-        found = doctor.examine_docker()
-    else:
-        found = doctor.examine()
+    found = doctor.examine(options.on, namespace=options.namespace or "", context=options.context)
     if options.json:
         print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
     else:
@@ -241,35 +462,33 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from kale_dist.notebook import execution, parameters, summary
-        from kale_dist.notebook.terminal import Terminal
+        from kale_dist.notebook_runner import documents, execution, in_cluster
     except ImportError as error:
         missing = f"{error.name} is not installed"
         raise ConfigError("run", missing, "Install what it needs: pip install 'kale-dist[notebook]'") from error
-    arguments = dict(_assignment(text) for text in options.set)
-    if options.on is not None:
-        arguments["on"] = options.on
-    for option, file in (("--json", options.json), ("--junit", options.junit)):
-        if file is not None:
-            summary.check(option, file)
-    run_notebook = execution.run_notebook
+    pod = {name: wording.parse(value) for name, value in options.pod.items()}
+    pod |= {name: getattr(options, name) for name in ("image", "packages", "namespace") if getattr(options, name)}
     if options.in_cluster:
-        from kale_dist import in_cluster
-
-        run_notebook = functools.partial(in_cluster.run_notebook, pod=_pod(options), keep=options.keep)
-    elif _pod(options) or options.keep:
-        others = "set the jobs' own with --set image=..." if options.image else "leave out the pod's options"
-        raise ConfigError("run", "there is no pod to be set up", f"Add --in-cluster, or {others}")
-    result = run_notebook(
-        options.notebook,
-        parameters={name: parameters.parse(value) for name, value in options.parameter},
-        arguments=arguments,
-        output=options.output,
-        terminal=Terminal(sys.stdout),
-    )
-    for file, write in ((options.json, summary.as_json), (options.junit, summary.as_junit)):
-        if file is not None:
-            file.write_text(write(result, str(options.notebook)))
+        if options.kernel:
+            raise ConfigError("--kernel", "the notebook runs with the Python of the pod's image", "Leave it out")
+        run_notebook = functools.partial(in_cluster.run_notebook, pod=pod, keep=options.keep)
+    elif pod or options.keep:
+        raise ConfigError("run", "there is no pod to be set up", "Add --in-cluster, or leave out the pod's options")
+    else:
+        run_notebook = functools.partial(execution.run_notebook, kernel=options.kernel)
+    if options.json is not None:
+        documents.check_target("--json", options.json, options.notebook)
+    with _interrupted_by_sigterm():
+        result = run_notebook(
+            options.notebook,
+            parameters={name: wording.parse(value) for name, value in options.parameters.items()},
+            output=options.output,
+            timeout_s=options.timeout,
+            on=options.on,
+        )
+    if options.json is not None:
+        summary = {"notebook": str(options.notebook), **result.to_json()}
+        documents.write(options.json, json.dumps(summary, indent=2).encode())
     if result.failure:
         print(f"{options.notebook}, {result.failure}", file=sys.stderr)
     print(f"Executed notebook: {result.output}", file=sys.stderr if result.failure else sys.stdout)
@@ -278,67 +497,18 @@ def _run(options: argparse.Namespace) -> int:
     return _FAILURE if result.failure else 0
 
 
-class _Parameter(argparse.Action):
-    """A name and its value. Written as `--set` wants it, the next word would be taken for the value."""
-
-    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
-        if "=" in values[0]:
-            raise argparse.ArgumentError(self, f"{values[0]!r} is no name. Write it as NAME VALUE, with a blank")
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
-
-
-def _pod(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of the call that makes the notebook's own pod; empty if nothing is said about it."""
-    pod = dict(_assignment(text, "--pod", "resources={'memory_gib': 8}") for text in options.pod)
-    said = {"namespace": options.namespace, "service_account": options.service_account}
-    pod |= {name: value for name, value in said.items() if value}
-    if options.image:
-        pod["image"] = options.image
-    if options.package:
-        pod["packages"] = options.package
-    return pod
-
-
-def _assignment(text: str, option: str = "--set", example: str = "epochs=1") -> tuple[str, Any]:
-    from kale_dist.notebook import parameters
-
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(option, f"{text!r} sets nothing", f"Write it as {example}")
-    return name.strip(), parameters.parse(value)
-
-
-# -- inside ----------------------------------------------------------------------------------------------------------
-
-
-def _print_lines(lines: Iterator[LogLine]) -> None:
-    clean = sys.stdout.isatty()
-    for line in lines:
-        # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
-        text = f"{plain.prefix(line)} {facts.clean(line.text)}" if clean else str(line)
-        print(text, flush=True)
-
-
-def _finished(on: str) -> list[tuple[Backend, JobRef]]:
-    """This user's jobs that have ended: those of others on the same engine or cluster are theirs."""
-    backend = backends.get(on)
-    running, ended = [JobRef.parse(ref) for ref in records.refs(on)], []
-    # Of a job that nobody has followed it takes a look elsewhere to know.
-    deadline = time.monotonic() + (_LOOK_S if on != "local" else 0)
-    while running:
-        ended += [ref for ref in running if _has_ended(backend, ref)]
-        running = [ref for ref in running if ref not in ended]
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
-    return [(backend, ref) for ref in ended]
-
-
-def _has_ended(backend: Backend, ref: JobRef) -> bool:
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM do what Ctrl-C does: CI servers, `timeout` and pods send it, and nothing would be cleaned up."""
     try:
-        return backend.status(ref).is_final
-    except JobNotFoundError:
-        return False
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # in another thread than the main one
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
     checkpoint  epoch, step, path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
     note        text: a sentence for the user (how data is sharded, that a warning holds)
+    display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text
 """
@@ -76,6 +77,7 @@ class EventKind(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
     NOTE = "note"
+    DISPLAY = "display"
     WAITING = "waiting"
     OUTCOME = "outcome"
 
@@ -218,9 +220,14 @@ class LogLine:
     continued: bool = False
     """Whether the next line of the same rank and stream is a part of the same line."""
 
+    @property
+    def prefix(self) -> str:
+        """Where it comes from: `[0]`, or `[kale-dist]` for the agent. Every log that people see has it from here."""
+        return f"[{'kale-dist' if self.rank is None else self.rank}]"
+
     def __str__(self) -> str:
-        """The text behind its rank: `[0] text`, `[kale-dist] text` for a line of the agent."""
-        return f"[{'kale-dist' if self.rank is None else self.rank}] {self.text}"
+        """The text behind its prefix: `[0] text`."""
+        return f"{self.prefix} {self.text}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

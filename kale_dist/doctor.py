@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ _GIB = 1 << 30
 _TORCH_TIMEOUT_S = 120.0
 _SLOW_IMPORT_S = 10.0
 _OLDEST_PYTHON = (3, 11)
-_OLDEST_TORCH = (2, 6)
+_OLDEST_TORCH = (2, 13)
 _LOW_SHARED_MEMORY = 1 * _GIB
 """DataLoader workers pass batches through it; containers often have 64 MiB."""
 _LOW_DISK = 5 * _GIB
@@ -64,51 +65,36 @@ class Check:
     """What to do; empty if all is well."""
 
 
-def examine() -> tuple[Check, ...]:
-    """Look at everything. Takes as long as an import of torch; never raises for what it finds."""
-    torch, gpus = _torch()
-    return (_python(), torch, gpus, _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
-
-
-def examine_cluster(namespace: str = "", context: str = "") -> tuple[Check, ...]:
-    """Look at what jobs on a cluster need, and at the cluster. Makes nothing there; never raises for what it finds.
+def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tuple[Check, ...]:
+    """Look at what jobs need in a place. Makes nothing there, and never raises for what it finds.
 
     Args:
-        namespace: Empty for the configured one, that of the kubeconfig's context, or the pod's own.
+        on: `local`, `docker` or `kubernetes`. For `local` it takes as long as an import of torch.
+        namespace: Of a cluster; empty for the configured one, that of the kubeconfig's context, or the pod's own.
         context: Of the kubeconfig; empty for its current one.
     """
+    if on == "local":
+        return (_python(), *_torch(), _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
     here = (_python(), _state_folder())
     try:
-        from kale_dist.backends.kubernetes import examination
+        if on == "docker":
+            from kale_dist.backends.docker import preparation as engine
+
+            found = engine.examine()
+        else:
+            from kale_dist.backends.kubernetes import examination as cluster
+
+            found = cluster.examine(namespace, context)
     except ModuleNotFoundError as error:
-        return (*here, _missing(error, "kubernetes"))
-    found = examination.examine(namespace, context)
+        package = (error.name or "").partition(".")[0]
+        if package == "kale_dist":
+            raise
+        sentence = f"{package!r} is not installed in this Python"
+        return (*here, _failed("package", sentence, f"pip install 'kale-dist[{on}]'"))
     return (
         *here,
         *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
     )
-
-
-def examine_docker() -> tuple[Check, ...]:
-    """Look at what jobs in containers need, and at the engine. Makes nothing there; never raises for what it finds."""
-    here = (_python(), _state_folder())
-    try:
-        from kale_dist.backends.docker import preparation
-    except ModuleNotFoundError as error:
-        return (*here, _missing(error, "docker"))
-    found = preparation.examine()
-    return (
-        *here,
-        *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
-    )
-
-
-def _missing(error: ModuleNotFoundError, extra: str) -> Check:
-    """The check of a package that is not installed; anything else that is missing is a fault of ours."""
-    package = (error.name or "").partition(".")[0]
-    if package == "kale_dist":
-        raise error
-    return _failed("package", f"{package!r} is not installed in this Python", f"pip install 'kale-dist[{extra}]'")
 
 
 def _python() -> Check:
@@ -132,15 +118,15 @@ def _torch() -> tuple[Check, Check]:
         remedy = "Is the disk overloaded or on a slow network?"
         return _failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _no_gpus("")
     except OSError as error:
-        return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python anew"), _no_gpus("")
+        return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python again"), _no_gpus("")
     except (IndexError, ValueError):
         last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.6'"), _no_gpus("")
+        return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.13'"), _no_gpus("")
     version, seconds = found["version"], found["seconds"]
     sentence = f"torch {version}, imported in {seconds:.1f} s"
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < _OLDEST_TORCH:
-        torch = _failed("torch", sentence, "torch 2.6 or later is needed: pip install --upgrade torch")
+        torch = _failed("torch", sentence, "torch 2.13 or later is needed: pip install --upgrade torch")
     elif not found["gloo"]:
         torch = _failed("torch", f"{sentence}, has no gloo", "Install a torch that was built with distributed support")
     elif seconds > _SLOW_IMPORT_S:
@@ -178,12 +164,6 @@ def _cpu_quota() -> float | None:
         limit, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)
     except (OSError, ValueError):
-        pass
-    try:
-        folder = pathlib.Path("/sys/fs/cgroup/cpu")
-        limit_us = int((folder / "cpu.cfs_quota_us").read_text())
-        return limit_us / int((folder / "cpu.cfs_period_us").read_text()) if limit_us > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):
         return None
 
 
@@ -216,32 +196,24 @@ def _state_folder() -> Check:
 
 
 def _notebook() -> Check:
-    from importlib import metadata
-
-    missing = []
-    for name in ("ipykernel", "nbclient", "nbformat"):
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            missing.append(name)
+    missing = [name for name in ("ipykernel", "nbclient", "nbformat") if importlib.util.find_spec(name) is None]
     if missing:
         sentence = f"{', '.join(missing)} not installed; only `kale-dist run` needs it"
         return _warning("notebooks", sentence, "pip install 'kale-dist[notebook]'")
-    return _ok("notebooks", f"can be executed (nbclient {metadata.version('nbclient')})")
+    return _ok("notebooks", "can be executed by `kale-dist run`")
 
 
 def _docker() -> Check:
-    host = os.environ.get("DOCKER_HOST", "")
-    found = host or ("/var/run/docker.sock" if pathlib.Path("/var/run/docker.sock").exists() else "")
+    found = os.environ.get("DOCKER_HOST", "") or next(filter(os.path.exists, ("/var/run/docker.sock",)), "")
     return _ok("docker", f"{f'found: {found}' if found else 'not found'}; 'kale-dist doctor --on docker' looks at it")
 
 
 def _cluster() -> Check:
     named = [name for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
     paths = named or [os.path.expanduser("~/.kube/config")]  # noqa: PTH111 - pathlib raises for a user without a home
-    inside = "KUBERNETES_SERVICE_HOST" in os.environ
-    there = (f"found: {path}" for path in paths if os.path.exists(path))  # noqa: PTH110 - pathlib raises for a folder we may not enter
-    found = "inside a cluster" if inside else next(there, f"not found: {', '.join(paths)}")
+    found = next((f"found: {path}" for path in paths if os.path.exists(path)), f"not found: {', '.join(paths)}")  # noqa: PTH110 - pathlib raises for a folder we may not enter
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        found = "inside a cluster"
     return _ok("cluster", f"{found}; 'kale-dist doctor --on kubernetes' looks at it")
 
 

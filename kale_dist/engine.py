@@ -1,6 +1,6 @@
 """The Docker engine: how it is reached, and what its errors mean.
 
-The only module besides `backends.docker` and `image.docker_builder` that knows the docker package, which need not be
+The only module besides `backends.docker` and `image` that knows the docker package, which need not be
 installed to import this one. Rootless Docker and Podman answer the same API on other sockets.
 """
 
@@ -107,7 +107,7 @@ class Engine:
         return self._info
 
     def close(self) -> None:
-        """Close the connections that nobody uses."""
+        """Close the connections that are not in use."""
         self.client.close()
 
     def _ask_version(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _unreachable(error: BaseException, url: str) -> BackendUnavailableError:
     if any(isinstance(cause, PermissionError) for cause in causes):
         return BackendUnavailableError(
             f"This user may not open the Docker engine's socket {path} (permission denied). Have the user added to its "
-            "group (sudo usermod -aG docker $USER, then log in anew), or use rootless Docker or Podman and set "
+            "group (sudo usermod -aG docker $USER, then log in again), or use rootless Docker or Podman and set "
             "DOCKER_HOST to its socket"
         )
     if any(isinstance(cause, FileNotFoundError) for cause in causes):

@@ -34,10 +34,16 @@ What is worth a word but stops nothing is a `KaleDistWarning`, given through Pyt
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from kale_dist import tracebacks
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class KaleDistError(Exception):
@@ -78,6 +84,19 @@ class ConfigError(KaleDistError, ValueError):
     def __str__(self) -> str:
         """One sentence each for the problem and the remedy."""
         return f"{self.argument}: {self.problem}. {self.remedy}"
+
+
+def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
+    """Have a verb's refusals come without the frames of this library: a script's traceback shows the caller's own line."""
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return verb(*args, **kwargs)
+        except ConfigError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 class SnapshotError(KaleDistError):

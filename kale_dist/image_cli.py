@@ -130,7 +130,7 @@ def _show(options: argparse.Namespace) -> int:
         return 0
     recipe = made.recipe
     facts = [("image", f"{home.name}@{made.digest}"), ("tag", made.tag), ("platform", made.platform)]
-    facts += [("base", made.base or "not said"), (_used(made))]
+    facts += [("base", made.base or "not said")]
     for name, values in (
         ("packages", recipe.packages if recipe else ()),
         ("apt", recipe.apt if recipe else ()),

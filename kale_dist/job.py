@@ -16,6 +16,7 @@ from kale_dist.backends.base import Backend, Describes, JobRef
 from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
 from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError, warn
 from kale_dist.outcomes import OutcomeReader
+from kale_dist.runtime.given_models import Returned
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
@@ -50,6 +51,8 @@ class Inside:
     """The notebook's objects that the job trains; None if they are not known here."""
     after_wait: list[Callable[[], None]]
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
+    plan: Callable[[], str]
+    """What was submitted, as text."""
 
 
 class Job(Generic[R]):
@@ -87,7 +90,9 @@ class Job(Generic[R]):
         self._display = display
         self._again = again
         self._watcher = watch.watcher(backend)
-        self._inside = Inside(files=outcomes.files, key=outcomes.key, targets=targets, after_wait=[])
+        self._inside = Inside(
+            files=outcomes.files, key=outcomes.key, targets=targets, after_wait=[], plan=lambda: backend.plan(spec).text
+        )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -468,8 +473,15 @@ class _Trained:
     def fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
         # A handle from `attach` has no model in the notebook; one is only built for whoever asks for it.
-        if self.targets is not None and self._spec.kind == "training":
+        if self.targets is not None and (self._spec.kind == "training" or self._has_models()):
             self._load()
+
+    def _has_models(self) -> bool:
+        """Whether models that a function was given have changed."""
+        try:
+            return isinstance(self._outcomes.trained(self._attempt()), Returned)
+        except ResultUnavailableError:
+            return False
 
     def objects(self) -> weights.TrainedObjects:
         """The trained objects of a job that has succeeded.
@@ -490,7 +502,7 @@ class _Trained:
         with self._lock:
             if self._objects is None:
                 targets = self.targets or self._outcomes.rebuilt_targets()
-                result = self._outcomes.value(0, self._attempt())
+                result = self._outcomes.trained(self._attempt())
                 self._objects = weights.load(targets, result, self._ref, check=self.targets is not None)
                 for warning in self._objects.warnings:
                     warn(warning)

@@ -18,21 +18,21 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from kale_dist import backends, calls, listing, overrides, placing
+from kale_dist import backends, calls, cli, placing, wording
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
-from kale_dist.notebook import parameters
 from kale_dist.runtime import cell as on_a_rank
-from kale_dist.view import facts, plain
-from kale_dist.wording import closest
 
 FILENAME = "<%%distribute>"
 """What tracebacks call the text of such a cell."""
 
-_OPTIONS_OF_CELLS = (
-    "--number-of-processes", "--on", "--image", "--cuda", "--name", "--set", "--job", "--no-wait",
-)  # fmt: skip
-_OPTIONS_OF_JOBS = ("--on", "--namespace")
+_OPTIONS = {
+    "%%distribute": ("--number-of-processes", "--on", "--cuda", "--name", "--set", "--job", "--no-wait"),
+    "%jobs": ("--on", "--namespace", "--labels", "--all"),
+    "%logs": ("--ranks", "--tail", "--follow"),
+}
+"""What completion offers."""
+
 _IGNORED = re.compile(r"\s*%matplotlib(\s|$)")
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
 
@@ -43,7 +43,7 @@ def _empty() -> ast.arguments:
 
 @magics_class
 class DistributeMagics(Magics):
-    """`%%distribute`, `%jobs`, `%attach`, `%logs`."""
+    """`%%distribute`, `%attach`, and the words of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
 
     @property
     def _namespace(self) -> dict[str, Any]:
@@ -53,8 +53,7 @@ class DistributeMagics(Magics):
 
     @magic_arguments()
     @argument("-n", "--number-of-processes", type=int, help="How many ranks run the cell")
-    @argument("--on", help="Where: local, docker or kubernetes (the configured one)")
-    @argument("--image", help="The containers' image")
+    @argument("--on", help="Where: local, docker, kubernetes, or a variable that holds a place with its settings")
     @argument("--cuda", action="store_true", default=None, help="One GPU for each rank")
     @argument("--name", help="The job's name")
     @argument(
@@ -80,12 +79,10 @@ class DistributeMagics(Magics):
 
             return LauncherForm(self._namespace)
         options = parse_argstring(self.distribute, line)
-        if options.job is not None and not options.job.isidentifier():
-            raise UsageError(f"--job: {options.job!r} cannot be a name in Python")
+        _check_name(options.job)
         arguments = {
             "number_of_processes": options.number_of_processes,
-            "on": options.on,
-            "image": options.image,
+            "on": self._namespace.get(options.on, options.on) if options.on not in backends.NAMES else options.on,
             "cuda": options.cuda,
             "name": options.name,
             **dict(_assignment(text) for text in options.set),
@@ -115,50 +112,47 @@ class DistributeMagics(Magics):
         return results if any(result is not None for result in results) else None
 
     @magic_arguments()
-    @argument("--on", help="Ask there: local, docker or kubernetes; left out, this machine, for all that it knows of")
-    @argument("--namespace", help="Of the cluster; * for all")
-    @line_magic
-    def jobs(self, line: str) -> None:
-        """List jobs, oldest first."""
-        options = parse_argstring(self.jobs, line)
-        found = _explained(lambda: calls.jobs(options.on or "local", namespace=options.namespace))
-        known = [(str(job.ref), job.status) for job in found]
-        elsewhere = [] if options.on else list(listing.last_seen())
-        known += [(str(ref), status) for ref, status in elsewhere]
-        rows = [(ref, status.state.value, facts.sentence(status, None)) for ref, status in known]
-        print("\n".join(plain.table(("job", "state", ""), rows)) if rows else "There are no jobs.")
-        if options.on is None:
-            print(listing.hint(elsewhere, "%jobs --on"))
-
-    @magic_arguments()
     @argument("ref", help="A job's reference or name")
-    @argument("name", nargs="?", help="Keep the job under this name")
+    @argument("--job", metavar="NAME", help="Keep the job under this name")
     @argument("--trust", action="store_true", help="Also load the results of another user's job")
     @line_magic
     def attach(self, line: str) -> Job[Any]:
         """Find a job again; it is the line's value."""
         options = parse_argstring(self.attach, line)
+        _check_name(options.job)
         job: Job[Any] = _explained(lambda: calls.attach(options.ref, trust=options.trust))
-        if options.name is not None:
-            if not options.name.isidentifier():
-                raise UsageError(f"{options.name!r} cannot be a name in Python")
-            self._namespace[options.name] = job
+        if options.job is not None:
+            self._namespace[options.job] = job
         return job
 
-    @magic_arguments()
-    @argument("ref", help="A job's reference or name, or a variable that holds a job")
-    @argument("--rank", type=int, help="Only this rank's lines")
-    @argument("--tail", type=int, help="Only the last lines, this many")
-    @argument("-f", "--follow", action="store_true", help="Until the job has ended")
+    @line_magic
+    def jobs(self, line: str) -> None:
+        """List jobs, oldest first: `%jobs --on kubernetes --namespace team --all`."""
+        self._command("jobs", line)
+
+    @line_magic
+    def status(self, line: str) -> None:
+        """Show how a job is: `%status REF`, with a job's reference, its name, or a variable that holds it."""
+        self._command("status", line)
+
     @line_magic
     def logs(self, line: str) -> None:
-        """Print a job's log, each line behind its rank."""
-        options = parse_argstring(self.logs, line)
-        held = self._namespace.get(options.ref)
-        job = held if isinstance(held, Job) else _explained(lambda: calls.attach(options.ref))
-        ranks = None if options.rank is None else [options.rank]
-        for found in _explained(lambda: job.logs(follow=options.follow, ranks=ranks, tail=options.tail)):
-            print(found)
+        """Print a job's log, each line behind its rank: `%logs REF --ranks 0,2 --tail 100 -f`."""
+        self._command("logs", line)
+
+    @line_magic
+    def cancel(self, line: str) -> None:
+        """End a job: `%cancel REF`."""
+        self._command("cancel", line)
+
+    def _command(self, command: str, line: str) -> None:
+        """Run a command of the command line; a variable that holds a job stands for its reference."""
+        words = [command]
+        for word in shlex.split(line):
+            held = self._namespace.get(word)
+            words.append(held.ref if isinstance(held, Job) else word)
+        with contextlib.suppress(SystemExit):  # argparse has said what is wrong
+            cli.main(words)
 
 
 @contextlib.contextmanager
@@ -176,10 +170,15 @@ def _warned() -> Iterator[None]:
 def load(shell: Any) -> None:
     """Register the magics with a shell, and complete their arguments."""
     shell.register_magics(DistributeMagics(shell))
-    for name in ("%attach", "%logs"):
+    for name in ("%attach", "%cancel", "%status"):
         shell.set_hook("complete_command", lambda _shell, event: _references(event.line, event.symbol), str_key=name)
     for name in ("%%distribute", "%jobs"):
         shell.set_hook("complete_command", lambda _shell, event: _words(event.line), str_key=name)
+    shell.set_hook(
+        "complete_command",
+        lambda _shell, event: [*_references(event.line, event.symbol), *_words(event.line)],
+        str_key="%logs",
+    )
 
 
 def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
@@ -257,10 +256,15 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
         raise UsageError(f"--set: {text!r} sets nothing; write it as timeout_s=60")
-    if name not in overrides.SHARED:
-        near = closest(name, overrides.SHARED)
+    if name not in calls.SETTABLE:
+        near = wording.closest(name, calls.SETTABLE)
         raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
-    return name, parameters.parse(value)
+    return name, wording.parse(value)
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not name.isidentifier():
+        raise UsageError(f"--job: {name!r} cannot be a name in Python")
 
 
 def _explained(do: Callable[[], Any]) -> Any:
@@ -288,8 +292,8 @@ def _words(line: str) -> Sequence[str]:
         words = shlex.split(line)
     except ValueError:
         return []
-    before: Mapping[str, Sequence[str]] = {"--on": backends.NAMES, "--set": [f"{name}=" for name in overrides.SHARED]}
+    before: Mapping[str, Sequence[str]] = {"--on": backends.NAMES, "--set": [f"{name}=" for name in calls.SETTABLE]}
     for word in reversed(words[-2:]):
         if word in before:
             return list(before[word])
-    return _OPTIONS_OF_JOBS if words[:1] == ["%jobs"] else _OPTIONS_OF_CELLS
+    return _OPTIONS.get(words[0], ()) if words else ()

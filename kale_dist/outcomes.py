@@ -20,6 +20,7 @@ from kale_dist.errors import (
     StoreError,
 )
 from kale_dist.runtime import loading, outcome
+from kale_dist.runtime.given_models import Returned
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
@@ -71,7 +72,12 @@ class OutcomeReader:
         Raises:
             ResultUnavailableError: It cannot be read here; the message says why.
         """
-        return self._outcome(rank, attempt).value
+        value = self._outcome(rank, attempt).value
+        return value.value if isinstance(value, Returned) else value
+
+    def trained(self, attempt: int) -> Any:
+        """What rank 0 has trained, as `weights.load` takes it: a `TrainingResult`, or the models of a function's arguments."""
+        return self._outcome(0, attempt).value
 
     def error(self, status: JobStatus) -> JobError:
         """The error of a job that has ended badly, with the first failing rank's own exception as its cause."""
@@ -125,7 +131,8 @@ class OutcomeReader:
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
-        return weights.remember(arguments["model"], arguments["optimizer"], arguments.get("scheduler"))
+        given = (arguments[name] for name in ("model", "optimizer", "scheduler", "state"))
+        return weights.remember(*given)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
         if self.key is None:

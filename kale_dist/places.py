@@ -135,7 +135,7 @@ class ClusterOptions:
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets, or one."""
     image_pull_policy: str = ""
-    scheduler: str = ""
+    scheduler_name: str = ""
     queue: str = ""
     """Kueue's local queue."""
     gang: bool = False
@@ -170,7 +170,7 @@ class ClusterOptions:
             secret_environment=_secret_environment(self.secret_environment),
         )
         for field in (
-            "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler", "queue"
+            "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
         ):  # fmt: skip
             value = getattr(self, field)
             if not isinstance(value, str):
@@ -182,7 +182,7 @@ class ClusterOptions:
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
             raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
-        for field in ("priority_class", "service_account", "scheduler"):
+        for field in ("priority_class", "service_account", "scheduler_name"):
             if getattr(self, field):
                 _check_object_name(field, getattr(self, field))
         for secret in self.image_pull_secrets:
@@ -251,7 +251,7 @@ class Kubernetes(ClusterOptions):
             mount_service_account_token: bool = False,
             image_pull_secrets: Sequence[str] | str = (),
             image_pull_policy: str | None = None,
-            scheduler: str | None = None,
+            scheduler_name: str | None = None,
             queue: str | None = None,
             gang: bool = False,
             min_available: int | None = None,

@@ -8,16 +8,18 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist import backends, config, image_checks, names, overrides, places
+from kale_dist import backends, config, image_checks, names, places
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import PodSettings, pod_names, pytorch_job
 from kale_dist.places import Docker, Kubernetes, Local, Place
-from kale_dist.recipe import Recipe
-from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume
+from kale_dist.spec import JobSpec, Topology
 from kale_dist.wording import closest
+
+PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes) for field in dataclasses.fields(kind)))
+"""Arguments of `kd.Docker` and `kd.Kubernetes`."""
 
 _ELSEWHERE_PROCESSES = 2
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
@@ -44,26 +46,15 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A call's options and place, checked and in one form."""
+    """Where and how a call runs."""
 
     backend: Backend
     name: str | None
-    topology: Topology
-    cuda: bool
-    threads: int | None
-    seed: int | None
-    environment: tuple[tuple[str, str], ...]
-    policy: Policy
-    volumes: tuple[Volume, ...] = ()
-    image: str = ""
-    """Empty where the backend chooses one, or one is made."""
-    recipe: Recipe | None = None
-    """What the image is made of, if it is made."""
+    """The job's, if the call gave one."""
+    spec: JobSpec
+    """All of the job but what it runs, under a made-up name if the call gave none."""
     auto_packages: bool = False
     """Whether the packages that the call imports belong to the recipe, too."""
-    resources: Resources = dataclasses.field(default_factory=Resources)
-    store: str = ""
-    cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
     warnings: tuple[str, ...] = ()
     """Sentences for the user about what may be a mistake."""
     notes: tuple[str, ...] = ()
@@ -79,8 +70,8 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A setting of a place is wrong, or the place does not have it.
     """
-    calls = {name: value for name, value in given.items() if name not in overrides.PLACES}
-    settings = {name: value for name, value in given.items() if name in overrides.PLACES and value is not None}
+    calls = {name: value for name, value in given.items() if name not in PLACE_SETTINGS}
+    settings = {name: value for name, value in given.items() if name in PLACE_SETTINGS and value is not None}
     if not settings:
         return calls
     on = calls.get("on")
@@ -111,18 +102,20 @@ def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int 
 
 
 def _settled(options: Options, backend: Backend, place: Place, machine: Machine | None, rank_bytes: int) -> Run:
-    place = overrides.applied(places.filled(place, config.load().place(places.word_of(place))))
+    place = places.filled(place, config.load().place(places.word_of(place)))
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
-    run = Run(
-        backend=backend,
-        name=options.name,
-        topology=Topology(number_of_processes=options.number_of_processes or 1),
-        cuda=bool(options.cuda),
+    spec = JobSpec(
+        name=options.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
+        label="",
+        kind="",
+        snapshot="",
+        topology=Topology(number_of_processes=1),
         threads=options.threads,
         seed=options.seed,
         environment=options.environment,
         policy=options.policy,
     )
+    run = Run(backend=backend, name=options.name, spec=spec)
     if isinstance(place, Local):
         return _on_machine(run, options, machine or _this_machine(options.cuda), rank_bytes)
     return _in_pods(run, options, place)
@@ -170,7 +163,8 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
     if cuda and world > there.gpus:
         problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
         raise ConfigError("number_of_processes", problem, f"Ask for at most {there.gpus}")
-    each = _RANK_BYTES + rank_bytes
+    # On a GPU the weights are in its memory, not in this machine's.
+    each = _RANK_BYTES + (0 if cuda else rank_bytes)
     if world * each > there.memory_bytes:
         problem = (
             f"{world} processes take at least {world * each / _GIB:.1f} GiB of memory ({each / _MIB:.0f} MiB each), and "
@@ -184,7 +178,8 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
             "slower, not faster"
         )
     topology = Topology(number_of_processes=world, processes_per_pod=world)
-    return dataclasses.replace(run, topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
+    spec = dataclasses.replace(run.spec, topology=topology, cuda=bool(cuda))
+    return dataclasses.replace(run, spec=spec, warnings=warnings, notes=notes)
 
 
 def _sentences(*sentences: str) -> tuple[str, ...]:
@@ -208,40 +203,23 @@ def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:
     elif gpus and not cuda:
         warnings = (f"resources.gpus: {gpus} for each process, which trains on the CPU all the same. Add cuda=True",)
     wanted = image_checks.check(place.image, place.packages, place.requirements)
-    run = dataclasses.replace(
-        run,
+    spec = dataclasses.replace(
+        run.spec,
         topology=Topology(number_of_processes=world, processes_per_pod=per_pod),
         cuda=bool(cuda),
         volumes=place.volumes,
         image=wanted.image,
         recipe=wanted.recipe,
-        auto_packages=wanted.auto,
         resources=place.resources,
-        warnings=warnings,
-        notes=notes,
     )
     if isinstance(place, Kubernetes):
-        run = dataclasses.replace(run, store=place.store, cluster=place.options)
-        _check_manifest(run)
-    return run
+        spec = dataclasses.replace(spec, store=place.store, cluster=place.options)
+        _check_manifest(spec)
+    return dataclasses.replace(run, spec=spec, auto_packages=wanted.auto, warnings=warnings, notes=notes)
 
 
-def _check_manifest(run: Run) -> None:
+def _check_manifest(spec: JobSpec) -> None:
     """Make the manifest once, before the job is complete, so that what is wrong with it costs nothing."""
-    spec = JobSpec(
-        name=run.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
-        label="",
-        kind="",
-        snapshot="",
-        topology=run.topology,
-        cuda=run.cuda,
-        volumes=run.volumes,
-        environment=run.environment,
-        image=run.image,
-        resources=run.resources,
-        cluster=run.cluster,
-        policy=run.policy,
-    )
     longest = max(pod_names(spec, master=True), key=len)
     if len(longest) > names.MAX_LABEL_LENGTH:
         problem = f"the pod's name {longest!r} has {len(longest)} characters, more than {names.MAX_LABEL_LENGTH}"

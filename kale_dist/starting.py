@@ -20,8 +20,10 @@ from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job, inside
+from kale_dist.notebook.pictures import Pictures
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.placing import Run
+from kale_dist.runtime.given_models import models_in, together
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.spec import JobSpec
@@ -89,7 +91,9 @@ def start(call: Call, run: Run) -> Job[Any]:
         given = call.kwargs
         targets = None
         if call.kind == "training":
-            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"])
+            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
+        elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
+            targets = weights.remember(together(models), None)
         ref = run.backend.submit(run.backend.plan(spec), key)
     return handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
 
@@ -112,7 +116,7 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
             f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
             f"anywhere but on this machine. Make it a package in the image, or use on='local'"
         )
-    image, recipe = run.image, run.recipe
+    image, recipe = run.spec.image, run.spec.recipe
     if recipe is not None:
         from kale_dist.image.settle import settle
 
@@ -121,26 +125,17 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
         image, recipe = settled.image, settled.recipe
         notes = (*captured.snapshot.notes, *settled.notes)
         captured = dataclasses.replace(captured, snapshot=dataclasses.replace(captured.snapshot, notes=notes))
-    return captured, JobSpec(
+    return captured, dataclasses.replace(
+        run.spec,
         name=name,
         label=call.label,
         kind=call.kind,
         snapshot=captured.snapshot.digest,
         blobs=captured.snapshot.blobs,
         snapshot_bytes=captured.snapshot.size_bytes,
-        topology=run.topology,
-        cuda=run.cuda,
-        threads=run.threads,
-        seed=run.seed,
-        volumes=run.volumes,
-        environment=run.environment,
         image=image,
         recipe=recipe,
-        resources=run.resources,
-        store=run.store,
-        cluster=run.cluster,
         strategy=call.strategy,
-        policy=run.policy,
     )
 
 
@@ -171,6 +166,7 @@ def handle(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
         again=functools.partial(_again, backend),
     )  # fmt: skip
+    inside(job).after_wait.append(Pictures(records.files(ref.record_name).events).show)
     with _jobs_lock:
         _jobs[str(ref)] = job
     return job
@@ -222,7 +218,7 @@ def _data_warnings(call: Call, run: Run) -> Iterator[str]:
         if loader is None:
             continue
         found = datasets.examine(loader.dataset)
-        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in run.volumes])
+        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in run.spec.volumes])
         where = "Kubernetes" if run.backend.name == "kubernetes" else "Docker"
         remedy = f'on=kd.{where}(volumes={{"/data": ...}})'
         if missing:
@@ -234,7 +230,7 @@ def _data_warnings(call: Call, run: Run) -> Iterator[str]:
         if found.memory_bytes > _LARGE_BYTES:
             yield (
                 f"{argument}: its dataset holds {found.memory_bytes / 1e6:.0f} MB in memory, which are sent to each of "
-                f"{run.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
+                f"{run.spec.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
             )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kale_dist.checks import check_count, check_flag, check_returns, describe
+from kale_dist.checks import check_count, check_flag, check_returns, describe, title
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.wording import closest, show
@@ -18,6 +20,29 @@ STEP_ARGUMENTS = {
     "eval_step": ("model", "data_loader", "criterion", "device", "args"),
 }
 """What the two step functions are called with, in this order. These are Kale's."""
+
+_ROLES = {
+    "model": ("model", "net", "network"),
+    "data_loader": (
+        "data_loader", "dataloader", "loader", "train_loader", "trainloader", "train_dataloader", "train_data_loader",
+        "test_loader", "val_loader", "eval_loader", "eval_data_loader", "dl", "train_dl",
+    ),
+    "criterion": ("criterion", "loss_fn", "loss_func", "loss_function", "loss_f"),
+    "optimizer": ("optimizer", "opt", "optim"),
+    "device": ("device",),
+    "args": ("args", "train_args", "eval_args", "config", "cfg", "opts"),
+    "epoch": ("epoch", "epochs"),
+}  # fmt: skip
+"""What the arguments of steps are called, by what they are."""
+
+_KINDS: dict[type, str] = {
+    ast.List: "a list", ast.ListComp: "a list", ast.JoinedStr: "text", ast.Set: "a set", ast.GeneratorExp: "a generator",
+}  # fmt: skip
+
+_UNPREPARED = (
+    "Pass the objects as they were before accelerator.prepare(), which distribute() replaces; or leave Accelerate its loop"
+    " and run the function that calls it with launch()"
+)
 
 _PRECISIONS = ("bf16", "fp16")
 _EVAL_SHARDINGS = ("samples", "none")
@@ -46,14 +71,21 @@ class Training:
     eval_sharding: str = "samples"
     checkpoint_every: int | None = 1
     strategy: Strategy = dataclasses.field(default_factory=AllReduce)
+    state: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        _check_model(self.model)
+        for one in _each("model", self.model):
+            _check_model(one)
         _check_loader("train_data_loader", self.train_data_loader)
         if self.eval_data_loader is not None:
             _check_loader("eval_data_loader", self.eval_data_loader)
-        _check_criterion(self.criterion, needed_by=_ready_made(self.train_step, self.eval_data_loader, self.eval_step))
-        _check_optimizer(self.optimizer, self.model, self.criterion)
+        needed_by = _ready_made(self.train_step, self.eval_data_loader, self.eval_step)
+        _check_criterion(self.criterion, self.model, needed_by=needed_by)
+        for one in _each("optimizer", self.optimizer):
+            _check_optimizer(one, self.model, self.criterion)
+        if isinstance(self.model, dict) or isinstance(self.optimizer, dict):
+            _check_several(self)
+        _check_state(self.state)
         _check_step("train_step", self.train_step)
         _check_step("eval_step", self.eval_step)
         if self.eval_step is not None and self.eval_data_loader is None:
@@ -104,10 +136,47 @@ def _check_model(model: Any) -> None:
         raise ConfigError("model", problem, "Give it values: model.to_empty(device='cpu') and its own initialisation")
 
 
+def _each(argument: str, value: Any) -> Iterator[Any]:
+    """The objects of a dict by name, or the one there is."""
+    if not isinstance(value, dict):
+        yield value
+        return
+    for name, one in value.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise ConfigError(argument, f"{name!r} cannot name one of several", "Use text without dots")
+        yield one
+    if not value:
+        raise ConfigError(argument, "it is an empty dict", "Name at least one")
+
+
+def _check_several(given: Training) -> None:
+    """Refuse what cannot be done to several models or optimizers without a word from the step."""
+    for argument in ("train_step", *(("eval_step",) if given.eval_data_loader is not None else ())):
+        if getattr(given, argument) is None:
+            problem = "is left out, and the ready-made one trains one model with one optimizer"
+            raise ConfigError(argument, problem, "Write one; it gets the dicts as they were given")
+    alone = {"accumulate": given.accumulate != 1, "clip_norm": given.clip_norm is not None}
+    for argument, is_given in (*alone.items(), ("precision", given.precision == "fp16")):
+        if is_given and isinstance(given.optimizer, dict):
+            problem = f"{getattr(given, argument)!r} is for one optimizer, and there are {len(given.optimizer)}"
+            raise ConfigError(argument, problem, "Leave it out, and do it in train_step")
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, list | tuple):
+        raise ConfigError("state", f"{show(state)} is not a list", "Write it as state=[ema_model, history]")
+    for value in state:
+        has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+        if not has_state and not isinstance(value, list | dict | set):
+            problem = f"{show(value)} has no state_dict, and is no list, dict or set"
+            raise ConfigError("state", problem, "Keep what shall come back in one of these, and name that")
+
+
 def _check_loader(argument: str, loader: Any) -> None:
     from torch.utils.data import DataLoader, Dataset
 
     if isinstance(loader, DataLoader):
+        _check_made_loader(argument, loader)
         return
     if loader is None:
         raise ConfigError(argument, "it is None", "Make one: DataLoader(dataset, batch_size=32)")
@@ -116,6 +185,13 @@ def _check_loader(argument: str, loader: Any) -> None:
     if hasattr(loader, "__next__"):
         problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
         raise ConfigError(argument, problem, "Pass the DataLoader itself, without iter() or enumerate()")
+    arrays = loader if isinstance(loader, list | tuple) else [loader]
+    if arrays and all(getattr(array, "shape", ()) for array in arrays):
+        names = "X" if len(arrays) == 1 else "X, y"
+        what = f"it is a {type(loader).__name__} of {len(arrays)} arrays" if arrays is loader else "it is an array"
+        remedy = f"Make one of it: DataLoader(TensorDataset({names}), batch_size=32, shuffle=True)"
+        remedy += "" if all(hasattr(array, "grad_fn") for array in arrays) else ", with torch.as_tensor() of each array"
+        raise ConfigError(argument, f"{what}, not a torch.utils.data.DataLoader", remedy)
     if isinstance(loader, list | tuple):
         remedy = "Make one of it: DataLoader(the_list, batch_size=32) for samples, batch_size=None for ready batches"
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
@@ -125,6 +201,36 @@ def _check_loader(argument: str, loader: Any) -> None:
     raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", remedy)
 
 
+def _check_made_loader(argument: str, loader: Any) -> None:
+    from torch.utils.data import IterableDataset
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    name = type(loader).__name__
+    if _is_prepared(loader):
+        raise ConfigError(argument, f"it is a {name} of Accelerate's, which divides its data already", _UNPREPARED)
+    kept = [key for key, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter) and key != "_iterator"]
+    if kept:
+        problem = f"{name} keeps an iterator of its own ({kept[0]!r}), whose data cannot be divided over processes"
+        remedy = "Pass a plain DataLoader; persistent_workers=True keeps its workers from one epoch to the next"
+        raise ConfigError(argument, problem, remedy)
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    try:
+        batches, samples = len(loader), len(loader.dataset)
+    except (TypeError, NotImplementedError, OverflowError):
+        return  # Its sampler or dataset has no length.
+    if not batches and samples and loader.drop_last:
+        problem = f"drop_last=True leaves no batch: {samples:,} samples are fewer than one batch of {loader.batch_size}"
+        raise ConfigError(argument, problem, "Use a smaller batch size, or drop_last=False")
+    if not batches:
+        raise ConfigError(argument, f"it gives no batch: its dataset has {samples:,} samples", "Check the dataset")
+
+
+def _is_prepared(value: Any) -> bool:
+    """Whether Accelerate has prepared this object."""
+    return any(kind.__module__.partition(".")[0] == "accelerate" for kind in type(value).__mro__)
+
+
 def _ready_made(train_step: Any, eval_data_loader: Any, eval_step: Any) -> str:
     """The ready-made step that is used, if any."""
     if train_step is None:
@@ -132,15 +238,28 @@ def _ready_made(train_step: Any, eval_data_loader: Any, eval_step: Any) -> str:
     return "eval_step" if eval_data_loader is not None and eval_step is None else ""
 
 
-def _check_criterion(criterion: Any, *, needed_by: str) -> None:
+def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
     if isinstance(criterion, type):
         raise ConfigError("criterion", f"{criterion.__name__} is a class", f"Make one: {criterion.__name__}()")
-    if criterion is None and needed_by:
-        raise ConfigError("criterion", f"it is None, and the ready-made {needed_by} calls it", "Pass a loss function")
+    if criterion is None and needed_by and not makes_loss(model):
+        signature = f"{needed_by}({', '.join(STEP_ARGUMENTS[needed_by])})"
+        raise ConfigError(
+            "criterion",
+            f"it is None, and the ready-made {needed_by} calls it",
+            f"Pass a loss function such as nn.CrossEntropyLoss(), or write your own {signature}",
+        )
     if criterion is not None and not callable(criterion):
         raise ConfigError(
             "criterion", f"{show(criterion)} cannot be called", "Pass a loss such as nn.CrossEntropyLoss()"
         )
+
+
+def makes_loss(model: Any) -> bool:
+    """Whether a model takes `labels` and gives a loss with its output, as those of Hugging Face do."""
+    try:
+        return "labels" in inspect.signature(model.forward).parameters
+    except (TypeError, ValueError, AttributeError):
+        return False
 
 
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
@@ -149,13 +268,15 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
     if isinstance(optimizer, type):
         remedy = f"Make one: {optimizer.__name__}(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{optimizer.__name__} is a class", remedy)
-    if isinstance(optimizer, list | tuple | dict):
-        remedy = "Use launch() for a loop of your own with several optimizers"
+    if isinstance(optimizer, list | tuple):
+        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
         raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", remedy)
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "Pass such as torch.optim.SGD(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
-    mine = {id(parameter) for parameter in model.parameters()}
+    if _is_prepared(optimizer):
+        raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
+    mine = {id(parameter) for one in _each("model", model) for parameter in one.parameters()}
     if isinstance(criterion, torch.nn.Module):
         mine |= {id(parameter) for parameter in criterion.parameters()}
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -176,6 +297,8 @@ def _check_step(argument: str, step: Any) -> None:
     if not callable(step):
         raise ConfigError(argument, f"{show(step)} cannot be called", wanted)
     check_returns(argument, step)
+    _check_order(argument, step)
+    _check_returned(argument, step)
     try:
         inspect.signature(step).bind(*expected)
     except TypeError:
@@ -185,6 +308,70 @@ def _check_step(argument: str, step: Any) -> None:
         pass  # Some functions written in C have no signature.
 
 
+def _check_order(argument: str, step: Any) -> None:
+    """Refuse a step that takes as many arguments as it is given, but others or in another order, by their names."""
+    expected = STEP_ARGUMENTS[argument]
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    roles = [next((role for role, words in _ROLES.items() if name.lower() in words), None) for name in names]
+    wrong = [name for name, role, place in zip(names, roles, expected, strict=False) if role not in (None, place)]
+    if not wrong or (len(names) < len(expected) and not set(roles) <= set(expected)):
+        return
+    passed = ", ".join(role if role in expected else name for name, role in zip(names, roles, strict=True))
+    call = ", ".join(expected)
+    raise ConfigError(
+        argument,
+        f"{describe(step)} has other arguments than ({call}), with which it is called, or another order",
+        f"Write it as def {argument}({call}), or wrap it: def {argument}({call}): return {title(step)}({passed})",
+    )
+
+
+def _check_returned(argument: str, step: Any) -> None:
+    """Refuse a step whose source shows that it returns text or a list: found after a whole epoch otherwise."""
+    inner = inspect.unwrap(getattr(step, "func", step))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return
+    own = list(_own_nodes(function))
+    made: dict[str, list[ast.expr]] = {}
+    for node in own:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name):
+                        made.setdefault(name.id, []).append(node.value if name is target else ast.Constant(0))
+    for node in own:
+        if isinstance(node, ast.Return) and node.value is not None:
+            values = made.get(node.value.id, [node.value]) if isinstance(node.value, ast.Name) else [node.value]
+            kinds = {_KINDS.get(type(value)) or _kind_of_constant(value) for value in values}
+            if len(kinds) == 1 and (kind := kinds.pop()):
+                shown = ast.unparse(node.value)
+                raise ConfigError(
+                    argument,
+                    f"{title(step)} returns {kind} (`return {shown[:40]}`, line {node.lineno} of it), not numbers",
+                    "Return a number, or a dict of numbers such as {'loss': 0.5}: of a list, its mean",
+                )
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's body without those of functions inside it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            yield from _own_nodes(node)
+
+
+def _kind_of_constant(value: ast.expr) -> str | None:
+    return "text" if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
     if scheduler is None:
         return
@@ -192,5 +379,5 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         remedy = "Pass such as torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         raise ConfigError("scheduler", f"{show(scheduler)} is not a learning-rate scheduler", remedy)
     theirs = getattr(scheduler, "optimizer", optimizer)
-    if theirs is not optimizer:
+    if theirs is not None and not any(theirs is one for one in _each("optimizer", optimizer)):
         raise ConfigError("scheduler", "it schedules another optimizer", "Make it from the optimizer you pass")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class Targets:
     """Name of a parameter or buffer to its device, its address and its count of in-place changes."""
     loaded_before: str
     """Reference of the job that had been loaded into the model by then; empty if none."""
+    state: tuple[Any, ...] = ()
+    """Other objects that come back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +77,34 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
         problem = _load_state(targets.scheduler, trained.scheduler_state)
         if problem:
             warnings.append(f"The scheduler state of {ref} was not loaded into the notebook's scheduler: {problem}")
+    for value, state in zip(targets.state, trained.state, strict=False):
+        problem = _load_state(value, state)
+        if problem:
+            warnings.append(
+                f"The state of {type(value).__name__} of {ref} was not loaded into the notebook's: {problem}"
+            )
     return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(warnings))
 
 
-def remember(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Targets:
-    """Note how a model looks now, so that `changes` can tell later whether it was touched. Reads no values."""
+def remember(model: Any, optimizer: Any, scheduler: Any = None, state: Sequence[Any] = ()) -> Targets:
+    """Note how a model looks now, so that `changes` can tell later whether it was touched. Reads no values.
+
+    Args:
+        model: A module, or a dict of modules by name.
+        optimizer: Its optimizer, or a dict of them.
+        scheduler: A learning-rate scheduler, or None.
+        state: Other objects that come back.
+    """
+    from kale_dist.training.result import one_model, one_optimizer
+
+    model = one_model(model)
     return Targets(
-        model=model, optimizer=optimizer, scheduler=scheduler, marks=_marks(model), loaded_before=_last_job(model)
+        model=model,
+        optimizer=one_optimizer(optimizer),
+        scheduler=scheduler,
+        marks=_marks(model),
+        loaded_before=_last_job(model),
+        state=tuple(state),
     )
 
 
@@ -145,8 +168,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 def _load_state(target: Any, state: Mapping[str, Any]) -> str:
     """Why `load_state_dict`, which may be the user's own, has failed, as a clause; empty if it has not."""
+    from kale_dist.training.result import load_state
+
     try:
-        target.load_state_dict(dict(state))
+        load_state(target, state)
     except Exception as error:  # noqa: BLE001 - the model has its weights by now: that must not be undone or repeated
         return f"load_state_dict raised {type(error).__name__}: {error}"
     return ""

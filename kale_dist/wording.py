@@ -1,8 +1,11 @@
-"""How values appear in messages. Pure."""
+"""How values are written: in messages, and by users. Pure."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,3 +27,11 @@ def closest(word: Any, words: Iterable[str]) -> str:
     """`Did you mean ...? ` for a word that is nearly one of `words`, else nothing."""
     near = difflib.get_close_matches(str(word).lower(), tuple(words), n=1)
     return f"Did you mean {near[0]!r}? " if near else ""
+
+
+def parse(text: str) -> Any:
+    """A value of the command line: JSON or a Python literal (`3`, `0.1`, `true`, `None`, `[1, 2]`), else the text itself."""
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return read(text)
+    return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)

@@ -245,6 +245,14 @@ class Notebook:
                 .map((one) => one.finished))"""
         )
 
+    def fits(self, view):
+        """Whether a view is no wider than its place, once the page has its new width."""
+        for _ in range(25):
+            if view.evaluate("view => view.scrollWidth <= view.clientWidth + 1"):
+                return True
+            self.page.wait_for_timeout(200)
+        return False
+
     def accessibility_problems(self, selector):
         """What axe-core finds within these elements; empty if nothing."""
         from axe_playwright_python.sync_playwright import Axe

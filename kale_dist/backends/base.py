@@ -175,12 +175,13 @@ class Prepares(Protocol):
 class Adopts(Protocol):
     """A backend whose jobs can be found from machines that have no record of them."""
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
         """Make a record on this machine of a job that was submitted from another one.
 
         Args:
             ref: The job; a namespace that is left out is the configured one.
-            trust: Whether results may be loaded although another user submitted the job.
+            trust: Whether results may be loaded although another user submitted the job. None only looks: the job's key
+                is not taken, so the job does not become one of this user's.
 
         Returns:
             The full reference.
@@ -208,6 +209,19 @@ class Selects(Protocol):
 
     def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
         """Jobs of this library, oldest first, whoever submitted them.
+
+        Args:
+            namespace: None for the configured one, `*` for all.
+            labels: Those that have all of these; None for all.
+        """
+
+
+@runtime_checkable
+class Surveys(Protocol):
+    """A backend that tells in one request how all of its jobs are, and follows none of them."""
+
+    def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
+        """Jobs of this library, oldest first, whoever submitted them: how they are as far as the place itself knows.
 
         Args:
             namespace: None for the configured one, `*` for all.
@@ -433,12 +447,15 @@ class Place(Protocol):
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
         """All jobs there are, oldest first; see `Selects`."""
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How all jobs are, oldest first, in one request; see `Surveys`."""
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find a job that was submitted from another machine.
 
         Args:
             ref: The job.
-            trust: Whether its results may be loaded although another user submitted it.
+            trust: Whether its results may be loaded although another user submitted it; None: its key is not read.
 
         Returns:
             Its newest run with the full reference, and the job's key; None for a user who may not read it.

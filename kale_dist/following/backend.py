@@ -163,14 +163,24 @@ class FollowedBackend:
             return self.list()
         return self.place.list(namespace, labels or {})
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> JobRef:
-        """Make a record of a job that was submitted from another machine, or by another user."""
+    def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
+        """How all jobs of the place are, oldest first, as far as the place itself knows: none of them is followed."""
+        return self.place.survey(namespace, labels or {})
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
+        """Make a record of a job that was submitted from another machine, or by another user.
+
+        Args:
+            ref: The job.
+            trust: Whether its results may be loaded although another user submitted it. None only looks: the job's key
+                is not taken, so that the job does not become one of this user's.
+        """
         self._check(ref)
-        if records.exists(ref.record_name) and not (trust and records.read_key(ref.record_name) is None):
+        if records.exists(ref.record_name) and (trust is None or records.read_key(ref.record_name) is not None):
             return ref
         handle, key = self.place.adopt(ref, trust=trust)
         name = handle.ref.record_name
-        if records.exists(name) and (not trust or records.read_key(name) is not None):
+        if records.exists(name) and (key is None or records.read_key(name) is not None):
             return handle.ref
         if records.exists(name):
             self._forget(handle.ref)

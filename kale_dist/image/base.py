@@ -49,7 +49,7 @@ _NO_PYTHON = re.compile(r"executable file not found|no such file or directory|no
 _OTHER_PROCESSOR = re.compile(r"exec format error", re.IGNORECASE)
 
 PROGRAM = r"""
-import json, os, platform, re, site, sys, sysconfig
+import json, os, platform, re, site, sys
 found, links = {}, {}
 try:
     import importlib.metadata, importlib.util
@@ -82,7 +82,7 @@ own = "/opt/kale-dist"
 folders = sorted(n for n in os.listdir(own) if n.startswith("site-packages")) if os.path.isdir(own) else []
 print("\n" + "KALE-DIST-BASE " + json.dumps({
     "python": platform.python_version(), "executable": sys.executable, "machine": platform.machine(), "libc": libc,
-    "site": os.path.realpath(site.getsitepackages()[0]), "soabi": sysconfig.get_config_var("SOABI") or "",
+    "site": os.path.realpath(site.getsitepackages()[0]),
     "folders": folders, "links": sorted(links.items()), "distributions": [found[key] for key in sorted(found)],
 }))
 """
@@ -126,7 +126,6 @@ class Facts:
     """`x86_64`."""
     libc: str
     """`glibc 2.36`, `musl 1.2`."""
-    soabi: str = ""
     folders: tuple[str, ...] = ()
     """Names of the folders of packages that were put into `FOLDER` before, oldest first."""
     links: tuple[tuple[str, str], ...] = ()
@@ -235,12 +234,12 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
             if known:
                 return pinned(min(known))
             return Base(reference=reachable, digest=str(there["Id"]), named=str(reachable))
-    found = registry.head(reachable.repository, reachable.target)
-    if found is None:
+    digest = registry.head(reachable.repository, reachable.target)
+    if not digest:
         raise ImageError(
             f"The base image {named} is not in the registry {reachable.registry}. Correct its name, or push it there."
         )
-    return pinned(found.digest)
+    return pinned(digest)
 
 
 def facts_of(
@@ -276,11 +275,10 @@ def facts_of(
     if facts is None:
         if said is None:
             say(f"Asking the base image {base.reference} what it has: once on this machine.")
-            said = (
-                ask(base.named)
-                if ask is not None
-                else ask_engine(str(base.reference), platform=recipe.platform, say=say)
-            )
+            try:
+                said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
+            except ImageError as error:
+                raise ImageError(f"{str(error).rstrip('.')}. Or {_ANSWER_ELSEWHERE}", error.retryable) from error
         facts = read(said, base.named)
         cache.write(kept, json.dumps(facts.to_json()).encode())
     _check(facts, base, recipe, python)
@@ -372,11 +370,18 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
             f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, which is Docker's: "
             f"{str(error).rstrip('.')}. Or name a base image that has them, and leave out `apt`."
         ) from error
+    answers: list[Any] = []
     with contextlib.closing(made):
-        yield made
+        made.api.hooks["response"].append(lambda answer, **_: answers.append(answer))
+        try:
+            yield made
+        finally:
+            # A stream that was left in its middle stays open otherwise.
+            for answer in answers:
+                answer.close()
 
 
-def ask_engine(image: str, *, platform: str = "", say: Callable[[str], None]) -> bytes:
+def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
     """Ask an image by a container of this machine's Docker engine, which pulls the image if it lacks it.
 
     Raises:
@@ -407,8 +412,7 @@ def ask_engine(image: str, *, platform: str = "", say: Callable[[str], None]) ->
                     engine.api.remove_container(container, force=True, v=True)
     except BackendError as error:
         raise ImageError(
-            f"The base image {image} has to be asked what it has, and no container of it could be run: "
-            f"{str(error).rstrip('.')}. Or {_ANSWER_ELSEWHERE}",
+            f"The base image {image} has to be asked what it has, and no container of it could be run: {error}",
             error.retryable,
         ) from error
 

@@ -8,19 +8,18 @@ files, which change more often, are another one where there are both.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import posixpath
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kale_dist.blobs import FolderStore
-from kale_dist.errors import ConfigError, ImageError
+from kale_dist.errors import ImageError
 from kale_dist.image import base as bases
-from kale_dist.image import cache, manifest
+from kale_dist.image import cache, manifest, packages
 from kale_dist.image.base import Base, Facts
 from kale_dist.image.layer import Entry, Layer, make_layer
 from kale_dist.image.reference import Reference
@@ -29,7 +28,6 @@ from kale_dist.recipe import Recipe
 
 if TYPE_CHECKING:
     from kale_dist.engine import Engine
-    from kale_dist.image.packages import Packages
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -45,18 +43,6 @@ _SMALL_BYTES = 1 << 20
 _MIB = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """An image that was made and pushed."""
-
-    digest: str
-    """`sha256:...` of its manifest."""
-    size: int
-    """Bytes of what is new on top of the base, compressed."""
-    sent: int
-    """Bytes that the registry lacked."""
-
-
 def build(
     recipe: Recipe,
     *,
@@ -69,8 +55,8 @@ def build(
     blobs_dir: pathlib.Path,
     say: Say,
     progress: Progress = lambda _done, _total: None,
-) -> Built:
-    """Make the recipe's image and push it. The same recipe on the same base gives the same digest.
+) -> str:
+    """Make the recipe's image and push it; gives the digest of its manifest, the same for the same recipe and base.
 
     Args:
         recipe: What goes on top of the base.
@@ -85,11 +71,11 @@ def build(
         progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
 
     Raises:
-        ConfigError: There are packages, and what makes a layer of them is not installed here.
+        ConfigError: There are packages, and uv is not installed.
         ImageError: The packages cannot be had, or a registry refuses.
     """
     repository = target.repository
-    with cache.working_folder() as folder, _threads() as threads:
+    with cache.working_folder() as folder, ThreadPoolExecutor(_AT_ONCE, "kale-dist-push") as threads:
         below = {str(layer["digest"]): int(layer["size"]) for layer in image.manifest["layers"]}
 
         def bring(digest: str) -> bool:
@@ -111,14 +97,12 @@ def build(
         )  # fmt: skip
         config_digest = manifest.digest_of(config_bytes)
         configured = threads.submit(registry.upload, repository, config_bytes, config_digest, look=False)
-        sent = 0
         for layer in layers:
             if not registry.has_blob(repository, layer.digest):
                 if layer.size > _SMALL_BYTES:
                     say(f"Pushing a layer of {layer.size / _MIB:.1f} MiB to {registry.host}/{repository}.")
                 with layer.path.open("rb") as packed:
                     registry.upload(repository, packed, layer.digest, progress=progress, look=False)
-                sent += layer.size
         for digest in (digest for digest, is_there in brought.items() if not is_there.result()):
             say(
                 f"Copying a layer of the base ({below[digest] / _MIB:.1f} MiB) from {base_registry.host} to {registry.host}."
@@ -127,11 +111,9 @@ def build(
                 for block in base_registry.blob(base.reference.repository, digest):
                     file.write(block)
                 registry.upload(repository, file, digest, progress=progress, look=False)
-            sent += below[digest]
         configured.result()
         kind = manifest.media_type(json.loads(manifest_bytes))
-        made = registry.put_manifest(repository, target.tag, manifest_bytes, kind)
-    return Built(digest=made, size=sum(layer.size for layer in layers), sent=sent)
+        return registry.put_manifest(repository, target.tag, manifest_bytes, kind)
 
 
 def build_in_engine(
@@ -140,7 +122,7 @@ def build_in_engine(
     """Make the recipe's image in an engine that has the base; gives what the engine calls it.
 
     Raises:
-        ConfigError: There are packages, and what makes a layer of them is not installed here.
+        ConfigError: There are packages, and uv is not installed.
         ImageError: The packages cannot be had.
         BackendError: The engine refuses.
     """
@@ -150,10 +132,9 @@ def build_in_engine(
         layers, facts = _layers(recipe, facts, folder, blobs_dir, lambda _digest: False, say)
         found = bases.have(engine, str(base.reference), platform=recipe.platform, say=say)
         settings = found.get("Config") or {}
-        diff_ids = (found.get("RootFS") or {}).get("Layers") or ()
         there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
         made = {
-            "Image": found["Id"], "Labels": base.labels(recipe, facts, (*diff_ids, *(layer.diff_id for layer in layers))),
+            "Image": found["Id"], "Labels": base.labels(recipe),
             "Env": [f"{name}={value}" for name, value in _environment(recipe, facts, there).items()],
         }  # fmt: skip
         if not (settings.get("Cmd") or settings.get("Entrypoint")):
@@ -170,15 +151,6 @@ def build_in_engine(
             engine.api.remove_container(container, force=True, v=True)
 
 
-@contextlib.contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale-dist-push")
-    try:
-        yield threads
-    finally:
-        threads.shutdown(cancel_futures=True)
-
-
 def _layers(
     recipe: Recipe,
     facts: Facts,
@@ -190,7 +162,10 @@ def _layers(
     """The new layers, the packages' first, and what the image has with them."""
     layers = []
     if recipe.packages:
-        installed = _packages(recipe, facts, folder, say)
+        try:
+            installed = packages.install(recipe, facts, folder, say=say)
+        except OSError as error:
+            raise cache.no_room(folder, error) from error
         if installed is not None:
             layers.append(_packed(installed, folder, is_there))
             facts = installed.facts
@@ -201,19 +176,7 @@ def _layers(
     return layers, facts
 
 
-def _packages(recipe: Recipe, facts: Facts, folder: pathlib.Path, say: Say) -> Packages | None:
-    try:
-        from kale_dist.image import packages
-    except ModuleNotFoundError as error:
-        problem = f"packages of an image are put in with the package {error.name}, which is not installed"
-        raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from error
-    try:
-        return packages.install(recipe, facts, folder, say=say)
-    except OSError as error:
-        raise cache.no_room(folder, error) from error
-
-
-def _packed(installed: Packages, folder: pathlib.Path, is_there: Callable[[str], bool]) -> Layer:
+def _packed(installed: packages.Packages, folder: pathlib.Path, is_there: Callable[[str], bool]) -> Layer:
     """The layer of packages; where the registry has it from before, its name is enough."""
     place = cache.folder() / "packed" / f"{installed.key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
@@ -243,7 +206,6 @@ def _environment(recipe: Recipe, facts: Facts, there: Mapping[str, str]) -> dict
     """The variables that the recipe changes, and the PATH to the packages' scripts, behind the base's own."""
     changed = dict(recipe.environment)
     path = changed.get("PATH", there.get("PATH", _PATH))
-    scripts = f"{bases.FOLDER}/bin"
-    if facts.folders and scripts not in path.split(":"):
-        changed["PATH"] = f"{path}:{scripts}"
+    if facts.folders and packages.SCRIPTS not in path.split(":"):
+        changed["PATH"] = f"{path}:{packages.SCRIPTS}"
     return changed

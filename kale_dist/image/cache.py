@@ -2,7 +2,6 @@
 
 bases/ manifests/ packed/   what bases answered, manifests by digest, names of layers; all of it can be made again
 locks/<tag>                 held while an image is made
-used/<registry and path>/<tag>   empty; its time is that of the last use
 """
 
 from __future__ import annotations

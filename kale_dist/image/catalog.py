@@ -12,7 +12,7 @@ from typing import Any, Self
 from kale_dist.errors import ImageError
 from kale_dist.image.base import BASE_DIGEST_LABEL, BASE_LABEL, RECIPE_LABEL
 from kale_dist.image.connection import RefusedError
-from kale_dist.image.manifest import INDEXES
+from kale_dist.image.manifest import INDEXES, media_type
 from kale_dist.image.registry import Registry
 from kale_dist.recipe import TAG_PREFIX, Recipe
 
@@ -100,14 +100,14 @@ def image(registry: Registry, repository: str, tag: str) -> Made:
 def _look_up(registry: Registry, repository: str, tag: str) -> Made | None:
     """An image; None if it is gone."""
     try:
-        manifest, descriptor = registry.manifest(repository, tag)
-        if descriptor.media_type in INDEXES:
+        manifest, digest = registry.manifest(repository, tag)
+        if media_type(manifest) in INDEXES:
             inner = next((entry for entry in manifest.get("manifests") or () if _runs(entry)), None)
             if inner is None:
                 return None
             manifest, _ = registry.manifest(repository, str(inner["digest"]))
         config = json.loads(b"".join(registry.blob(repository, str(manifest["config"]["digest"]))))
-        return Made.of(tag, descriptor.digest, manifest, config)
+        return Made.of(tag, digest, manifest, config)
     except RefusedError as error:
         # Somebody may delete it between the list and the look.
         if error.status == _ABSENT:

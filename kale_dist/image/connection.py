@@ -50,6 +50,7 @@ _CONNECT_S, _READ_S = 10.0, 300.0
 
 _PATIENCE_S = 60.0
 _BUSY = (429, 502, 503, 504)
+_REDIRECTS, _MOST_MOVES = (301, 302, 303, 307, 308), 5
 _KEPT = 8
 """Connections to one host that stay open, for as many threads."""
 
@@ -96,12 +97,12 @@ class _Patience(urllib3.Retry):
 
 
 _REPEATED = _Patience(
-    total=6, connect=3, read=4, redirect=5, status=5, backoff_factor=0.2, backoff_max=8.0, status_forcelist=_BUSY,
-    allowed_methods=None, raise_on_status=False, raise_on_redirect=False,
+    total=6, connect=1, read=4, other=0, status=5, backoff_factor=0.2, backoff_max=8.0, status_forcelist=_BUSY,
+    allowed_methods=None, raise_on_status=False,
 )  # fmt: skip
-"""For what may be sent twice. Credentials are not passed on to other hosts."""
+"""For what may be sent twice."""
 
-_ONCE = _Patience(total=0, redirect=0, status=0, allowed_methods=None, raise_on_status=False, raise_on_redirect=False)
+_ONCE = _Patience(total=0, status=0, allowed_methods=None, raise_on_status=False)
 
 
 class Connection:
@@ -110,8 +111,8 @@ class Connection:
     Args:
         host: As in a reference; `docker.io` is reached where Docker Hub's registry is.
         credentials: None for anonymous use.
-        insecure: Whether without TLS; None: only on this very machine, and not where `ca_file` is given.
-        ca_file: A certificate that is trusted besides the system's; those in docker's `certs.d` are found without it.
+        insecure: Whether without TLS; None: only on this very machine. Trusted are the system's authorities (`SSL_CERT_FILE`
+            counts) and those in docker's `certs.d`.
 
     Raises:
         ImageError: A certificate cannot be read.
@@ -123,12 +124,11 @@ class Connection:
         credentials: Credentials | None = None,
         *,
         insecure: bool | None = None,
-        ca_file: str | None = None,
     ) -> None:
         self.host = host
-        plain = insecure if insecure is not None else _is_here(host) and ca_file is None
+        plain = insecure if insecure is not None else _is_here(host)
         self.origin = f"{'http' if plain else 'https'}://{_HUB_HOST if host == DOCKER_HUB else host}"
-        self._trusted = None if plain else _trust(host, ca_file)
+        self._trusted = None if plain else _trust(host)
         self._pools: dict[str, urllib3.PoolManager] = {}
         self._credentials = credentials
         self._logging_in = threading.Lock()
@@ -175,23 +175,25 @@ class Connection:
             RefusedError: Another answer.
             ImageError: The registry cannot be reached, or is busy for longer than one should wait.
         """
-        url = self.absolute(url)
-        ours = urlsplit(url)[:2] == urlsplit(self.origin)[:2]
-        shown = self._authorization(access) if ours else ""
+        url, moves, asked = self.absolute(url), 0, False
         start = body.tell() if body is not None and not isinstance(body, bytes) else 0
-        for last in (False, True):
+        while True:
+            ours = urlsplit(url)[:2] == urlsplit(self.origin)[:2]
+            shown = self._authorization(access) if ours else ""
             sent = {"Accept-Encoding": "identity", **(headers or {})} | ({"Authorization": shown} if shown else {})
             answer = self._request(method, url, doing, headers=sent, body=body, retries=_REPEATED if repeat else _ONCE)
             if answer.status in expect:
                 return answer
-            challenge = ", ".join(answer.headers.getlist("WWW-Authenticate"))
+            location, challenge = answer.headers.get("Location"), ", ".join(answer.headers.getlist("WWW-Authenticate"))
             refused = self._refusal(answer, doing)
-            if answer.status != 401 or last or not ours or not self._log_in(challenge, access, shown):  # noqa: PLR2004 - HTTP's own number
+            if answer.status in _REDIRECTS and location is not None and moves < _MOST_MOVES:
+                url, moves = self.absolute(location, url), moves + 1
+            elif answer.status == 401 and ours and not asked and self._log_in(challenge, access, shown):  # noqa: PLR2004 - HTTP's own number
+                asked = True
+            else:
                 raise refused
-            shown = self._authorization(access)
             if body is not None and not isinstance(body, bytes):
                 body.seek(start)
-        raise AssertionError
 
     def read(self, answer: urllib3.BaseHTTPResponse, doing: str) -> bytes:
         """The whole body of an answer.
@@ -245,7 +247,7 @@ class Connection:
         timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
         try:
             return self._pool(url).request(
-                method, url, headers=headers, timeout=timeout, preload_content=False, **options
+                method, url, headers=headers, timeout=timeout, redirect=False, preload_content=False, **options
             )
         except HTTPError as error:
             raise self._explain(error, doing, url) from error
@@ -299,8 +301,19 @@ class Connection:
             return False
 
     def _new_token(self, offered: Mapping[str, str], access: Access) -> tuple[str, float]:
-        realm, asked, known = self.absolute(offered["realm"]), time.monotonic(), self._credentials
-        server = urlsplit(realm).netloc
+        realm, asked, known = offered["realm"], time.monotonic(), self._credentials
+        try:
+            parts = urlsplit(realm)
+            server = parts.netloc if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else ""
+        except ValueError:
+            server = ""
+        if not server:
+            raise ImageError(f"The registry {self.host} names no usable server for its tokens: {realm[:200]!r}.")
+        if known is not None and self.origin.startswith("https:") and parts.scheme == "http":
+            raise ImageError(
+                f"The registry {self.host} asks for the credentials to be sent to {server} without encryption. They were "
+                "not sent. Tell those who run the registry."
+            )
         service = [("service", offered["service"])] if "service" in offered else []
         scopes = _joined(access, offered.get("scope", ""))
         headers: dict[str, str] = {}
@@ -393,17 +406,14 @@ def _is_here(host: str) -> bool:
     return name == "localhost" or name.endswith(".localhost")
 
 
-def _trust(host: str, ca_file: str | None = None) -> ssl.SSLContext:
+def _trust(host: str) -> ssl.SSLContext:
     """The system's authorities, those of docker's `certs.d`, and the certificate that is shown to a registry."""
     context = ssl.create_default_context()
     own = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or pathlib.Path.home() / ".config") / "docker" / "certs.d"
     folders = [path for path in (pathlib.Path(folder) / host for folder in (*_CERTIFICATES, own)) if path.is_dir()]
     path = pathlib.Path()
     try:
-        for path in (
-            *(one for folder in folders for one in sorted(folder.glob("*.crt"))),
-            *([ca_file] if ca_file else ()),
-        ):
+        for path in (one for folder in folders for one in sorted(folder.glob("*.crt"))):
             context.load_verify_locations(path)
         for path in (one for folder in folders for one in sorted(folder.glob("*.cert"))):
             context.load_cert_chain(path, path.with_suffix(".key"))

@@ -109,9 +109,9 @@ class Progress:
 
     def __call__(self, done: int, total: int) -> None:
         """Take what is done and what there is: bytes, or a few steps."""
-        if time.monotonic() - self._said > _SAY_EACH_S:
+        steps = total < _MOST_STEPS
+        if (steps or total > _MIB) and time.monotonic() - self._said > _SAY_EACH_S:
             self._said = time.monotonic()
-            steps = total < _MOST_STEPS
             full = min(_BAR_LENGTH, _BAR_LENGTH * done // max(total, 1))
             amount = f"step {done} of {total}" if steps else f"{done / _MIB:,.1f} of {total / _MIB:,.1f} MiB"
             say(f"  [{'#' * full}{'.' * (_BAR_LENGTH - full)}] {amount}")

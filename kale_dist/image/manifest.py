@@ -30,12 +30,6 @@ CONFIGS = (OCI_CONFIG, DOCKER_CONFIG)
 ACCEPTED = (*MANIFESTS, *INDEXES)
 """What a registry is told that is understood here."""
 
-_OCI_NAMES = {
-    DOCKER_LAYER: OCI_LAYER,
-    "application/vnd.docker.image.rootfs.diff.tar": "application/vnd.oci.image.layer.v1.tar",
-}
-"""The same bytes, as OCI calls them."""
-
 _VARIANTS = {"arm64": "v8"}
 """Variants that go without saying."""
 
@@ -128,11 +122,11 @@ def put_on_top(
     whole["mediaType"] = DOCKER_MANIFEST if docker else OCI_MANIFEST
     kind = DOCKER_CONFIG if docker else OCI_CONFIG
     whole["config"] = {"mediaType": kind, "size": len(config_bytes), "digest": digest_of(config_bytes)}
-    below = list(whole.get("layers") or ())
-    if not docker:
-        below = [one | {"mediaType": _OCI_NAMES.get(one["mediaType"], one["mediaType"])} for one in below]
     kind = DOCKER_LAYER if docker else OCI_LAYER
-    whole["layers"] = [*below, *({"mediaType": kind, "size": one.size, "digest": one.digest} for one in layers)]
+    whole["layers"] = [
+        *(whole.get("layers") or ()),
+        *({"mediaType": kind, "size": one.size, "digest": one.digest} for one in layers),
+    ]
     return _encode(whole), config_bytes
 
 

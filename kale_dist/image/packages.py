@@ -45,11 +45,10 @@ _OWN_SCRIPTS = re.compile(r"python[\d.]*|pip[\d.]*|torchrun")
 _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """Minor versions that uv knows."""
 
-_STUB = "kale-dist-stub"
-_MIB = 1 << 20
 _SHOWN_CHARACTERS = 2000
 _SECRET = re.compile(r"(?<=://)[^/@\s]+@")
 _TOLD = re.compile(r"\s*(?:Downloading|Building) ")
+_PROGRESS = re.compile(r"\s*(?:Using CPython|Resolved|Prepared|Downloading|Downloaded|Building|Built) ")
 _UV_SETTINGS = re.compile(
     r"UV_(?:CACHE_DIR|DEFAULT_INDEX|INDEX(?:_.*)?|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS|HTTP_.*|"
     r"KEYRING_PROVIDER|OFFLINE|CONCURRENT_.*|LINK_MODE)"
@@ -102,12 +101,10 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
     constraints = folder / "constraints.txt"
     lines = (f"{one.name}=={one.version}\n" for one in kept if _KEPT.fullmatch(one.name))
     constraints.write_text("".join(lines), encoding="utf-8")
-    _run_uv(recipe, facts, constraints, target, say)
-    for name, place in stubs.items():
-        if (place / _STUB).exists():
-            shutil.rmtree(place)
-            stubs[name] = pathlib.Path()
-    replaced = {name for name, place in stubs.items() if place != pathlib.Path()}
+    _run_uv(recipe, facts, constraints, target, say, fresh=recipe.rebuild)
+    replaced = {name for name, place in stubs.items() if not place.exists()}
+    for name in stubs.keys() - replaced:
+        shutil.rmtree(stubs[name])
     found = sorted(_added(target, facts), key=lambda one: one.name)
     if not found:
         say("The base image has all packages that were asked for.")
@@ -157,28 +154,35 @@ def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
         info = f"{one.name.replace('-', '_')}-{one.version}.dist-info"
         lines = ["Metadata-Version: 2.1", f"Name: {one.name}", f"Version: {one.version}"]
         for requirement in _requirements(one):
-            # A base's torch works as it is, whatever its metadata asks for beyond that.
-            if _KEPT.fullmatch(one.name) and not _is_met(requirement, facts):
-                continue
             extras = re.findall(r"extra\s*==\s*['\"]([\w.-]+)['\"]", str(requirement.marker or ""))
+            # A base's torch works as it is, whatever its metadata asks for beyond that.
+            if _KEPT.fullmatch(one.name) and not extras and not _is_met(requirement, facts):
+                continue
             lines += [*(f"Provides-Extra: {extra}" for extra in extras), f"Requires-Dist: {requirement}"]
         stubs[one.name] = place = target / info
         place.mkdir()
         (place / "METADATA").write_text("\n".join(dict.fromkeys(lines)) + "\n", encoding="utf-8")
-        (place / _STUB).touch()
-        (place / "RECORD").write_text("".join(f"{info}/{name},,\n" for name in ("METADATA", "RECORD", _STUB)))
+        (place / "RECORD").write_text("".join(f"{info}/{name},,\n" for name in ("METADATA", "RECORD")))
     return stubs
 
 
 def _run_uv(
-    recipe: Recipe, facts: Facts, constraints: pathlib.Path, target: pathlib.Path, say: Callable[[str], None]
+    recipe: Recipe,
+    facts: Facts,
+    constraints: pathlib.Path,
+    target: pathlib.Path,
+    say: Callable[[str], None],
+    *,
+    fresh: bool = False,
 ) -> None:
+    """Have uv install into a folder. What it remembers of indexes may be minutes old: it does not refuse because of that."""
     configured = pip_settings()
     command = [
         _uv(), "pip", "install", "--target", str(target), "--python", sys.executable, "--python-version", facts.python,
         "--python-platform", _platform(facts), "--constraint", str(constraints), "--index-strategy", "unsafe-best-match",
         "--no-config", "--no-progress", "--color", "never",
         *([] if _is_like_this(facts) else ["--only-binary", ":all:"]),
+        *(["--refresh"] if fresh else []),
         *(["--keyring-provider", "subprocess"] if shutil.which("keyring") else []),
         *_index_options(recipe, configured), "--", *recipe.packages,
     ]  # fmt: skip
@@ -196,7 +200,9 @@ def _run_uv(
         except BaseException:
             process.kill()
             raise
-    if process.returncode:
+    if process.returncode and not fresh and any("No solution found" in line for line in lines):
+        _run_uv(recipe, facts, constraints, target, say, fresh=True)
+    elif process.returncode:
         raise _explain("\n".join(lines), facts, recipe)
 
 
@@ -407,9 +413,11 @@ _COMPILED = 'Use `builder="docker"`, with the compiler and libraries it needs in
 
 def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
     """What uv's refusal means, in its own words, with a remedy."""
-    words = output[output.find("error: ") :].removeprefix("error: ") if "error: " in output else output
-    words = " ".join(words.split())[:_SHOWN_CHARACTERS].rstrip(".")
-    text = f"The packages for the image cannot be had: {words}."
+    told = "\n".join(line for line in output.splitlines() if not _PROGRESS.match(line))
+    # Older versions draw and wrap what they say.
+    output = " ".join(re.sub(r"^error: |[\u2500-\u257f\u25b6\u00d7]+", " ", told, flags=re.MULTILINE).split())
+    output = re.sub(r"No solution found when resolving dependencies:? (?:cause: )?", "", output)
+    text = f"The packages for the image cannot be had: {output[:_SHOWN_CHARACTERS].rstrip('.')}."
     torch = facts.find("torch")
     if "No space left on device" in output:
         return ImageError(

@@ -31,28 +31,17 @@ _OK, _ACCEPTED, _ABSENT = 200, 202, 404
 _PAGE, _MAX_PAGES = 500, 1000
 _NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
 _TRIES = 4
-_BETWEEN_S = 0.3
+_BETWEEN_S = 0.1
 _SINGLE_BYTES = 1 << 20
 """Up to here a blob goes with the request that names it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Descriptor:
-    """What names content in a registry."""
-
-    digest: str
-    """`sha256:...`"""
-    size: int
-    """Bytes."""
-    media_type: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImageManifest:
     """One image for one platform."""
 
-    descriptor: Descriptor
-    """Of the manifest: its digest is what a job pins."""
+    digest: str
+    """Of the manifest: what a job pins."""
     manifest: dict[str, Any]
     """As in the registry: `config` and `layers`, the base's first."""
     config: dict[str, Any]
@@ -67,9 +56,7 @@ class Registry:
     Args:
         host: As in a reference: `docker.io`, `localhost:5000`.
         credentials: What `auth.find` gives; None for anonymous use.
-        insecure: Whether without TLS; None: only on this very machine, and not where `ca_file` is given.
-        ca_file: A PEM file that is trusted besides the system's authorities (`SSL_CERT_FILE` counts) and docker's
-            `certs.d`.
+        insecure: Whether without TLS; None: only on this very machine.
 
     Raises:
         ConfigError: `host` is none.
@@ -81,12 +68,11 @@ class Registry:
         *,
         credentials: Credentials | None = None,
         insecure: bool | None = None,
-        ca_file: str | None = None,
     ) -> None:
         if not is_registry(host):
             raise ConfigError("registry", f"{host[:80]!r} is not the host of a registry", "Give a host: localhost:5000")
         self.host = host
-        self._connection = Connection(host, credentials, insecure=insecure, ca_file=ca_file)
+        self._connection = Connection(host, credentials, insecure=insecure)
 
     def close(self) -> None:
         """Close its connections. Calling it again does nothing."""
@@ -100,8 +86,8 @@ class Registry:
 
     # -- manifests ---------------------------------------------------------------------------------------------------
 
-    def head(self, repository: str, reference: str) -> Descriptor | None:
-        """What a tag or digest names, without reading it; None where there is nothing."""
+    def head(self, repository: str, reference: str) -> str:
+        """The digest that a tag or digest names, without reading it; empty where there is nothing."""
         path = _manifest_path(repository, reference)
         accept = {"Accept": ", ".join(manifest.ACCEPTED)}
         answer = self._connection.send(
@@ -110,14 +96,12 @@ class Registry:
         )  # fmt: skip
         self._connection.done(answer)
         if answer.status == _ABSENT:
-            return None
-        digest, size = answer.headers.get("Docker-Content-Digest", ""), answer.headers.get("Content-Length", "")
-        if not is_digest(digest) or not size.isdecimal():
-            return self.manifest(repository, reference)[1]
-        return Descriptor(digest=digest, size=int(size), media_type=_kind(answer.headers.get("Content-Type")))
+            return ""
+        digest = answer.headers.get("Docker-Content-Digest", "")
+        return digest if is_digest(digest) else self.manifest(repository, reference)[1]
 
-    def manifest(self, repository: str, reference: str) -> tuple[dict[str, Any], Descriptor]:
-        """A manifest or an index, by tag or digest; its bytes have been checked against the digest.
+    def manifest(self, repository: str, reference: str) -> tuple[dict[str, Any], str]:
+        """A manifest or an index with its digest, by tag or digest; its bytes have been checked against the digest.
 
         What is named by a digest is kept on this machine, and not asked for again.
         """
@@ -125,19 +109,15 @@ class Registry:
         path = _manifest_path(repository, reference)
         data = _recall(reference)
         if data is not None:
-            body = self._json(data, doing)
-            return body, Descriptor(digest=reference, size=len(data), media_type=manifest.media_type(body))
+            return self._json(data, doing), reference
         accept = {"Accept": ", ".join(manifest.ACCEPTED)}
         answer = self._connection.send("GET", path, doing=doing, access=_pull(repository), headers=accept)
         data = self._connection.read(answer, doing)
         said = reference if is_digest(reference) else answer.headers.get("Docker-Content-Digest", "")
         digest = self._check(data, said, doing) if is_digest(said) else manifest.digest_of(data)
         body = self._json(data, doing)
-        kind = _kind(answer.headers.get("Content-Type"))
-        if kind not in manifest.ACCEPTED or kind == manifest.media_type(body):
-            kind = manifest.media_type(body)
-            _keep(digest, data)
-        return body, Descriptor(digest=digest, size=len(data), media_type=kind)
+        _keep(digest, data)
+        return body, digest
 
     def image(self, repository: str, reference: str, platform: str = "linux/amd64") -> ImageManifest:
         """The image for a platform, chosen from the index where there are several.
@@ -151,17 +131,17 @@ class Registry:
             ImageError: Also where there is none for this platform; the text names those there are.
         """
         what = f"{self.host}/{_shown(repository, reference)}"
-        body, descriptor = self.manifest(repository, reference)
-        if descriptor.media_type in manifest.INDEXES:
+        body, digest = self.manifest(repository, reference)
+        if manifest.media_type(body) in manifest.INDEXES:
             chosen = manifest.choose(body, platform, what).get("digest")
             if not isinstance(chosen, str) or not is_digest(chosen):
                 raise ImageError(f"The index of {what} names no digest for {platform}. It is damaged: push it again.")
-            body, descriptor = self.manifest(repository, chosen)
+            body, digest = self.manifest(repository, chosen)
         entry = body.get("config")
         entry = entry if isinstance(entry, dict) else {}
         kind = entry.get("mediaType", manifest.OCI_CONFIG if entry else "")
-        if descriptor.media_type not in manifest.MANIFESTS or kind not in manifest.CONFIGS:
-            found = kind or descriptor.media_type or "an unknown kind of manifest"
+        if manifest.media_type(body) not in manifest.MANIFESTS or kind not in manifest.CONFIGS:
+            found = kind or manifest.media_type(body) or "an unknown kind of manifest"
             raise ImageError(
                 f"{what} is no image that can be run: {found}. Name an image, or push it again with a newer tool."
             )
@@ -170,7 +150,7 @@ class Registry:
         there = (str(config.get("os") or wanted[0]), str(config.get("architecture") or wanted[1]))
         if there != wanted:
             raise ImageError(f"{what} is for {'/'.join(there)}, not for {platform}. Choose another image.")
-        return ImageManifest(descriptor=descriptor, manifest=body, config=config)
+        return ImageManifest(digest=digest, manifest=body, config=config)
 
     def put_manifest(self, repository: str, reference: str, body: bytes, media_type: str) -> str:
         """Put a manifest under a tag or its own digest; gives its digest."""
@@ -268,14 +248,7 @@ class Registry:
                 return False
             raise
         self._connection.done(answer)
-        if answer.status == _ACCEPTED and "Location" in answer.headers:
-            # The registry has begun an upload instead, which is not needed.
-            with contextlib.suppress(ImageError):
-                self._connection.done(
-                    self._connection.send(
-                        "DELETE", answer.headers["Location"], doing=doing, access=access, expect=(_OK, 202, 204)
-                    )
-                )
+        # Where it is not, the registry has begun an upload instead, which it forgets by itself.
         return answer.status != _ACCEPTED
 
     def upload(
@@ -418,10 +391,6 @@ def _recall(digest: str) -> bytes | None:
 
 def _keep(digest: str, data: bytes) -> None:
     cache.write(cache.folder() / "manifests" / digest.replace(":", "-"), data)
-
-
-def _kind(content_type: str | None) -> str:
-    return (content_type or "").partition(";")[0].strip()
 
 
 def _check_repository(repository: str) -> None:

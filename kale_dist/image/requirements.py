@@ -69,14 +69,13 @@ def canonical(argument: str, listed: Iterable[str]) -> tuple[str, ...]:
         listed: As pip takes them on its command line.
 
     Raises:
-        ConfigError: One is no requirement, means something on this machine, holds a password, or contradicts another.
+        ConfigError: One is no requirement, means something on this machine or holds a password.
     """
     found: dict[str, Requirement] = {}
     for text in listed:
         requirement = _requirement(argument, text)
         if requirement.name != _OWN:
             found.setdefault(str(requirement), requirement)
-    _check_contradictions(argument, found.values())
     return tuple(sorted(found))
 
 
@@ -106,7 +105,6 @@ def read(source: str | pathlib.Path) -> Requirements:
             more.append(_index_url(where, option[2]))
     found = {str(requirement): requirement for requirement in (_requirement(where, line) for where, line in packages)}
     kept = {text: requirement for text, requirement in found.items() if requirement.name != _OWN}
-    _check_contradictions("requirements", kept.values())
     # Without a first one pip would ask its default, whose name a recipe has to say to be the same everywhere.
     urls = (first or PYPI, *more) if first or more else ()
     return Requirements(packages=tuple(sorted(kept)), index_urls=tuple(dict.fromkeys(urls)))
@@ -214,20 +212,6 @@ def _check_link(argument: str, name: str, url: str) -> None:
     if parts.password is not None or (parts.username is not None and not parts.scheme.endswith("ssh")):
         remedy = "Leave it out: pip finds it in ~/.netrc or a keyring"
         raise ConfigError(argument, f"the URL of {name} holds a user name or a password", remedy)
-
-
-def _check_contradictions(argument: str, requirements: Iterable[Requirement]) -> None:
-    """Refuse two exact versions, or two sources, of one package: no resolver could help."""
-    exact: dict[tuple[str, str], str] = {}
-    for requirement in requirements:
-        pins = [
-            pin.version for pin in requirement.specifier if pin.operator in {"==", "==="} and "*" not in pin.version
-        ]
-        for pin in (*pins, *([requirement.url] if requirement.url else [])):
-            other = exact.setdefault((requirement.name, str(requirement.marker)), pin)
-            if other != pin:
-                problem = f"{requirement.name} is wanted as {other} and as {pin}"
-                raise ConfigError(argument, problem, "Leave one of the two out")
 
 
 def _index_url(where: str, text: str) -> str:

@@ -6,17 +6,15 @@ base finds the image, from any machine.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Self
+from collections.abc import Callable
 
 from kale_dist import records
 from kale_dist.errors import ConfigError
 from kale_dist.image import auth, builder, cache
 from kale_dist.image import base as bases
 from kale_dist.image.auth import Credentials
-from kale_dist.image.base import Ask, Base
+from kale_dist.image.base import Ask
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.recipe import DOCKER, Recipe
@@ -79,17 +77,43 @@ def resolve(
         ImageError: A registry refuses, the base does not fit, or the image cannot be made.
         BackendError: The Docker engine is needed and cannot be used.
     """
-    with _Search.begin(recipe, base, registry, pull, python, credentials, pull_secret_jsons) as search:
-        digest, was_built = search.found(), False
-        if not digest:
-            with _alone(search.target, say):
-                # Another kernel may just have made it.
-                digest = search.found()
-                if not digest:
-                    with records.keeping_blobs():
-                        digest = search.make(python, credentials, ask, base_packages, say, progress)
-                    was_built = True
-    return Resolved(reference=str(search.pulled.with_digest(digest)), was_built=was_built, tag=search.target.tag)
+    home, pulled = repository_of(registry), repository_of(pull or registry, "registry_pull")
+    named = bases.name_of(recipe, base)
+    reachable = _as_pushed(named, home, pulled)
+    is_plain, is_home = registry.startswith(_PLAIN), reachable.registry == home.registry
+    known = credentials if is_home else None
+    with (
+        _opened(home, credentials, pull_secret_jsons, plain=is_plain) as ours,
+        _opened(reachable, known, pull_secret_jsons, plain=is_plain and is_home) as theirs,
+    ):
+        pinned = bases.pin(recipe, named, reachable, theirs)
+        target = home.with_tag(recipe.tag(pinned.digest, python))
+
+        def found() -> str:
+            return "" if recipe.rebuild else ours.head(home.repository, target.tag)
+
+        def make() -> str:
+            say(f"Making the image {target} on {pinned.reference}.")
+            if recipe.chosen_builder == DOCKER:
+                # The base may lie in the engine alone, which builds, and which therefore is asked.
+                bases.facts_of(pinned, recipe, config=None, ask=None, said=base_packages, python=python, say=say)
+                from kale_dist.image import dockerfile
+
+                return dockerfile.build(
+                    recipe, base=str(pinned.reference), tag=str(target), blobs_dir=records.blobs_dir(),
+                    labels=pinned.labels(recipe), say=say, progress=progress, credentials=credentials,
+                ).digest  # fmt: skip
+            image = theirs.image(pinned.reference.repository, pinned.reference.target, recipe.platform)
+            facts = bases.facts_of(
+                pinned, recipe, config=image.config, ask=ask, said=base_packages, python=python, say=say
+            )
+            return builder.build(
+                recipe, target=target, registry=ours, base=pinned, base_registry=theirs, image=image, facts=facts,
+                blobs_dir=records.blobs_dir(), say=say, progress=progress,
+            )  # fmt: skip
+
+        digest, was_built = _once(target, found, make, say)
+    return Resolved(reference=str(pulled.with_digest(digest)), was_built=was_built, tag=target.tag)
 
 
 def resolve_in_engine(
@@ -120,28 +144,22 @@ def resolve_in_engine(
             there = None if recipe.rebuild else bases.inspect(engine, f"{NAME}:{tag}")
         return str(there["Id"]) if there else ""
 
-    image, was_built = found(), False
-    if not image:
-        with _alone(target, say):
-            image = found()
-            if not image:
-                say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
-                facts = bases.facts_of(pinned, recipe, config=None, ask=None, python=python, say=say)
-                with records.keeping_blobs():
-                    if recipe.chosen_builder == DOCKER:
-                        from kale_dist.image import dockerfile
+    def make() -> str:
+        say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
+        facts = bases.facts_of(pinned, recipe, config=None, ask=None, python=python, say=say)
+        if recipe.chosen_builder == DOCKER:
+            from kale_dist.image import dockerfile
 
-                        image = dockerfile.build(
-                            recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
-                            labels=pinned.labels(recipe), say=say, progress=progress, push=False,
-                        ).image_id  # fmt: skip
-                    else:
-                        with bases.connected() as engine:
-                            image = builder.build_in_engine(
-                                engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}",
-                                blobs_dir=records.blobs_dir(), say=say,
-                            )  # fmt: skip
-                was_built = True
+            return dockerfile.build(
+                recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
+                labels=pinned.labels(recipe), say=say, progress=progress, push=False,
+            ).image_id  # fmt: skip
+        with bases.connected() as engine:
+            return builder.build_in_engine(
+                engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(), say=say
+            )
+
+    image, was_built = _once(target, found, make, say)
     return Resolved(reference=image, was_built=was_built, tag=tag)
 
 
@@ -203,88 +221,19 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Search:
-    """A recipe's place in a registry."""
-
-    recipe: Recipe
-    home: Reference
-    """The repository as this machine reaches it."""
-    pulled: Reference
-    """The repository as nodes reach it."""
-    target: Reference
-    """With the tag, as this machine reaches it."""
-    base: Base
-    ours: Registry
-    theirs: Registry
-    """Where the base lies."""
-
-    @classmethod
-    @contextlib.contextmanager
-    def begin(
-        cls,
-        recipe: Recipe,
-        base: str,
-        registry: str,
-        pull: str,
-        python: str,
-        credentials: Credentials | None,
-        pull_secret_jsons: tuple[str, ...],
-    ) -> Iterator[Self]:
-        """Open both registries and pin the base."""
-        home, pulled = repository_of(registry), repository_of(pull or registry, "registry_pull")
-        named = bases.name_of(recipe, base)
-        reachable = _as_pushed(named, home, pulled)
-        is_plain, is_home = registry.startswith(_PLAIN), reachable.registry == home.registry
-        known = credentials if is_home else None
-        with (
-            _opened(home, credentials, pull_secret_jsons, plain=is_plain) as ours,
-            _opened(reachable, known, pull_secret_jsons, plain=is_plain and is_home) as theirs,
-        ):
-            pinned = bases.pin(recipe, named, reachable, theirs)
-            target = home.with_tag(recipe.tag(pinned.digest, python))
-            yield cls(recipe=recipe, home=home, pulled=pulled, target=target, base=pinned, ours=ours, theirs=theirs)
-
-    def found(self) -> str:
-        """The image's digest; empty: it has to be made."""
-        there = None if self.recipe.rebuild else self.ours.head(self.home.repository, self.target.tag)
-        return there.digest if there else ""
-
-    def make(
-        self,
-        python: str,
-        credentials: Credentials | None,
-        ask: Ask | None,
-        base_packages: bytes | None,
-        say: Say,
-        progress: Progress,
-    ) -> str:
-        """Ask the base, build and push; gives the digest of the manifest."""
-        recipe, target, base = self.recipe, self.target, self.base
-        say(f"Making the image {target} on {base.reference}.")
-        if recipe.chosen_builder == DOCKER:
-            # The base may lie in the engine alone, which builds, and which therefore is asked.
-            bases.facts_of(base, recipe, config=None, ask=None, said=base_packages, python=python, say=say)
-            from kale_dist.image import dockerfile
-
-            return dockerfile.build(
-                recipe, base=str(base.reference), tag=str(target), blobs_dir=records.blobs_dir(),
-                labels=base.labels(recipe), say=say, progress=progress, credentials=credentials,
-            ).digest  # fmt: skip
-        image = self.theirs.image(base.reference.repository, base.reference.target, recipe.platform)
-        facts = bases.facts_of(
-            base, recipe, config=image.config, ask=ask, said=base_packages, python=python, say=say
-        )  # fmt: skip
-        return builder.build(
-            recipe, target=target, registry=self.ours, base=base, base_registry=self.theirs, image=image, facts=facts,
-            blobs_dir=records.blobs_dir(), say=say, progress=progress,
-        ).digest  # fmt: skip
-
-
-def _alone(target: Reference, say: Say) -> contextlib.AbstractContextManager[None]:
-    return cache.alone(
-        target.tag, lambda: say(f"Another process on this machine makes the image {target}; waiting for it.")
-    )
+def _once(target: Reference, found: Callable[[], str], make: Callable[[], str], say: Say) -> tuple[str, bool]:
+    """What is found, else made, and whether it was made. Kernels of this machine make the same image one after another."""
+    image = found()
+    if image:
+        return image, False
+    waiting = f"Another process on this machine makes the image {target}; waiting for it."
+    with cache.alone(target.tag, lambda: say(waiting)):
+        # Another kernel may just have made it.
+        image = found()
+        if image:
+            return image, False
+        with records.keeping_blobs():
+            return make(), True
 
 
 def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference:

@@ -77,7 +77,7 @@ def pod_template(spec: JobSpec, settings: PodSettings, *, first_pod: int, ranks:
         **_if("tolerations", json.loads(cluster.tolerations or "[]")),
         **_if("affinity", json.loads(cluster.affinity or "{}")),
         **_if("priorityClassName", cluster.priority_class),
-        **_if("schedulerName", cluster.scheduler),
+        **_if("schedulerName", cluster.scheduler_name),
         "containers": [container],
         "volumes": volumes,
     }

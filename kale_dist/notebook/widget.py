@@ -23,9 +23,9 @@ import traitlets
 from IPython import get_ipython
 
 from kale_dist import view
-from kale_dist.following.reader import LogReader
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError, KaleDistError
+from kale_dist.following.reader import LogReader
 from kale_dist.job import Job, inside
 from kale_dist.status import JobStatus
 from kale_dist.view import facts
@@ -78,8 +78,8 @@ class JobWidget(anywidget.AnyWidget):
         job: The job.
     """
 
-    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "log", "keep", "job"))
-    _css = _STATIC / "job.css"
+    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "job"))
+    _css = _STATIC / "widget.css"
 
     identity = traitlets.Unicode().tag(sync=True)
     ref = traitlets.Unicode().tag(sync=True)
@@ -102,7 +102,7 @@ class JobWidget(anywidget.AnyWidget):
         super().__init__(identity=identity, model_id=identity)
         self._display_id = f"kale-dist-{identity}"
         self._lock = threading.RLock()
-        # Whoever runs the cell sees it; the page may be able to say so only when the cell has ended.
+        # The page of the cell sees it, and may be able to say so only when the cell has ended.
         self._seen_by = {_FIRST_PAGE}
         self._woken = threading.Event()
         self._is_shown = False
@@ -152,7 +152,7 @@ class JobWidget(anywidget.AnyWidget):
         }  # fmt: skip
         if self._status is not None:
             bundle["text/plain"] = view.text(self._status, tail, now)
-            bundle["text/html"] = view.html(self._status, tail, now)
+            bundle["text/html"] = view.html(self._status, tail, now, is_frozen=True)
         return bundle
 
     @_of_no_cell
@@ -180,7 +180,8 @@ class JobWidget(anywidget.AnyWidget):
                     setattr(self, part, found[part])
                 if status.is_final or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
                     self._pictured_at = time.monotonic()
-                    self.picture = view.html(status, tuple(self._lines)[-view.LOG_LINES :], time.time())
+                    tail = tuple(self._lines)[-view.LOG_LINES :]
+                    self.picture = view.html(status, tail, time.time(), is_frozen=True)
             self._status = status
             self._is_over = status.is_final
             if self._is_over:
@@ -188,7 +189,7 @@ class JobWidget(anywidget.AnyWidget):
 
     @_of_no_cell
     def _read_log(self) -> None:
-        """Take the lines that are new, and send them if anybody sees them."""
+        """Take the lines that are new, and send them if a page shows them."""
         with self._lock:
             fresh = list(self._log.read())
             if fresh:
@@ -201,7 +202,11 @@ class JobWidget(anywidget.AnyWidget):
         """Send the lines from this number on, or from the first that is kept."""
         oldest = self._next - len(self._lines)
         first = max(first, oldest)
-        lines = [(line.rank, facts.log_text(line)) for index, line in enumerate(self._lines, oldest) if index >= first]
+        lines = [
+            (line.rank, line.prefix, facts.log_text(line))
+            for index, line in enumerate(self._lines, oldest)
+            if index >= first
+        ]
         if lines:
             self.send({"first": first, "lines": lines})
 
@@ -278,7 +283,7 @@ class JobWidget(anywidget.AnyWidget):
         return {"say": f"This is a new job: kd.attach({job.ref!r})"}
 
     def _plan(self) -> dict[str, Any]:
-        return {"plan": str(self._job.get()["plan"])}
+        return {"plan": inside(self._job).plan()}
 
     def _download(self, seen: str) -> None:
         text: collections.deque[bytes] = collections.deque()

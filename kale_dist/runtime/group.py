@@ -1,5 +1,8 @@
 """The process group of a rank: ready before the user's function, kept until the process is gone.
 
+Torch's functions that make and destroy it are replaced before anything of the user's is loaded: also a name that was
+imported before the call, in a cell or a module, is then bound to the replacement.
+
 Torch 2.13 with gloo may hang or abort when a group is destroyed while something still refers to it (a model in
 DistributedDataParallel that dies after `destroy_process_group`). So nothing here is ever destroyed: the user's
 `destroy_process_group` hides the group, `init_process_group` shows it again, and `os._exit` ends all.
@@ -13,8 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist.contract import Assignment
+from kale_dist.contract import Assignment, EventKind
 from kale_dist.errors import ConfigError
+from kale_dist.runtime import context
 
 _TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
@@ -25,36 +29,78 @@ class KeptGroup:
 
     Args:
         assignment: The rank's.
-        listener: Descriptor of the listening socket, for rank 0; None for the others.
     """
 
-    def __init__(self, assignment: Assignment, listener: int | None) -> None:
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
         order, rank = assignment.order, assignment.rank
         self._order = order
         self._rank = rank
         self.backend = "cpu:gloo,cuda:nccl" if order.cuda else "gloo"
+        self.store: Any = None
+        self.world: Any = None
+        self._subgroups: list[Any] = []
+        self._steps = self._exchanges = 0
+        self._has_other_store = False
+        self._replace_functions()
+
+    def open(self, listener: int | None) -> None:
+        """Make the group.
+
+        Args:
+            listener: Descriptor of the store's listening socket, for rank 0; None for the others.
+        """
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        order = self._order
         self.store = TCPStore(
-            assignment.master_addr,
-            assignment.port,
+            self._assignment.master_addr,
+            self._assignment.port,
             is_master=listener is not None,
             timeout=_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        dist.init_process_group(
+        self._init(
             self.backend,
-            store=PrefixStore(f"kale_dist/{assignment.attempt}", self.store),
-            rank=rank,
+            store=PrefixStore(f"kale_dist/{self._assignment.attempt}", self.store),
+            rank=self._rank,
             world_size=order.world_size,
             timeout=_TIMEOUT,
         )
-        self.world: Any = dist.group.WORLD
-        self._subgroups: list[Any] = []
-        self._replace_functions()
+        self.world = dist.group.WORLD
         _mark_waits()
+        self._exchanges = self._count_exchanges()
+        register_optimizer_step_post_hook(self._count_step)
+
+    def _count_step(self, *_: Any) -> None:
+        self._steps += 1
+
+    def _count_exchanges(self) -> int:
+        """Collectives so far, of this group; one more where the user's code has found another way to talk."""
+        import torch
+        from torch.distributed import distributed_c10d as c10d
+
+        found = len(c10d._world.pg_map) + self._has_other_store  # noqa: SLF001 - there is no public list of groups
+        for device in ("cpu", "cuda") if self._order.cuda else ("cpu",):
+            backend = self.world._get_backend(torch.device(device))  # noqa: SLF001 - nor of a group's backends
+            found += backend._get_sequence_number_for_group()  # noqa: SLF001
+        return int(found)
+
+    def advise(self) -> None:
+        """After the user's function: say so if the ranks have trained and never exchanged anything."""
+        world = self._order.world_size
+        if self._rank or world == 1 or not self._steps or self._count_exchanges() != self._exchanges:
+            return
+        text = (
+            f"The ranks made {self._steps:,} optimizer steps and exchanged nothing: has each of the {world} processes"
+            " trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
+            f" Trainer devices={self._order.processes_per_agent} and num_nodes={-(-world // self._order.processes_per_agent)}."
+        )
+        print(text)  # noqa: T201 - the rank's output is the job's log
+        context.emit(EventKind.NOTE, text=text)
 
     def _replace_functions(self) -> None:
         import torch.distributed as dist
@@ -67,8 +113,27 @@ class KeptGroup:
             replacement = make(getattr(c10d, name))
             setattr(c10d, name, replacement)
             setattr(dist, name, replacement)
+        self._replace_store()
+
+    def _replace_store(self) -> None:
+        """Let rank 0 open a store at any other port than ours: `init_rpc(init_method="tcp://...")` waits for one.
+
+        TORCHELASTIC_USE_AGENT_STORE tells torch that a store listens already, wherever it is asked to connect to.
+        """
+        module: Any = sys.modules["torch.distributed.rendezvous"]
+        original = module._create_c10d_store  # noqa: SLF001 - torch has no setting for it
+
+        @functools.wraps(original)
+        def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+            module._torchelastic_use_agent_store = lambda: port == self._assignment.port  # noqa: SLF001 - read by the original
+            self._has_other_store = True
+            return original(hostname, port, *args, **kwargs)
+
+        module._create_c10d_store = create  # noqa: SLF001
 
     def _make_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        self._init = original
+
         @functools.wraps(original)
         def init_process_group(
             backend: str | None = None,

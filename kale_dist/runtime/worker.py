@@ -24,7 +24,8 @@ from kale_dist import contract
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import Assignment, JobFiles
 from kale_dist.errors import ContractError
-from kale_dist.runtime import context, process_state, sources
+from kale_dist.runtime import context, process_state, sources, stand_ins
+from kale_dist.runtime.given_models import GivenModels
 from kale_dist.runtime.references import References
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
@@ -83,11 +84,17 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     try:
         try:
             _settle(assignment, events, files)
+            hidden = group.KeptGroup(assignment)
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
-            kept = group.KeptGroup(assignment, listener)
+            hidden.open(listener)
+            kept = hidden
             control.say({"running": True})
+            is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.training.")
+            models = GivenModels(loaded.args, loaded.kwargs) if not rank and not is_training else None
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
+            value = value if models is None else models.with_weights(value)
+            kept.advise()
             outcome.write_success(files.outcome(attempt, rank), value=value, references=references, **place)
         except BaseException as raised:  # noqa: BLE001 - whatever the user's code raises is the outcome
             error = raised
@@ -144,6 +151,7 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
         folder=files.folder,
     )
     context.activate(place, events)
+    stand_ins.install(cuda=order.cuda)
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,9 @@ import concurrent.futures
 import dataclasses
 import io
 import json
+import linecache
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -16,7 +18,8 @@ from kale_dist import blobs, contract
 from kale_dist.errors import SnapshotError
 from kale_dist.runtime import loading, search
 from kale_dist.runtime.references import References
-from kale_dist.snapshot import modules, sources
+from kale_dist.runtime.sources import cell_label, files_of_class
+from kale_dist.snapshot import modules
 from kale_dist.snapshot.pickler import CapturePickler, without_file
 
 PACKED_BYTES = 64 << 10
@@ -87,7 +90,7 @@ def capture(
         local = modules.collect(pickler.modules)
         # One file may lie under several names; its bytes are read and kept once.
         files = [(file.path, writer.put((file.read(),)), file.mode) for file in local.files]
-        texts = writer.put((json.dumps(sources.collect(pickler.codes, pickler.classes)).encode(),))
+        texts = writer.put((json.dumps(_cell_sources(pickler.codes, pickler.classes)).encode(),))
         pickled = writer.put((file.getbuffer(),))
         manifest = {
             "contract": contract.VERSION,
@@ -100,7 +103,7 @@ def capture(
             "storages": [place() for place in storages],
             "modules": [(path, blob.result(), mode) for path, blob, mode in files],
             "sources": texts.result(),
-            "main": sources.describe_main(sys.modules["__main__"]),
+            "main": _describe_main(sys.modules["__main__"]),
         }
         digest = writer.put((json.dumps(manifest, sort_keys=True).encode(),)).result()
         snapshot = Snapshot(
@@ -197,3 +200,28 @@ def _flat(buffer: Any) -> memoryview:
     """The bytes of an out-of-band buffer, in the order in which they lie in memory."""
     raw: memoryview = buffer.raw()
     return raw
+
+
+def _cell_sources(codes: Iterable[types.CodeType], classes: Iterable[type]) -> dict[str, tuple[str, str]]:
+    """Texts of the cells (or scripts) from which code travels by value.
+
+    Args:
+        codes: Code of functions.
+        classes: Classes; those without methods are looked for by name.
+
+    Returns:
+        File name in the code objects, to the text and to what the user calls it ("Cell In[3]", or "").
+    """
+    found: dict[str, tuple[str, str]] = {}
+    names = [code.co_filename for code in codes]
+    names += [name for cls in classes if cls.__module__ == "__main__" for name in files_of_class(cls)]
+    for name in dict.fromkeys(names):
+        lines = linecache.getlines(name)
+        if lines:
+            found[name] = ("".join(lines), cell_label(name))
+    return found
+
+
+def _describe_main(main: types.ModuleType) -> dict[str, Any]:
+    """What a rank's `__main__` needs to be like this one: "file" and "package", null where it has none."""
+    return {"file": getattr(main, "__file__", None), "package": getattr(main, "__package__", None)}

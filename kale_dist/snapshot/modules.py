@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.machinery
+import inspect
 import pathlib
 import site
 import stat
@@ -14,7 +15,6 @@ import types
 from collections.abc import Iterable, Iterator
 
 from kale_dist.errors import SnapshotError
-from kale_dist.snapshot import edited
 
 MAX_PACKAGE_BYTES = 64 << 20
 """A package folder up to this size travels whole; of a larger one its Python files and what their texts name."""
@@ -99,7 +99,7 @@ class _Collector:
             return []
         # The live module is compared by its own name, its package is taken once.
         self._compared.add(name)
-        self.notes += edited.notes(name)
+        self.notes += notes_on_edits(name)
         spec = _find(top)
         if top in self._taken or spec is None:
             return []
@@ -264,3 +264,57 @@ def _imports(file: ModuleFile) -> Iterator[str]:
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
                 yield node.args[0].value
+
+
+# -- edited since its import -----------------------------------------------------------------------------------------
+
+
+def notes_on_edits(name: str) -> list[str]:
+    """A warning if a module of this process was edited since its import, else nothing.
+
+    The notebook then runs the old code, and the ranks would run the new.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    # Other loaders (pytest's) compile something else than what the file says.
+    if (
+        not isinstance(module, types.ModuleType)
+        or type(getattr(spec, "loader", None)) is not importlib.machinery.SourceFileLoader
+    ):
+        return []
+    try:
+        text = pathlib.Path(str(module.__file__)).read_bytes()
+        written = dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
+    except (OSError, SyntaxError, ValueError) as error:
+        return [f"{module.__file__} cannot be compiled any more ({error}): the ranks' import of {name} will fail."]
+    for code in _live(module):
+        if written.get(code.co_qualname) != code:
+            note = (
+                f"{module.__file__} was edited since {name} was imported: the ranks run the file as it is now, the "
+                f"notebook what it was. To have both alike: importlib.reload({name}), or restart the kernel."
+            )
+            return [note]
+    return []
+
+
+def _codes(code: types.CodeType) -> Iterator[tuple[str, types.CodeType]]:
+    """All functions in a compiled file by qualified name; the last one of a name counts, as when it is run."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant.co_qualname, constant
+            yield from _codes(constant)
+
+
+def _live(module: types.ModuleType) -> Iterator[types.CodeType]:
+    """Code of the functions and methods that a module defines at its top level."""
+    for value in list(vars(module).values()):
+        members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else (value,)
+        for member in members:
+            unwrapped = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+            try:
+                function = inspect.unwrap(unwrapped)
+            except (ValueError, AttributeError):
+                continue
+            # Generated functions (dataclasses, named tuples) have code of no file.
+            if isinstance(function, types.FunctionType) and function.__code__.co_filename == module.__file__:
+                yield function.__code__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 from kale_dist.contract import EventKind
 from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context
-from kale_dist.training import devices
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace, Portion
+from kale_dist.training.sharding import Pace, Portion
 from kale_dist.training.strategies.all_reduce import GradientExchange
 
 
@@ -51,6 +50,11 @@ class Feed:
     passes: int = 0
     current: Batches | None = None
     """The pass that gave the latest batch, unless it is exhausted."""
+
+    @property
+    def step(self) -> int:
+        """The number of the batch in its pass, from 1."""
+        return self.current.index if self.current is not None else 0
 
     @property
     def is_training(self) -> bool:
@@ -105,7 +109,7 @@ class Batches:
         self._started = self._told = time.monotonic()
         self._told_index = self._told_in_hand = 0
         self._samples = 0
-        self._index = 0
+        self.index = 0
         self._is_over = False
         self._ahead: tuple[int, Any] | None = None
         self._counts: list[int] | None = None
@@ -146,8 +150,8 @@ class Batches:
         except StopIteration:
             self._finish()
             raise
-        batch = devices.move(batch, feed.group.device)
-        self._index += 1
+        batch = move(batch, feed.group.device)
+        self.index += 1
         self._samples += portion.local
         feed.samples += portion.local
         if feed.pace is not None:
@@ -156,7 +160,7 @@ class Batches:
             feed.exchange.begin_batch()
         context.mark_progress()
         now = time.monotonic()
-        if now - self._told >= context.MIN_INTERVAL_S or self._index in (1, self._steps):
+        if now - self._told >= context.MIN_INTERVAL_S or self.index in (1, self._steps):
             self._tell(now, in_hand=portion.local)
         return batch
 
@@ -167,7 +171,7 @@ class Batches:
 
     def _tell_rest(self) -> None:
         """No batch comes from here for now."""
-        if self._index and (self._told_index != self._index or self._told_in_hand):
+        if self.index and (self._told_index != self.index or self._told_in_hand):
             self._tell(time.monotonic(), in_hand=0)
         if self._feed.pace is not None:
             self._feed.pace.leave()
@@ -196,7 +200,7 @@ class Batches:
         note = self._queue.popleft()
         if isinstance(note, Portion):
             return note, batch
-        return Portion(index=self._index, local=note, total=note, last=False), batch
+        return Portion(index=self.index, local=note, total=note, last=False), batch
 
     # -- where ranks ask one batch ahead ---------------------------------------------------------------------------
 
@@ -216,20 +220,20 @@ class Batches:
         if current is not None:
             local, self._previous = current
         last = not sum(self._counts)
-        return Portion(index=self._index, local=local, total=sum(counts), last=last), self._previous
+        return Portion(index=self.index, local=local, total=sum(counts), last=last), self._previous
 
     def _next_unaligned(self) -> tuple[Portion, Any]:
         """Evaluating, each rank ends when its own data does; one without any gets one batch of weight 0."""
         if self._ahead is not None:
             (local, batch), self._ahead = self._ahead, None
-        elif self._index == 0 and self._previous is not None:
+        elif self.index == 0 and self._previous is not None:
             local, batch = 0, self._previous
         else:
             fetched = self._fetch() if self._previous is None else None
             if fetched is None:
                 raise StopIteration
             local, batch = fetched
-        return Portion(index=self._index, local=local, total=local, last=False), batch
+        return Portion(index=self.index, local=local, total=local, last=False), batch
 
     def _fetch(self) -> tuple[int, Any] | None:
         """The next batch of this rank's own loader with its number of samples; None at the end."""
@@ -242,7 +246,7 @@ class Batches:
         if self._feed.counts_items:
             local, batch = batch
             return int(local), batch
-        return devices.count(batch), batch
+        return count(batch), batch
 
     def _agree(self, ahead: tuple[int, Any] | None, *, left: bool = False) -> list[int]:
         """The numbers of samples that all ranks have next."""
@@ -257,7 +261,7 @@ class Batches:
         if leaving not in (0, group.world_size):
             raise KaleDistError(
                 f"The step left the loop over its loader on {leaving} of {group.world_size} ranks only, after batch"
-                f" {self._index}. All ranks must take the same steps: decide on a value that is equal on all"
+                f" {self.index}. All ranks must take the same steps: decide on a value that is equal on all"
             )
         return numbers[: group.world_size]
 
@@ -275,9 +279,9 @@ class Batches:
     def _tell(self, now: float, *, in_hand: int) -> None:
         """Send the progress; nothing has been done yet with the samples in hand."""
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
-        self._told, self._told_index, self._told_in_hand = now, self._index, in_hand
+        self._told, self._told_index, self._told_in_hand = now, self.index, in_hand
         feed = self._feed
-        steps = self._steps if self._steps is not None and self._index <= self._steps else None
+        steps = self._steps if self._steps is not None and self.index <= self._steps else None
         seconds, done = now - self._started, self._samples - in_hand
         if done and seconds > 0:
             feed.rate = round(done / seconds, 1)
@@ -286,7 +290,7 @@ class Batches:
             phase=feed.name,
             epoch=feed.epoch,
             epochs=feed.epochs,
-            step=self._index,
+            step=self.index,
             steps=steps,
             samples=self._samples,
             samples_per_s=feed.rate,
@@ -332,3 +336,60 @@ class CountedCollate:
     def __call__(self, items: Any) -> tuple[int, Any]:
         """Collate items."""
         return len(items), self.collate(items)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on a device.
+
+    Args:
+        batch: Tensors in any nesting of tuples, named tuples, lists and mappings, or objects with a `to` method.
+        device: The device.
+
+    Returns:
+        The same object where nothing had to be moved, else one of the same make.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, str | bytes | int | float) or batch is None:
+        return batch
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        if all(moved[key] is batch[key] for key in moved):
+            return batch
+        return _rebuild(batch, moved)
+    if isinstance(batch, tuple | list):
+        parts = [move(value, device) for value in batch]
+        if all(part is value for part, value in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else _rebuild(batch, parts)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return batch
+
+
+def _rebuild(original: Any, parts: Any) -> Any:
+    """A container of the original's class; a plain one where its constructor takes something else."""
+    try:
+        return type(original)(parts)
+    except TypeError:
+        return parts
+
+
+def count(batch: Any) -> int:
+    """Samples in a batch that a dataset made by itself: the first dimension of its first tensor or array, else 1."""
+    size = _first_dimension(batch)
+    return 1 if size is None else size
+
+
+def _first_dimension(batch: Any) -> int | None:
+    shape = getattr(batch, "shape", None)
+    if shape is not None and len(shape):
+        return int(shape[0])
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        for part in batch:
+            size = _first_dimension(part)
+            if size is not None:
+                return size
+    return None

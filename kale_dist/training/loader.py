@@ -15,9 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 from kale_dist.errors import ConfigError
 from kale_dist.training import sharding
 from kale_dist.training.batches import Batches, Feed
-from kale_dist.training.dealing import Counter, Dealer
+from kale_dist.training.dealing import Counter, Dealer, StreamShare, View, generator_states
 from kale_dist.training.group import Group
-from kale_dist.training.views import StreamShare, View, generator_states
 
 
 def prepare(
@@ -88,7 +87,7 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
             continue
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
-            candidate.num_samples = candidate.total_size = _length(candidate.dataset) or 0
+            candidate.num_samples = candidate.total_size = length(candidate.dataset) or 0
         elif replicas == group.world_size and replicas > 1:
             candidate.rank = group.rank
             return None
@@ -113,7 +112,7 @@ def _prepare_map(
 ) -> None:
     group, state = feed.group, loader.__dict__
     world = group.world_size
-    total = _length(sampler)
+    total = length(sampler)
     common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
@@ -135,6 +134,11 @@ def _prepare_map(
             unit = (used.chunk if aligned else size) if drop else 1
             share = max(1, whole.share(group.rank)) if total else 0
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
+            if loader.batch_size is None and world > 1:
+                feed.sentence += (
+                    f"; batch_size=None: each rank gets every {sharding.ordinal(world)} item, so a step that carries"
+                    " state from one item to the next (a hidden state) needs shard=False"
+                )
         else:
             feed.sentence = (
                 f"{feed.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"
@@ -159,7 +163,7 @@ def _prepare_map(
 
 def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
     """The length of a rank's dataset, so that a sum over its samples divided by it is the mean of one process."""
-    size = _length(dataset)
+    size = length(dataset)
     if group.is_alone or size is None:
         return None
     if callable(share) or size == total:
@@ -171,7 +175,7 @@ def _share_of_batches(dealer: Dealer, loader: DataLoader[Any], batches: int | No
     """Samples dealt to this rank in the latest pass; before the first one, a fair estimate."""
     if dealer.kale_samples is not None:
         return max(1, int(dealer.kale_samples))
-    size = _length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
+    size = length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
     return max(1, (size if size is not None else batches or 0) // world)
 
 
@@ -246,7 +250,8 @@ def _shared_states(group: Group) -> Any:
     return states
 
 
-def _length(sized: Any) -> int | None:
+def length(sized: Any) -> int | None:
+    """Its length, or None where it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

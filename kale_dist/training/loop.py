@@ -7,27 +7,52 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from kale_dist.contract import EventKind
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.strategies import AllReduce, Strategy
-from kale_dist.training import supervised
-from kale_dist.training.group import Group
-from kale_dist.training.result import TrainingResult
-from kale_dist.training.resume import Progress
-from kale_dist.training.session import PRECISIONS, Session
+from kale_dist.training import checkpoint, loader, supervised
+from kale_dist.training.batches import Feed
+from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
+from kale_dist.training.group import Buffers, Group, copy_where_differing, fingerprint, trained_tensors
+from kale_dist.training.notices import Captured, Losses
+from kale_dist.training.optimizer import OptimizerControl, Schedules
+from kale_dist.training.result import (
+    Averaged,
+    Optimizers,
+    Structure,
+    TrainingResult,
+    average,
+    merge,
+    normalise,
+    on_cpu,
+    one_model,
+    one_optimizer,
+    state_of,
+)
+from kale_dist.training.sharding import Pace
+from kale_dist.training.strategies.all_reduce import GradientExchange, follow_lazy_modules
+from kale_dist.training.strategies.buckets import sparse_parameters
+
+_PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_DRIFT_HINT = (
+    " A step that changes weights or gradients by random numbers, or otherwise differently on each rank, does this."
+)
 
 
 def train(
     *,
-    model: torch.nn.Module,
+    model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: torch.utils.data.DataLoader[Any],
     criterion: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
     train_step: Callable[..., Any] | None = None,
     eval_data_loader: torch.utils.data.DataLoader[Any] | None = None,
     eval_step: Callable[..., Any] | None = None,
@@ -45,6 +70,7 @@ def train(
     checkpoint_every: int | None = 1,
     strategy: Strategy | None = None,
     seed: int | None = None,
+    state: Sequence[Any] = (),
 ) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
 
@@ -53,10 +79,10 @@ def train(
     that sums gives that gradient divided by the number of ranks.
 
     Args:
-        model: The model.
+        model: The model, or several by name.
         train_data_loader: Its batch size is that of one rank, unless `split_batches`.
         criterion: Passed to the steps.
-        optimizer: Over the model's parameters.
+        optimizer: Over the model's parameters, or several by name.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)`, called once an epoch; None
             for the ready-made one. Returns metrics: a number, a dict of numbers, a tuple of numbers or None.
         eval_data_loader: Data for `eval_step`, or None.
@@ -75,6 +101,7 @@ def train(
         checkpoint_every: Epochs between checkpoints; None or 0 for none. Without a job there are none.
         strategy: How gradients are exchanged.
         seed: Seed of rank 0, rank r gets seed + r; None where the rank is seeded already.
+        state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
 
     Returns:
         The metrics, and on rank 0 the states.
@@ -83,12 +110,6 @@ def train(
         ConfigError: An argument, or what a step does, cannot be combined with another.
         KaleDistError: The ranks do not do the same.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError("precision", f"{precision!r} is not known", "Use None, 'bf16' or 'fp16'")
-    if eval_sharding not in ("samples", "none"):
-        raise ConfigError("eval_sharding", f"{eval_sharding!r} is not known", "Use 'samples' or 'none'")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError("accumulate", f"{accumulate!r} is not an int of 1 or more", "Give the number of batches")
     place = context.context()
     device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
     group = Group(device)
@@ -98,20 +119,18 @@ def train(
         # One object cannot give two different shares.
         eval_data_loader = copy.copy(train_data_loader)
     with contextlib.ExitStack() as stack:
-        session = Session(
-            group=group,
-            model=model,
+        loaders = (train_data_loader, eval_data_loader)
+        trained = Trained(
+            model=one_model(model),
             criterion=criterion,
-            optimizer=optimizer,
+            optimizer=one_optimizer(optimizer),
             scheduler=scheduler,
-            epochs=epochs,
-            precision=precision,
-            settings=strategy or AllReduce(),
+            state=tuple(state),
+            loaders=tuple(data for data in loaders if data is not None),
         )
+        session = Session(group, trained, strategy or AllReduce(), epochs=epochs, precision=precision)
         session.open(
             stack,
-            train_data_loader,
-            eval_data_loader,
             accumulate=accumulate,
             clip_norm=clip_norm,
             split=split_batches,
@@ -119,11 +138,15 @@ def train(
             shard_eval=eval_sharding == "samples",
             is_ready_made=train_step is None,
         )
-        call_train = _bind_train(session, train_step, train_data_loader, train_args)
+        if train_step is None:
+            scaler = session.control.scaler
+            train_step = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
+        call_train = functools.partial(train_step, model, train_data_loader, criterion, optimizer, device, train_args)
         call_eval = None
         if eval_data_loader is not None:
             step = eval_step or supervised.eval_epoch
             call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
+        session.watch((train_step, eval_step), {"train_args": train_args, "eval_args": eval_args})
         every = checkpoint_every or 0
         progress = session.resumption.progress
         for epoch in range(progress.epochs + 1, epochs + 1):
@@ -136,17 +159,264 @@ def train(
     return session.result(progress.values, progress.epochs, stopped=progress.stopped)
 
 
-def _bind_train(session: Session, step: Callable[..., Any] | None, data: Any, args: Any) -> Callable[[], Any]:
-    if step is None:
-        scaler = session.control.scaler
-        step = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
-    positional = (session.model, data, session.criterion, session.optimizer, session.group.device, args)
-    return functools.partial(step, *positional)
-
-
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+class Session:
+    """The parts of one training, put together."""
+
+    control: OptimizerControl
+    exchange: GradientExchange
+    resumption: Resumption
+    _captured: Captured | None = None
+
+    def __init__(
+        self, group: Group, trained: Trained, settings: AllReduce, *, epochs: int, precision: str | None
+    ) -> None:
+        self.group = group
+        self.trained = trained
+        self.epochs = epochs
+        self._settings = settings
+        self._precision = precision
+        self._structure = Structure.of(trained.model)
+        self._losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
+
+    def open(
+        self,
+        stack: contextlib.ExitStack,
+        *,
+        accumulate: int,
+        clip_norm: float | None,
+        split: bool,
+        shard: bool,
+        shard_eval: bool,
+        is_ready_made: bool,
+    ) -> None:
+        """Alter everything in place; the stack undoes it."""
+        group, device, trained = self.group, self.group.device, self.trained
+        train_loader, *eval_loaders = trained.loaders
+        self._move()
+        self.resumption = Resumption(group, trained)
+        self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
+        prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
+        copy_where_differing(group, list(self.named.items()), prints, "at the start")
+        self.buffers = Buffers(trained.model, group, average=self._settings.average_buffers)
+        pace = Pace(group.world_size, accumulate)
+        roots = [root for root in (trained.model, trained.criterion) if isinstance(root, torch.nn.Module)]
+        modules = [module for root in roots for module in root.modules()]
+        parameters: Any = self.named.values()
+        self.exchange = GradientExchange(group, pace, self._settings, parameters, sparse_parameters(modules))
+        stack.callback(self.exchange.close)
+        follow_lazy_modules(modules, self.exchange)
+        scaler = torch.amp.GradScaler(device.type) if is_ready_made and self._precision == "fp16" else None
+        schedules = Schedules(group=group, pace=pace, epochs=self.epochs, alone=loader.length(train_loader))
+        several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
+        self.control = OptimizerControl(
+            next(iter(several), trained.optimizer),
+            trained.model,
+            group,
+            pace,
+            self.exchange,
+            schedules,
+            clip_norm=clip_norm,
+            precision=self._precision,
+            scaler=scaler,
+        )
+        stack.enter_context(self.control.installed())
+        stack.enter_context(self._losses.watched(trained.criterion))
+        self.train_feed = Feed(
+            name="train", group=group, pace=pace, exchange=self.exchange, loss=self._losses.latest, epochs=self.epochs
+        )
+        options: dict[str, Any] = {"argument": "train_data_loader", "shard": shard, "split": split}
+        stack.callback(loader.prepare(train_loader, self.train_feed, accumulate=accumulate, **options))
+        schedules.here = loader.length(train_loader)
+        group.say(self.train_feed.sentence)
+        self.eval_feed = Feed(name="eval", group=group, loss=self._losses.latest, epochs=self.epochs)
+        for eval_loader in eval_loaders:
+            options |= {"argument": "eval_data_loader", "shard": shard_eval}
+            stack.callback(loader.prepare(eval_loader, self.eval_feed, **options))
+            note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
+            group.say(f"{self.eval_feed.sentence}; {note}")
+        self.resumption.restore_rest(self.control.scaler)
+
+    def _move(self) -> None:
+        """Bring model, criterion and the optimizer's state to the rank's device."""
+        device = self.group.device
+        if device.type == "cpu":
+            return
+        for part in (self.trained.model, self.trained.criterion, *self.trained.state):
+            if isinstance(part, torch.nn.Module):
+                part.to(device)
+        for parameter, state in self.trained.optimizer.state.items():
+            for name, value in state.items():
+                # Step counts stay where the optimizer keeps them.
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+                    state[name] = value.to(device)
+
+    # -- an epoch --------------------------------------------------------------------------------------------------
+
+    def epoch(
+        self, epoch: int, call_train: Callable[[], Any], call_eval: Callable[[], Any] | None
+    ) -> tuple[dict[str, float], bool]:
+        """Train and evaluate once; return the merged metrics and whether to stop."""
+        for data in self.trained.loaders:
+            _set_epoch(data, epoch - 1)
+        self.control.scheduler_calls.clear()
+        trained = self._run("train_step", self.train_feed, epoch, call_train)
+        self.buffers.synchronise()
+        values, stop = trained.values, trained.stop
+        evaluated: dict[str, float] = {}
+        if call_eval is not None:
+            outcome = self._run("eval_step", self.eval_feed, epoch, call_eval)
+            evaluated, stop = outcome.values, stop or outcome.stop
+        self._step_scheduler(evaluated.get("loss", values.get("loss")))
+        self._name_what_stays()
+        return merge(values, evaluated), stop
+
+    def watch(self, steps: Iterable[Any], arguments: dict[str, Any]) -> None:
+        """Note what the user's steps can change, so that what does not come back can be named after an epoch."""
+        parts = (
+            self.trained.model,
+            self.trained.criterion,
+            self.trained.optimizer,
+            self.trained.scheduler,
+            *self.trained.state,
+            *self.trained.loaders,
+        )
+        optimizers = self.trained.optimizer.named.values() if isinstance(self.trained.optimizer, Optimizers) else ()
+        if self.group.rank == 0:
+            self._captured = Captured(steps, arguments, (*parts, *optimizers))
+
+    def _name_what_stays(self) -> None:
+        captured, self._captured = self._captured, None
+        if captured is None or not (changed := captured.changed()):
+            return
+        text = f"Changed by a step, and left behind in the ranks: {', '.join(changed)}."
+        if objects := [name for name, is_plain in changed.items() if not is_plain]:
+            text += (
+                f" state=[{', '.join(objects)}] in the call brings back what has a state_dict, lists, dicts and sets."
+            )
+        if len(objects) < len(changed):
+            text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+        self.group.say(text)
+
+    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> Averaged:
+        feed.begin(epoch)
+        with self._autocast():
+            returned = call()
+        feed.end()
+        is_training = feed is self.train_feed
+        if is_training:
+            self.control.flush()
+            self.exchange.verify()
+        prints = fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
+        outcome = average(self.group, normalise(name, returned), feed.samples, prints)
+        if is_training:
+            copy_where_differing(
+                self.group, list(self.named.items()), outcome.extras, f"after epoch {epoch}", _DRIFT_HINT
+            )
+            if returned is None:
+                self.group.say(
+                    "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
+                    " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+                )
+            if not feed.passes:
+                self.group.say(
+                    "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
+                    " divided over the ranks. A loader made in the step over data_loader.dataset gives all ranks the"
+                    " same first samples; change the loader before the call instead."
+                )
+        if self.group.rank == 0 and outcome.values:
+            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=feed.name)
+        return outcome
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = _PRECISIONS[self._precision]
+        if dtype is None:
+            return contextlib.nullcontext()
+        # The cache of cast weights would outlive the optimizer's steps and freeze the forward pass for the epoch.
+        return torch.autocast(self.group.device.type, dtype=dtype, cache_enabled=False)
+
+    def _step_scheduler(self, loss: float | None) -> None:
+        scheduler = self.trained.scheduler
+        if scheduler is None or id(scheduler) in self.control.scheduler_calls:
+            return
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if loss is None:
+                raise ConfigError(
+                    "scheduler",
+                    "ReduceLROnPlateau needs a loss, and no step returned one",
+                    "Return {'loss': ...} from eval_step or train_step",
+                )
+            scheduler.step(loss)
+        elif self.control.real_steps:
+            scheduler.step()
+
+    # -- what remains ----------------------------------------------------------------------------------------------
+
+    def write_checkpoint(self, progress: Progress) -> None:
+        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this."""
+        files = context.context().files
+        if files is None:
+            return
+        rest = describe(self.group, self.trained, progress, self.control.scaler) if is_wanted() else None
+        if self.group.rank:
+            return
+        epoch = progress.epochs
+        left_out = checkpoint.write(
+            files.checkpoint,
+            model=self.trained.model.state_dict(),
+            optimizer=self.trained.optimizer.state_dict(),
+            scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
+            epoch=epoch,
+            resume=rest,
+        )
+        if left_out:
+            self.group.say(f"Checkpoints do not hold {', '.join(left_out[:5])}: neither tensors nor plain values.")
+        context.emit(
+            EventKind.CHECKPOINT,
+            epoch=epoch,
+            step=self.control.real_steps,
+            path=files.checkpoint.name,
+            bytes=files.checkpoint.stat().st_size,
+        )
+        context.mark_progress()
+
+    def result(self, values: dict[str, float], epochs: int, *, stopped: bool) -> TrainingResult:
+        """The outcome, after everything was undone."""
+        if self.group.rank:
+            return TrainingResult(metrics=values, epochs=epochs, stopped_early=stopped)
+        changed = self._structure.difference(Structure.of(self.trained.model))
+        return TrainingResult(
+            metrics=values,
+            epochs=epochs,
+            stopped_early=stopped,
+            model_state=on_cpu(self.trained.model.state_dict()),
+            optimizer_state=on_cpu(self.trained.optimizer.state_dict()),
+            scheduler_state=None if self.trained.scheduler is None else on_cpu(self.trained.scheduler.state_dict()),
+            state=tuple(map(state_of, self.trained.state)),
+            model=self.trained.model if changed else None,
+            reason=changed,
+        )
+
+
+def _set_epoch(data: Any, epoch: int) -> None:
+    """Tell samplers and datasets that want to know it which epoch begins, counted from 0."""
+    told: set[int] = set()
+    for part in _parts(data):
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch) and id(getattr(set_epoch, "__self__", part)) not in told:
+            told.add(id(getattr(set_epoch, "__self__", part)))
+            set_epoch(epoch)
+
+
+def _parts(data: Any) -> Iterator[Any]:
+    yield data.sampler
+    yield data.batch_sampler
+    yield getattr(data.batch_sampler, "sampler", None)
+    yield data.dataset

@@ -7,6 +7,7 @@ accumulation window both do nothing and return None.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -19,8 +20,85 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace
+from kale_dist.training.sharding import Pace
 from kale_dist.training.strategies.all_reduce import GradientExchange
+
+_TOTALS = ("total_steps", "T_max", "total_iters")
+"""Where torch's schedulers keep the number of calls they are made for."""
+
+_WORDS = ("num_training_steps", "total_steps", "max_steps")
+"""What the number is called in functions that `LambdaLR` calls, such as those of transformers."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Schedules:
+    """Decides how far a call of `scheduler.step()` within a batch moves the scheduler.
+
+    A rank takes fewer batches an epoch than one process would. A scheduler that counts the batches of one process is
+    moved by the progress through the data, and so ends where it would have ended.
+    """
+
+    group: Group
+    pace: Pace
+    epochs: int
+    alone: int | None = None
+    """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
+    here: int | None = None
+    """Batches of an epoch on this rank."""
+
+    def moves(self, scheduler: Any) -> int:
+        """How often the scheduler is to be stepped where the step has called it once."""
+        portion = self.pace.portion
+        if portion is None or not self.alone or not self.here:
+            return 1
+        steps = -(-self.here // self.pace.accumulate)
+        if steps == self.alone:
+            return 1
+        total = total_of(scheduler)
+        if total == self.epochs * steps:
+            return 1
+        name = type(scheduler).__name__
+        per_epoch = f"{self.alone} batches an epoch on one process, {steps} steps of each rank here"
+        if not total or total % self.alone or (total % steps == 0 and total != self.epochs * self.alone):
+            size = f"made for {total} steps" if total else "of unknown length"
+            self.group.say(
+                f"{name}, {size}, is stepped once in each batch ({per_epoch}): if it counts the batches of one process, it"
+                " stops early. Divide its number of steps by number_of_processes."
+            )
+            return 1
+        self.group.say(
+            f"{name} was made for {total} steps ({per_epoch}): in each batch it moves by the progress through the data,"
+            " and ends where it would on one process."
+        )
+        index = portion.index // self.pace.accumulate
+        return (index + 1) * self.alone // steps - index * self.alone // steps
+
+
+def total_of(scheduler: Any) -> int | None:
+    """How many steps a scheduler is made for; None where it does not say."""
+    parts, milestones = getattr(scheduler, "_schedulers", None), getattr(scheduler, "_milestones", None)
+    if parts and milestones:
+        last = total_of(parts[-1])
+        return None if last is None else milestones[-1] + last
+    if parts:
+        totals = [total for total in map(total_of, parts) if total]
+        return max(totals, default=None)
+    for name in _TOTALS:
+        if isinstance(total := getattr(scheduler, name, None), int):
+            return total
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        for word in _WORDS:
+            if isinstance(total := _bound(function).get(word), int):
+                return total
+    return None
+
+
+def _bound(function: Any) -> dict[str, Any]:
+    """What a function has bound by name: as `functools.partial` does, or as a closure."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=False))
+    values = {name: cell.cell_contents for name, cell in cells.items()}
+    return {**values, **getattr(function, "keywords", {})}
 
 
 class OptimizerControl:
@@ -32,6 +110,7 @@ class OptimizerControl:
         group: The ranks.
         pace: Written by the training loader.
         exchange: The gradients' exchange.
+        schedules: How far a scheduler moves in a batch.
         clip_norm: Largest norm of all gradients together; None for no clipping.
         precision: None, `bf16` or `fp16`.
         scaler: The loss scaler of the ready-made step; None with a step of the user's.
@@ -44,6 +123,7 @@ class OptimizerControl:
         group: Group,
         pace: Pace,
         exchange: GradientExchange,
+        schedules: Schedules,
         *,
         clip_norm: float | None = None,
         precision: str | None = None,
@@ -58,9 +138,11 @@ class OptimizerControl:
         self._group = group
         self._pace = pace
         self._exchange = exchange
+        self._schedules = schedules
         self._clip_norm = clip_norm
         self._needs_scaler = precision == "fp16" and scaler is None
         self._in_step = False
+        self._in_scheduler = False
         self._in_user_scaler = False
         self._is_held = False
 
@@ -73,9 +155,8 @@ class OptimizerControl:
         """Alter the optimizer, schedulers and loss scalers of this process; all is as before afterwards."""
         with contextlib.ExitStack() as stack:
             self._take_optimizer(stack)
-            for owner, wrap in ((torch.nn.Module, self._wrap_module_zero_grad),):
-                if self._accumulates:
-                    _patch(stack, owner, "zero_grad", wrap)
+            if self._accumulates:
+                _patch(stack, torch.nn.Module, "zero_grad", self._wrap_module_zero_grad)
             for scheduler_class in (ReduceLROnPlateau, LRScheduler, *_subclasses(LRScheduler)):
                 if "step" in vars(scheduler_class):
                     _patch(stack, scheduler_class, "step", self._wrap_scheduler_step)
@@ -266,9 +347,18 @@ class OptimizerControl:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             self.scheduler_calls.add(id(scheduler))
-            if self._is_held and scheduler.optimizer is self.optimizer and not getattr(scheduler, "_is_initial", False):
+            if self._in_scheduler or getattr(scheduler, "_is_initial", False):
+                return original(scheduler, *args, **kwargs)
+            if self._is_held and getattr(scheduler, "optimizer", self.optimizer) is self.optimizer:
                 return None
-            return original(scheduler, *args, **kwargs)
+            # A scheduler may be made of others, which it steps itself.
+            self._in_scheduler = True
+            try:
+                for _ in range(1 if args or kwargs else self._schedules.moves(scheduler)):
+                    original(scheduler, *args, **kwargs)
+            finally:
+                self._in_scheduler = False
+            return None
 
         return step
 

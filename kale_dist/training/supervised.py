@@ -26,7 +26,8 @@ def train_epoch(
     Args:
         model: Takes the inputs of a batch.
         data_loader: Gives pairs (inputs, targets), or mappings with `labels`, `label`, `targets` or `target`.
-        criterion: Takes outputs and targets; gives the mean loss.
+        criterion: Takes outputs and targets; gives the mean loss. None for a model that takes the whole batch, `labels`
+            with it, and gives an output with a `loss`, as those of Hugging Face do.
         optimizer: Steps once a batch.
         device: Where the batches are to be.
         args: Not used.
@@ -38,10 +39,8 @@ def train_epoch(
     model.train()
     totals = _Totals()
     for batch in data_loader:
-        inputs, targets = _pair(batch, device)
         optimizer.zero_grad()
-        outputs = _call(model, inputs)
-        loss = criterion(outputs, targets)
+        loss, outputs, targets = _forward(model, criterion, batch, device)
         (loss if scale is None else scale(loss)).backward()
         optimizer.step()
         totals.add(loss, outputs, targets)
@@ -54,9 +53,7 @@ def eval_epoch(model: Any, data_loader: Any, criterion: Any, device: Any, args: 
     totals = _Totals()
     with torch.no_grad():
         for batch in data_loader:
-            inputs, targets = _pair(batch, device)
-            outputs = _call(model, inputs)
-            totals.add(criterion(outputs, targets), outputs, targets)
+            totals.add(*_forward(model, criterion, batch, device))
     return totals.means()
 
 
@@ -94,6 +91,31 @@ class _Totals:
         return metrics
 
 
+def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, Any, Any]:
+    """Loss, outputs and targets of a batch."""
+    if criterion is not None:
+        inputs, targets = _pair(batch, device)
+        outputs = _call(model, inputs)
+        return criterion(outputs, targets), outputs, targets
+    # Datasets say `label` as often as they say `labels`, which is what the models take.
+    given = (
+        {"labels" if key == "label" else key: value for key, value in batch.items()}
+        if isinstance(batch, Mapping)
+        else {}
+    )
+    given = _on(given, device)
+    outputs = model(**given) if "labels" in given else None
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        shown = f"a batch with {', '.join(map(str, given))}" if given else f"a {type(batch).__name__}"
+        raise ConfigError(
+            "criterion",
+            f"it is None, and {type(model).__name__} gives no loss for {shown}",
+            "Give batches as dicts with `labels`, pass a loss function, or write a train_step (and an eval_step)",
+        )
+    return loss, getattr(outputs, "logits", None), given["labels"]
+
+
 def _pair(batch: Any, device: Any) -> tuple[Any, Any]:
     """Inputs and targets of a batch."""
     if isinstance(batch, Mapping):
@@ -118,6 +140,6 @@ def _call(model: Any, inputs: Any) -> Any:
 
 
 def _on(value: Any, device: Any) -> Any:
-    from kale_dist.training.devices import move
+    from kale_dist.training.batches import move
 
     return move(value, torch.device(device))

@@ -1,10 +1,11 @@
-"""What both pictures of a job say, in words and numbers: sentences, formats, rows of the table of ranks."""
+"""What both pictures of a job say, in words and numbers: state, progress (per cent, rate, time left), table of ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 from kale_dist.contract import LogLine, RankStateName, StateName
 from kale_dist.status import JobStatus, RankProgress, ReplicaStatus, Usage
@@ -27,24 +28,16 @@ _WORST_FIRST = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RankRow:
-    """One rank as text, ready for a table; empty where nothing is known."""
+class Table:
+    """The ranks as cells of text. Columns in which no rank has anything are left out."""
 
-    rank: int
-    state: str
-    epoch: str
-    step: str
-    rate: str
-    loss: str
-    memory: str
-    """Such as `1.4 of 4.0 GiB`; the limit is that of its container, which all ranks in there share."""
-    gpu: str
-    """Such as `97 %, 61 of 80 GiB`."""
-    node: str
-    """Where it runs; empty where all ranks are on the notebook's own machine."""
-    remark: str
-    """Its error, the signal that ended it, or that it waits for the others."""
-    failed: bool
+    titles: tuple[str, ...]
+    """The first two are `rank` and `state`."""
+    numeric: tuple[bool, ...]
+    """For each column, whether it is aligned to the right."""
+    rows: tuple[tuple[str, ...], ...]
+    left_out: int
+    """How many ranks there was no room for."""
 
 
 def clean(text: str) -> str:
@@ -120,15 +113,6 @@ def elapsed_s(status: JobStatus, now: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def percent(status: JobStatus) -> int | None:
-    """The share of the work that is done, in whole per cent; 100 only when the job has succeeded."""
-    fraction = status.fraction
-    if fraction is None or not math.isfinite(fraction):
-        return None
-    limit = 100 if status.state is StateName.SUCCEEDED else 99
-    return max(0, min(limit, int(fraction * 100)))
-
-
 def sentence(status: JobStatus, now: float | None) -> str:
     """The job's state in one sentence, with what the ranks do now."""
     elapsed = elapsed_s(status, now)
@@ -152,6 +136,37 @@ def sentence(status: JobStatus, now: float | None) -> str:
             return _ended("Failed", time, reason)
 
 
+# -- progress --------------------------------------------------------------------------------------------------------
+
+
+def progress(status: JobStatus, now: float | None) -> str:
+    """What stands beside the progress bar: `31 % · 8,000 samples/s · about 22 s left`; empty where nothing is known."""
+    done = percent(status)
+    if done is None:
+        return ""
+    return " · ".join(part for part in (f"{done} %", rate(status), remaining(status, now)) if part)
+
+
+def percent(status: JobStatus) -> int | None:
+    """The share of the work that is done, in whole per cent; 100 only when the job has succeeded."""
+    fraction = status.fraction
+    if fraction is None or not math.isfinite(fraction):
+        return None
+    limit = 100 if status.state is StateName.SUCCEEDED else 99
+    return max(0, min(limit, int(fraction * 100)))
+
+
+def rate(status: JobStatus) -> str:
+    """Samples a second of all running ranks together. Each rank measures its own, in `training`."""
+    measured = [
+        replica.progress.samples_per_s or 0.0
+        for replica in status.replicas
+        if replica.progress is not None and replica.state is RankStateName.RUNNING
+    ]
+    total = sum(measured) if status.state is StateName.RUNNING else 0.0
+    return f"{number(total)} samples/s" if total > 0 else ""
+
+
 def remaining(status: JobStatus, now: float | None) -> str:
     """How long a running job still takes at its pace, such as `about 20 s left`; empty while that is a guess."""
     fraction, elapsed = status.fraction, elapsed_s(status, now)
@@ -163,39 +178,40 @@ def remaining(status: JobStatus, now: float | None) -> str:
     return f"about {left} s left" if left < 60 else f"about {duration(left)} left"  # noqa: PLR2004
 
 
-def rate(status: JobStatus) -> str:
-    """Samples a second of all ranks together, while the job runs."""
-    if status.state is not StateName.RUNNING:
-        return ""
-    rates = [replica.progress.samples_per_s or 0.0 for replica in status.replicas if replica.progress is not None]
-    return f"{number(sum(rates))} samples/s" if sum(rates) > 0 else ""
+# -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def rank_rows(status: JobStatus, limit: int) -> tuple[list[RankRow], int]:
-    """The rows of the table of ranks, at most `limit`, those in trouble first to stay; and how many are left out.
+def first_error(status: JobStatus) -> tuple[int, str] | None:
+    """The rank that failed first and its error; None if the job has not failed, or if that rank said nothing.
 
-    The error that `first_error` gives is not repeated in its rank's row.
+    Where another rank is known to have failed first (it was killed, say), the errors that followed from that stay in
+    their own rows of the table.
     """
+    if status.state is not StateName.FAILED:
+        return None
+    for replica in status.replicas:
+        if replica.error and status.failed_rank in (None, replica.rank):
+            return replica.rank, clean_lines(replica.error)
+    return None
+
+
+def table(status: JobStatus, limit: int) -> Table:
+    """The ranks, at most `limit`: those in trouble first. The error that `first_error` gives is not repeated."""
     replicas = list(status.replicas)
     if len(replicas) > limit:
         replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
         replicas.sort(key=lambda replica: replica.rank)
-    shown_above = first_error(status)
-    rows = [
-        _rank_row(replica, with_error=shown_above is None or shown_above[0] != replica.rank) for replica in replicas
-    ]
-    return rows, len(status.replicas) - len(replicas)
-
-
-def first_error(status: JobStatus) -> tuple[int, str] | None:
-    """The rank that failed first and its error; None while the job has not failed or if no rank has said anything."""
-    if status.state is not StateName.FAILED:
-        return None
-    replicas = sorted(status.replicas, key=lambda replica: (replica.rank != status.failed_rank, replica.rank))
-    for replica in replicas:
-        if replica.error:
-            return replica.rank, clean_lines(replica.error)
-    return None
+    above = first_error(status)
+    told = None if above is None else above[0]
+    columns = [(title, numeric, [cell(replica) for replica in replicas]) for title, numeric, cell in _COLUMNS]
+    columns.append(("remark", False, [_remark(replica, with_error=replica.rank != told) for replica in replicas]))
+    shown = [column for column in columns if any(column[2])]
+    return Table(
+        titles=tuple(title for title, _, _ in shown),
+        numeric=tuple(numeric for _, numeric, _ in shown),
+        rows=tuple(zip(*(cells for _, _, cells in shown), strict=True)),
+        left_out=len(status.replicas) - len(replicas),
+    )
 
 
 def clean_lines(text: str) -> str:
@@ -203,8 +219,8 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
-def _rank_row(replica: ReplicaStatus, *, with_error: bool) -> RankRow:
-    progress = replica.progress
+def _remark(replica: ReplicaStatus, *, with_error: bool) -> str:
+    """Its error, the signal that ended it, or that it waits for the others."""
     remarks = []
     if replica.error and with_error:
         remarks.append(clean(replica.error.split("\n", 1)[0])[:200])
@@ -214,20 +230,17 @@ def _rank_row(replica: ReplicaStatus, *, with_error: bool) -> RankRow:
         remarks.append(f"exit code {replica.exit_code}")
     if replica.in_collective is not None and replica.state is RankStateName.RUNNING:
         remarks.append("waits for the others" if replica.in_collective else "the others wait for it")
+    return "; ".join(remarks)
+
+
+def _epoch(replica: ReplicaStatus) -> str:
+    progress = replica.progress
+    return f"{progress.epoch}/{progress.epochs}" if progress and progress.epochs else ""
+
+
+def _rate(replica: ReplicaStatus) -> str:
     running = replica.state is RankStateName.RUNNING
-    return RankRow(
-        rank=replica.rank,
-        state=replica.state.value,
-        epoch=f"{progress.epoch}/{progress.epochs}" if progress and progress.epochs else "",
-        step=_step(progress),
-        rate=number(progress.samples_per_s) if progress and running else "",
-        loss=number(progress.loss) if progress else "",
-        memory=_memory(replica),
-        gpu=_gpu(replica),
-        node=_node(replica),
-        remark="; ".join(remarks),
-        failed=replica.state is RankStateName.FAILED,
-    )
+    return number(replica.progress.samples_per_s) if replica.progress and running else ""
 
 
 def _seen_last(replica: ReplicaStatus) -> Usage | None:
@@ -281,3 +294,17 @@ def _ended(word: str, time: str, reason: str) -> str:
         if reason
         else word + time
     )
+
+
+_COLUMNS: tuple[tuple[str, bool, Callable[[ReplicaStatus], str]], ...] = (
+    ("rank", True, lambda replica: str(replica.rank)),
+    ("state", False, lambda replica: replica.state.value),
+    ("epoch", True, _epoch),
+    ("step", True, lambda replica: _step(replica.progress)),
+    ("samples/s", True, _rate),
+    ("loss", True, lambda replica: number(replica.progress.loss) if replica.progress else ""),
+    ("memory", True, _memory),
+    ("GPU", True, _gpu),
+    ("node", False, _node),
+)
+"""Title, whether it is aligned to the right, and what of a rank stands in it. The remark comes last."""

@@ -45,21 +45,25 @@ _KEYS = 'tabindex="0" data-lm-suppress-shortcuts="true"'
 _FIGURES = "font-variant-numeric:tabular-nums"
 
 
-def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None) -> str:
+def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None, *, is_frozen: bool = False) -> str:
     """A job as one HTML element.
 
     Args:
         status: What is known of it.
         tail: The last lines of its log.
         now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
+        is_frozen: Whether nothing will replace the picture: that of a job which has not ended then says so, in grey,
+            and how to see the job again.
 
     Returns:
         A `div`; everything that came from the job is escaped.
     """
+    is_frozen = is_frozen and not status.is_final
+    body = "".join(_parts(status, now, is_frozen=is_frozen, has_titles=True).values())
     return (
         f'<div role="group" aria-label="Job {_text(facts.name(status))}" style="{_SANS};font-size:13px;'
         f"line-height:1.45;box-sizing:border-box;max-width:880px;margin:4px 2px;padding:14px 16px;border:{_LINE};"
-        f'border-radius:10px;overflow:hidden;text-align:left">{"".join(parts(status, now).values())}{_log(tail)}</div>'
+        f'border-radius:10px;overflow:hidden;text-align:left">{body}{_log(tail)}</div>'
     )
 
 
@@ -72,14 +76,18 @@ def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
 
     Returns:
         `head`, `progress`, `error`, `curves`, `ranks` and `notes`, in the order in which they are shown; empty where
-        there is nothing to show.
+        there is nothing to show. The values of curves under the pointer are the page's to show, from `data-kd-at`.
     """
+    return _parts(status, now, is_frozen=False, has_titles=False)
+
+
+def _parts(status: JobStatus, now: float | None, *, is_frozen: bool, has_titles: bool) -> dict[str, str]:
     return {
-        "head": _head(status, now),
-        "progress": _progress(status, now),
+        "head": _head(status, now, is_frozen=is_frozen),
+        "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
-        "curves": _curves(status),
-        "ranks": _ranks(status),
+        "curves": _curves(status, has_titles=has_titles),
+        "ranks": _ranks(status, is_frozen=is_frozen),
         "notes": _notes(status),
     }
 
@@ -88,20 +96,27 @@ def _text(value: object) -> str:
     return escape(str(value), quote=True)
 
 
-def _head(status: JobStatus, now: float | None) -> str:
-    colour = _STATE_COLOURS[status.state]
+def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
+    colour = _GREY if is_frozen else _STATE_COLOURS[status.state]
     elapsed = facts.elapsed_s(status, now)
     time = f'<span style="{_MUTED};{_FIGURES}">{facts.duration(elapsed)}</span>' if elapsed is not None else ""
+    word = f"was {status.state.value}" if is_frozen else status.state.value
     pill = (
         f'<span style="display:inline-flex;align-items:center;gap:6px;padding:1px 10px 1px 8px;border-radius:999px;'
-        f'background:{colour}2b;white-space:nowrap">{_dot(colour)}{status.state.value}</span>'
+        f'background:{colour}2b;white-space:nowrap">{_dot(colour)}{word}</span>'
+    )
+    again = (
+        f'<div style="margin-top:6px">As it was when its kernel ended. <code style="{_MONO};font-size:12px;'
+        f'background:none;color:inherit">kd.attach(&quot;{_text(facts.clean(status.ref))}&quot;)</code> shows the job again.</div>'
+        if is_frozen
+        else ""
     )
     return (
         '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 10px">'
         f'<strong style="font-size:14px;font-weight:600;overflow-wrap:anywhere">{_text(facts.name(status))}</strong> '
         f"{pill} "
         f'<span style="flex:1 1 0"></span>{time}</div>'
-        f'<div style="margin-top:6px;overflow-wrap:anywhere">{_text(facts.sentence(status, now))}</div>'
+        f'<div style="margin-top:6px;overflow-wrap:anywhere">{_text(facts.sentence(status, now))}</div>{again}'
     )
 
 
@@ -112,17 +127,17 @@ def _dot(colour: str) -> str:
     )
 
 
-def _progress(status: JobStatus, now: float | None) -> str:
+def _progress(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
     percent = facts.percent(status)
     if percent is None:
         return ""
-    beside = [f"{percent} %", facts.rate(status), facts.remaining(status, now)]
-    words = " · ".join(part for part in beside if part)
+    colour = _GREY if is_frozen else _STATE_COLOURS[status.state]
+    words = f"{percent} %" if is_frozen else facts.progress(status, now)
     return (
         '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px;margin-top:8px">'
         f'<div role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
         'style="flex:1 1 180px;height:8px;border-radius:4px;background:rgba(128,128,128,.22);overflow:hidden">'
-        f'<div style="width:{percent}%;height:100%;border-radius:4px;background:{_STATE_COLOURS[status.state]}"></div></div>'
+        f'<div style="width:{percent}%;height:100%;border-radius:4px;background:{colour}"></div></div>'
         f'<span style="{_MUTED};{_FIGURES};white-space:nowrap">{_text(words)}</span></div>'
     )
 
@@ -140,89 +155,60 @@ def _error(status: JobStatus) -> str:
     )
 
 
-def _curves(status: JobStatus) -> str:
-    figures = [_figure(curve) for curve in curves.collect(status.metrics)]
+def _curves(status: JobStatus, *, has_titles: bool) -> str:
+    figures = [_figure(curve, has_titles=has_titles) for curve in curves.collect(status.metrics)]
     if not figures:
         return ""
     return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>'
 
 
-def _figure(curve: curves.Curve) -> str:
-    picture = curves.svg(curve)
+def _figure(curve: curves.Curve, *, has_titles: bool) -> str:
+    picture = curves.svg(curve, has_titles=has_titles)
     legend = "".join(
         f'<span style="display:inline-flex;align-items:center;gap:5px;white-space:nowrap">'
-        f"{_dot(curves.COLOURS[index % len(curves.COLOURS)]) if picture else ''}"
+        f"{_dot(one.colour) if picture else ''}"
         f'<span style="{_MUTED}">{_text(one.label)}</span> '
         f'<span style="{_FIGURES};font-weight:600">{facts.number(one.last)}</span></span> '
-        for index, one in enumerate(curve.series)
+        for one in curve.series
     )
     return (
-        '<div style="flex:1 1 230px;min-width:0;max-width:400px">'
+        '<div style="flex:1 1 240px;min-width:0;max-width:330px">'
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:0 12px;margin-bottom:3px">'
-        f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(curve.name)}</span> {legend}</div>'
-        f"{picture}{_scale(curve) if picture else ''}</div>"
+        f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(curve.name)}</span> {legend}</div>{picture}</div>'
     )
 
 
-def _scale(curve: curves.Curve) -> str:
-    """What a curve spans, in words: axes with ticks would be unreadable at this size."""
-    bounds, epochs = curves.bounds(curve), curves.last_epoch(curve)
-    if bounds is None:
+def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
+    table = facts.table(status, _MAX_RANKS)
+    if not table.rows:
         return ""
-    along = f"epochs {epochs[0]}–{epochs[1]}" if epochs else ""  # noqa: RUF001 - a range has this dash
-    between = f"{facts.number(bounds[0])} to {facts.number(bounds[1])}"
-    return (
-        f'<div style="display:flex;justify-content:space-between;gap:8px;font-size:11px;margin-top:2px;{_MUTED};{_FIGURES}">'
-        f"<span>{between}</span> <span>{along}</span></div>"
-    )
-
-
-def _ranks(status: JobStatus) -> str:
-    rows, left_out = facts.rank_rows(status, _MAX_RANKS)
-    if not rows:
-        return ""
-    columns = [
-        (title, right, [getattr(row, field) for row in rows])
-        for title, field, right in (
-            ("epoch", "epoch", True),
-            ("step", "step", True),
-            ("samples/s", "rate", True),
-            ("loss", "loss", True),
-            ("memory", "memory", True),
-            ("GPU", "gpu", True),
-            ("node", "node", False),
-            ("remark", "remark", False),
-        )
-    ]
-    shown = [column for column in columns if any(column[2])]
-    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;"
+    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
+    # The number of a rank names its row: at its left, whatever it is made of.
+    aligned = ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
     head = "".join(
-        f'<th scope="col" style="{cell}font-weight:600;text-align:{"right" if right else "left"};{_MUTED}">{title}</th>'
-        for title, right in (("rank", False), ("state", False), *((title, right) for title, right, _ in shown))
+        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'
+        for title, side in zip(table.titles, aligned, strict=True)
     )
     body = []
-    for index, row in enumerate(rows):
-        state = (
-            f'<span style="white-space:nowrap">{_dot(_RANK_COLOURS[RankStateName(row.state)])}&nbsp; {row.state}</span>'
-        )
+    for rank, state, *others in table.rows:
+        dot = _dot(_GREY if is_frozen else _RANK_COLOURS[RankStateName(state)])
         cells = "".join(
-            f'<td style="{cell}text-align:{"right" if right else "left"};'
-            f'{_WIDE if title == "remark" else "white-space:nowrap"}">{_text(values[index])}</td>'
-            for title, right, values in shown
+            f'<td style="{cell}{side};{_WIDE if title == "remark" else "white-space:nowrap"}">{_text(value)}</td>'
+            for title, side, value in zip(table.titles[2:], aligned[2:], others, strict=True)
         )
         body.append(
-            f'<tr style="background:none"><th scope="row" style="{cell}font-weight:400;text-align:left">{row.rank}</th>'
-            f'<td style="{cell}text-align:left">{state}</td>{cells}</tr>'
+            f'<tr style="background:none"><th scope="row" style="{cell}left;font-weight:400">{rank}</th>'
+            f'<td style="{cell}left"><span style="white-space:nowrap">{dot}&nbsp; {state}</span></td>{cells}</tr>'
         )
-    more = f'<div style="{_MUTED};margin-top:4px">and {left_out:,} more ranks</div>' if left_out else ""
+    more = f'<div style="{_MUTED};margin-top:4px">and {table.left_out:,} more ranks</div>' if table.left_out else ""
     # Wide tables scroll sideways, long ones in their place.
-    table = (
+    drawn = (
         f'<div {_KEYS} role="group" aria-label="Ranks" style="overflow:auto;max-height:300px">'
         f'<table style="width:auto;min-width:min(100%,460px);margin:0;border-collapse:collapse;table-layout:auto;'
         f'font-size:12px;{_FIGURES};color:inherit;background:none">'
         f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>{more}'
     )
-    return f'<div style="margin-top:12px">{_folded(status, table)}</div>'
+    return f'<div style="margin-top:12px">{_folded(status, drawn)}</div>'
 
 
 def _folded(status: JobStatus, table: str) -> str:
@@ -255,8 +241,9 @@ def _log(tail: Sequence[LogLine]) -> str:
     lines = []
     for line in tail:
         colour = _GREY if line.rank is None else curves.COLOURS[line.rank % len(curves.COLOURS)]
-        who = "kale-dist" if line.rank is None else line.rank
-        lines.append(f'<span style="color:{colour};font-weight:600">[{who}]</span> {_text(facts.log_text(line))}\n')
+        # Mixed with the colour of the page's text: readable on light and on dark pages.
+        style = f"color:color-mix(in srgb,{colour} 55%,currentColor);font-weight:600"
+        lines.append(f'<span style="{style}">{line.prefix}</span> {_text(facts.log_text(line))}\n')
     # A reversed column begins scrolled to its end, where the newest line is.
     return (
         f'<div {_KEYS} role="group" aria-label="End of the log" style="display:flex;flex-direction:column-reverse;'

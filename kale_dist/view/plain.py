@@ -30,13 +30,18 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     if progress:
         lines.append(progress)
     lines += [f"{curve.name}: {curve.summary}" for curve in curves.collect(status.metrics)]
-    lines += _ranks(status)
+    ranks = facts.table(status, _MAX_RANKS)
+    if ranks.rows:
+        titles = ["" if title == "remark" else title for title in ranks.titles]
+        lines += table(titles, ranks.rows, right=frozenset(index for index, flag in enumerate(ranks.numeric) if flag))
+    if ranks.left_out:
+        lines.append(f"and {ranks.left_out:,} more")
     error = facts.first_error(status)
     if error is not None:
         lines.append(f"error of rank {error[0]}: {error[1]}")
     lines += [f"note: {facts.clean(note)}" for note in status.notes[-_MAX_NOTES:]]
     if tail:
-        lines += ["", *(f"{prefix(line)} {facts.log_text(line)}".rstrip() for line in tail)]
+        lines += ["", *(f"{line.prefix} {facts.log_text(line)}".rstrip() for line in tail)]
     return "\n".join(lines)
 
 
@@ -45,8 +50,7 @@ def progress_line(status: JobStatus, now: float | None) -> str:
     percent = facts.percent(status)
     if percent is None or status.state is StateName.SUCCEEDED:
         return ""
-    parts = [f"{bar(percent / 100)} {percent} %", facts.rate(status), facts.remaining(status, now)]
-    return " · ".join(part for part in parts if part)
+    return f"{bar(percent / 100)} {facts.progress(status, now)}"
 
 
 def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
@@ -55,11 +59,6 @@ def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
     full, part = divmod(eighths, 8)
     drawn = "█" * full + (_PARTS[part] if part else "")
     return f"▕{drawn:<{cells}}▏"
-
-
-def prefix(line: LogLine) -> str:
-    """Where a line comes from: `[0]`, or `[kale-dist]` for the agent."""
-    return f"[{'kale-dist' if line.rank is None else line.rank}]"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
@@ -72,25 +71,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset
         ).rstrip()
         for row in (header, *rows)
     ]
-
-
-def _ranks(status: JobStatus) -> list[str]:
-    rows, left_out = facts.rank_rows(status, _MAX_RANKS)
-    if not rows:
-        return []
-    header = ("rank", "state", "epoch", "step", "samples/s", "loss", "memory", "GPU", "node", "")
-    cells = [
-        (
-            str(row.rank), row.state, row.epoch, row.step, row.rate, row.loss, row.memory, row.gpu, row.node,
-            row.remark,
-        )
-        for row in rows
-    ]  # fmt: skip
-    # Columns in which no rank has anything would only push the others apart.
-    shown = [column for column in range(len(header)) if column < 2 or any(row[column] for row in cells)]  # noqa: PLR2004
-    lines = table(
-        [header[column] for column in shown],
-        [[row[column] for column in shown] for row in cells],
-        right=frozenset(index for index, column in enumerate(shown) if column in (0, 2, 3, 4, 5, 6, 7)),
-    )
-    return [*lines, f"and {left_out:,} more"] if left_out else lines

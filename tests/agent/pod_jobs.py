@@ -82,7 +82,7 @@ class Pod:
         while data := os.read(self.process.stdout.fileno(), 1 << 16):
             self.items.extend(self._reader.feed(data))
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self, timeout_s: float = 240.0) -> int:
         """Wait for the end of the process and of its output; the exit code."""
         code = self.process.wait(timeout_s)
         self._thread.join(10)
@@ -202,7 +202,7 @@ class PodJob:
             path, key=self.key, job=self.order.job, attempt=attempt, rank=rank, resolve=lambda index: None
         )
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    def until(self, condition: Callable[[], Any], timeout_s: float = 240.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if found := condition():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pathlib
 import signal
+import socket
 import sys
 import time
 
@@ -250,3 +252,151 @@ def test_nothing_is_left_in_the_agent(jobs):
 
 def shared_memory():
     return {file.name for file in pathlib.Path("/dev/shm").iterdir()}
+
+
+def test_names_imported_before_the_call_are_harmless(jobs):
+    from torch.distributed import all_reduce, destroy_process_group, init_process_group
+
+    def tutorial():
+        import torch
+
+        init_process_group("gloo")
+        value = torch.ones(1)
+        all_reduce(value)
+        destroy_process_group()
+        return value.item()
+
+    job = jobs.run(tutorial)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome(1).value == 2.0
+
+
+def test_rpc_over_an_address_of_its_own(jobs):
+    def remote(port):
+        import torch
+        from torch.distributed import rpc
+
+        rank = int(os.environ["RANK"])
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        value = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), rank))
+        rpc.shutdown()
+        return value.tolist()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = jobs.run(remote, port)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome(1).value == [2.0, 2.0]
+
+
+def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
+    from torch.distributed import destroy_process_group, init_process_group
+
+    def tutorial():
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from kale_dist.training.loop import train
+
+        def step(model, loader, criterion, optimizer, device, args):
+            init_process_group("gloo")
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+            destroy_process_group()
+
+        model = torch.nn.Linear(2, 2)
+        return train(
+            model=model,
+            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
+            criterion=torch.nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            epochs=2,
+        ).epochs
+
+    job = jobs.run(tutorial)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome().value == 2
+
+
+def test_pictures_of_rank_0_are_events_and_others_print(jobs):
+    def show():
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots()
+        axes.plot([1, 2])
+        plt.show()
+        display(figure)  # noqa: F821 - what IPython has in its cells
+        display("text")  # noqa: F821
+        return plt.get_backend()
+
+    job = jobs.run(show)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    shown = [event for event in job.events() if event["event"] == EventKind.DISPLAY]
+    assert [event["rank"] for event in shown] == [0, 0]
+    assert base64.b64decode(shown[0]["data"]["image/png"]).startswith(b"\x89PNG")
+    assert "Figure" in shown[0]["data"]["text/plain"]
+    assert job.log_text().count("Figure(") == 2
+    assert job.log_text().count("text") == 2
+
+
+def test_the_picture_functions_of_a_notebook_work_by_the_names_it_imported(jobs):
+    from IPython.display import HTML, display
+    from tqdm.notebook import tqdm
+
+    def show():
+        for _ in tqdm(range(3)):
+            pass
+        display(HTML("<b>bold</b>"))
+        display(HTML("x" * 600_000))
+
+    job = jobs.run(show)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    shown = [event["data"]["text/html"] for event in job.events() if event["event"] == EventKind.DISPLAY]
+    assert shown == ["<b>bold</b>"]
+    assert "585 KiB are too much to show (at most 512 KiB)" in job.log_text()
+    assert "3/3" in job.log_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("input('name? ')", "a rank has no terminal. Ask in the notebook before the call"),
+        ("breakpoint()", "a rank has no terminal to debug in"),
+        ("import pdb; pdb.set_trace()", "a rank has no terminal to debug in"),
+        ("import torch; torch.ones(1).cuda()", "this code asks for a GPU, and the rank has none"),
+        ("import torch; torch.cuda.set_device(0)", "this code asks for a GPU, and the rank has none"),
+        ("import torch; torch.nn.Linear(1, 1).to('cuda')", "pass cuda=True where there are GPUs"),
+    ],
+)
+def test_what_a_rank_does_not_have_is_said_in_one_sentence(jobs, body, said):
+    def ask():
+        exec(body)
+
+    job = jobs.run(ask)
+    assert job.wait()["state"] == "failed"
+    assert said in str(job.outcome().error)
+
+
+def train_alone(exchanges):
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        if exchanges:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_ranks_that_train_and_never_exchange_anything_are_told(jobs, exchanges):
+    job = jobs.run(train_alone, exchanges)
+    assert job.wait()["state"] == "succeeded"
+    assert job.log_text().count("The ranks made 3 optimizer steps and exchanged nothing") == (not exchanges)

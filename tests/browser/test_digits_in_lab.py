@@ -3,6 +3,9 @@
 import pathlib
 
 import nbformat
+import pytest
+
+pytestmark = pytest.mark.nightly
 
 DIGITS = pathlib.Path(__file__).parents[2] / "notebooks" / "digits.ipynb"
 
@@ -23,7 +26,7 @@ def test_the_curve_moves_while_digits_are_trained(open_notebook):
     view.wait_for(timeout=60_000)
     view.scroll_into_view_if_needed()
     curve = ".kd-job svg[aria-label^='loss'] polyline"
-    first = notebook.page.locator(curve).first.get_attribute("points")
+    first = notebook.page.locator(curve).first.get_attribute("points", timeout=60_000)
     notebook.page.wait_for_function(
         "([curve, before]) => document.querySelector(curve).getAttribute('points') !== before", arg=[curve, first]
     )

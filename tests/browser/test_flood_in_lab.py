@@ -3,6 +3,8 @@
 import pytest
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.nightly
+
 WORK = """
 import kale_dist as kd, time
 from kale_dist.contract import EventKind, RankStateName

@@ -5,6 +5,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.nightly
+
 WORK = """
 import kale_dist as kd, time
 

@@ -380,8 +380,8 @@ def test_finished_jobs_are_deleted_from_the_command_line_and_others_stay(on, eng
     running = flat.launch(hang, number_of_processes=1, **on)
     ended = flat.launch(waits_a_little, 0, number_of_processes=1, **{**on, "name": f"{on['name']}-e"})
     assert ended.result(timeout=90) == 0
-    assert main(["delete", "--finished", "--on", "docker"]) == 0
-    assert capsys.readouterr().out == f"{ended.ref} deleted\n"
+    assert main(["delete", "--finished", "--on", "docker", "--yes"]) == 0
+    assert capsys.readouterr().out == f"{ended.ref}\n{ended.ref} deleted\n"
     assert (containers_of(engine, ended.name), len(containers_of(engine, running.name))) == ([], 1)
     running.delete()
 

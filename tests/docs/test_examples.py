@@ -61,7 +61,9 @@ def test_every_argument_of_the_call_is_in_its_table():
 
     page = (ROOT / "docs" / "training.md").read_text()
     rows = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))))
-    assert rows == set(inspect.signature(kd.distribute).parameters)
+    of_places = {*inspect.signature(kd.Docker).parameters, *inspect.signature(kd.Kubernetes).parameters}
+    assert rows - of_places == set(inspect.signature(kd.distribute).parameters) - {"unknown"}
+    assert rows >= set(inspect.signature(kd.Docker).parameters)
 
 
 def test_every_public_name_is_in_the_reference():

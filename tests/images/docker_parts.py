@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import ipaddress
 import itertools
 import threading
 import zipfile
@@ -12,12 +13,8 @@ for argument; do case $argument in --requirement=*) name=$(cat "${argument#*=}")
 case $name in
   sleeps-*) echo "asleep as $0"; exec sleep "${name#sleeps-}";;
   fills-the-disk) echo x > /dev/full || { echo "write error: No space left on device" >&2; exit 1; };;
-  has-no-pip) echo "/usr/bin/python3: No module named pip" >&2; exit 1;;
-  is-killed) kill -9 $$;;
   cannot-resolve) echo "Failed to resolve 'pypi.org' ([Errno -3] Temporary failure in name resolution)"; exit 1;;
-  distrusts) echo "SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"; exit 1;;
   compiles) echo "error: command 'gcc' failed: No such file or directory" >&2; exit 1;;
-  talks) for n in $(seq 100 199); do echo "line $n"; done; exit 3;;
 esac
 """
 
@@ -62,6 +59,12 @@ def serving(folder, address, seen):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def gateway_of(engine):
+    """This machine's address on the engine's own network; an engine that has just started does not list it."""
+    [config] = engine.client.networks.get("bridge").attrs["IPAM"]["Config"]
+    return config.get("Gateway") or str(ipaddress.ip_network(config["Subnet"])[1])
 
 
 def _generations(engine, name):

@@ -251,54 +251,6 @@ class CuttingProxy:
                 request.wfile.write(body)
 
 
-class Relay:
-    """Passes on all bytes between clients and a registry, counts those of clients, and can cut all connections.
-
-    Args:
-        host: Of the registry.
-    """
-
-    def __init__(self, host):
-        self.received = 0
-        self._target = ("127.0.0.1", int(host.rpartition(":")[2]))
-        self._open = set()
-
-    @contextlib.contextmanager
-    def serving(self):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
-            yield f"localhost:{server.getsockname()[1]}"
-            server.shutdown(socket.SHUT_RDWR)
-            self.cut()
-
-    def cut(self):
-        for end in tuple(self._open):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self, server):
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=self._carry, args=(server.accept()[0],), daemon=True).start()
-
-    def _carry(self, near):
-        with near, socket.create_connection(self._target) as far:
-            self._open |= {near, far}
-            back = threading.Thread(target=self._copy, args=(far, near, False), daemon=True)
-            back.start()
-            self._copy(near, far, True)
-            back.join()
-            self._open -= {near, far}
-
-    def _copy(self, source, target, counted):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.received += len(data) if counted else 0
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
-
-
 class ScriptedRegistry:
     """Does what a test says: `answer(request)` gives (status, headers, body), or None once it has dealt with it itself."""
 

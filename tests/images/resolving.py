@@ -6,7 +6,7 @@ import uuid
 
 import bases
 
-from kale_dist.image import media
+from kale_dist.image import manifest as manifests
 from kale_dist.image.registry import Registry
 from kale_dist.image.resolve import resolve
 from kale_dist.recipe import Recipe
@@ -30,10 +30,16 @@ class Place:
         self.registry, self.repository = f"{host}/{self.team}", f"{self.team}/kale-dist"
         self.base = f"{self.registry}/base:1"
         self.said = []
+        self.asked = []
+
+    def ask(self, image):
+        """Answer as a container of the base would."""
+        self.asked.append(image)
+        return bases.answer()
 
     def resolve(self, recipe, **options):
         self.said = []
-        given = {"base": self.base, "registry": self.registry, "python": "3.11"} | options
+        given = {"base": self.base, "registry": self.registry, "python": "3.11", "ask": self.ask} | options
         return resolve(recipe, say=self.said.append, **given)
 
     def tags(self):
@@ -45,13 +51,13 @@ def with_base(host):
     """A place with a base in it."""
     made = Place(host)
     with Registry(host) as registry:
-        bases.push(registry, f"{made.team}/base", "1", bases.plain())
+        bases.push(registry, f"{made.team}/base", "1")
     return made
 
 
 def raw_manifest(place, tag):
     """A manifest's bytes and media type."""
     request = urllib.request.Request(f"http://{place.host}/v2/{place.repository}/manifests/{tag}")
-    request.add_header("Accept", ", ".join(media.ACCEPTED))
+    request.add_header("Accept", ", ".join(manifests.ACCEPTED))
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.read(), answer.headers["Content-Type"]

@@ -1,40 +1,20 @@
-import dataclasses
-import pathlib
-import tempfile
+"""Packages on top of what a base has, from an index on this machine."""
 
+import dataclasses
+import subprocess
+import sys
+import venv
+
+import bases
 import pytest
+from bases import FACTS, SITE, installed
 from wheelhouse import Wheelhouse
 
-from kale_dist.errors import ImageError
-from kale_dist.image import packages, replacement
-from kale_dist.image.installed import Distribution
-from kale_dist.image.inventory import Inventory
+from kale_dist.errors import ConfigError, ImageError
+from kale_dist.image import base, packages
 from kale_dist.recipe import Recipe
 
-SITE = "/usr/local/lib/python3.11/site-packages"
-
-
-def installed(name, version, *requires, files=(), folder=SITE):
-    metadata = f"{name}-{version}.dist-info"
-    paths = tuple(f"{SITE}/{file}" for file in (*files, f"{metadata}/METADATA", f"{metadata}/RECORD"))
-    return Distribution(name=name, version=version, requires=requires, folder=folder, metadata=metadata, files=paths)
-
-
-BASE = Inventory(
-    python="/usr/local/bin/python3",
-    python_version="3.11.9",
-    site_directory=SITE,
-    scripts_directory="/usr/local/bin",
-    prefix="/usr/local",
-    site_directories=(SITE,),
-    distributions=(
-        installed("numpy", "1.26.4", files=("numpy/__init__.py", "numpy/old/a.py", "shared/n.py")),
-        installed("scipy", "1.11.0", "numpy>=1.20,<2", files=("scipy/__init__.py", "shared/s.py")),
-        installed("torch", "2.6.0+cpu", "kdnvidia>=1", "numpy>=1.20", 'kdextra; extra == "more"'),
-    ),
-    platform="linux/amd64",
-    libc="manylinux 2.28",
-)
+FOLDER = "/opt/kale-dist/site-packages"
 
 
 @pytest.fixture
@@ -44,137 +24,138 @@ def house(tmp_path):
 
 
 @pytest.fixture
-def resolve(house, tmp_path, monkeypatch):
-    """A function that resolves requirements with the house's index; `said` is what the user was told."""
+def install(house, tmp_path, monkeypatch):
+    """A function that installs requirements from the house's index; `said` is what the user was told."""
     # Of the machine, and of those who test: nothing else may give packages.
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    monkeypatch.setenv("PIP_CACHE_DIR", str(tmp_path / "pip"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    tries = []
     with house.serving() as url:
 
-        def resolve(*requirements, inventory=BASE, index=url, **recipe):
-            resolve.said = []
-            recipe = Recipe(packages=requirements, index_urls=(index,), **recipe)
-            (tmp_path / "cache").mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=tmp_path / "cache") as folder:
-                return packages.resolve(
-                    recipe,
-                    inventory,
-                    cache_dir=tmp_path / "cache",
-                    folder=pathlib.Path(folder, "pip"),
-                    say=resolve.said.append,
-                )
+        def install(*requirements, facts=FACTS, index=url, **recipe):
+            install.said = []
+            tries.append(requirements)
+            folder = tmp_path / f"try-{len(tries)}"
+            folder.mkdir()
+            given = {"index_urls": (index,) if index else ()} | recipe
+            return packages.install(Recipe(packages=requirements, **given), facts, folder, say=install.said.append)
 
-        yield resolve
+        yield install
 
 
-def names(wheels):
-    return [f"{wheel.name} {wheel.version}" for wheel in wheels]
+def names(made):
+    return [f"{one.name} {one.version}" for one in made.added]
 
 
-def test_what_the_base_has_is_not_fetched_and_torch_brings_nothing_along(house, resolve):
+def texts(made):
+    """Path to bytes of all files."""
+    files = [entry for entry in made.entries if entry.content is not None]
+    return {
+        entry.path: entry.content if isinstance(entry.content, bytes) else entry.content.read_bytes() for entry in files
+    }
+
+
+def test_what_the_base_has_is_not_fetched_and_torch_brings_nothing_along(house, install):
     house.wheel("kdmetrics", requires=["torch>=2", "numpy", "kdtools>=1"])
     house.wheel("kdtools", "1.5")
     house.wheel("torch", "3.0")
     house.wheel("numpy", "2.1.0")
-    wheels = resolve("kdmetrics", "torch", "numpy>=1.20")
-    assert names(wheels) == ["kdmetrics 1.0", "kdtools 1.5"]
-    assert all(wheel.path.is_file() for wheel in wheels)
-    assert "kdmetrics 1.0, kdtools 1.5" in resolve.said[-1]
+    made = install("kdmetrics", "torch", "numpy>=1.20")
+    assert names(made) == ["kdmetrics 1.0", "kdtools 1.5"]
+    assert install.said[-1] == "Packages for the image: kdmetrics 1.0, kdtools 1.5"
+    assert {one.name for one in made.facts.distributions} == {"kdmetrics", "kdtools", "numpy", "scipy", "torch"}
+    # What the base has was only told to uv: nothing of it is in the layer.
+    assert not [path for path in texts(made) if "torch" in path or "numpy" in path]
 
 
-def test_nothing_is_fetched_where_all_is_there(resolve):
-    assert resolve("torch==2.6.0", "scipy") == ()
-    assert "has all packages" in resolve.said[-1]
-    assert resolve() == ()
+def test_a_version_that_was_published_a_moment_ago_is_found(house, install):
+    house.wheel("kdthing")
+    install("kdthing")
+    house.wheel("kdthing", "2.0")
+    assert names(install("kdthing==2.0")) == ["kdthing 2.0"]
+    assert names(install("kdthing", rebuild=True)) == ["kdthing 2.0"]
 
 
-def test_an_older_version_that_works_with_the_bases_torch_is_preferred(house, resolve):
+def test_nothing_is_put_in_where_all_is_there(install):
+    assert install("torch==2.6.0", "scipy") is None
+    assert "has all packages" in install.said[-1]
+
+
+def test_an_older_version_that_works_with_the_bases_torch_is_preferred(house, install):
     house.wheel("kdvision", "2.0", requires=["torch==2.7.0"])
     house.wheel("kdvision", "1.0", requires=["torch==2.6.0"])
-    assert names(resolve("kdvision")) == ["kdvision 1.0"]
+    assert names(install("kdvision")) == ["kdvision 1.0"]
 
 
-def test_torch_changes_only_if_that_is_allowed(house, resolve):
+def test_torch_changes_only_if_that_is_allowed(house, install):
     house.wheel("kdvision", "2.0", requires=["torch==2.7.0"])
     house.wheel("torch", "2.7.0")
-    with pytest.raises(
-        ImageError, match=r"kdvision 2\.0 depends on torch==2\.7\.0.*torch 2\.6\.0\+cpu.*allow_torch_change=True"
-    ):
-        resolve("kdvision")
-    assert names(resolve("kdvision", allow_torch_change=True)) == ["kdvision 2.0", "torch 2.7.0"]
-    wheel = house.folder / "torch-2.7.0-py3-none-any.whl"
-    with pytest.raises(ImageError, match="allow_torch_change=True"):
-        resolve(f"torch @ {wheel.as_uri()}")
+    with pytest.raises(ImageError, match=r"torch==2\.7\.0.*torch 2\.6\.0\+cpu is kept.*allow_torch_change=True"):
+        install("kdvision")
+    made = install("kdvision", allow_torch_change=True)
+    assert names(made) == ["kdvision 2.0", "torch 2.7.0"]
+    assert "They come before those of the base image: torch 2.6.0+cpu by 2.7.0." in install.said
 
 
-def test_what_torch_needs_of_the_base_stays_as_torch_needs_it(house, resolve):
-    house.wheel("numpy", "1.0")
-    house.wheel("kdold", requires=["numpy<1.10"])
-    with pytest.raises(ImageError, match=r"numpy>=1\.20"):
-        resolve("kdold")
+def test_a_package_of_the_base_that_loses_what_it_asks_for_is_named(house, install):
+    house.wheel("numpy", "2.1.0")
+    made = install("numpy==2.1.0")
+    assert made.notes == ("scipy 1.11.0 of the base image asks for numpy<2,>=1.20, and gets 2.1.0.",)
+    assert made.facts.find("numpy").version == "2.1.0"
 
 
-def test_an_extra_of_a_package_in_the_base_brings_what_it_adds(house, resolve):
+def test_an_extra_of_a_package_in_the_base_brings_what_it_adds(house, install):
     house.wheel("kdextra")
-    assert names(resolve("torch[more]")) == ["kdextra 1.0"]
+    assert names(install("torch[more]")) == ["kdextra 1.0"]
 
 
-def test_what_markers_ask_is_answered_for_the_image(house, resolve):
-    house.wheel(
-        "kdmarked",
-        requires=[
-            'kdarm; platform_machine == "aarch64"',
-            'kdnew; python_full_version >= "3.11.20"',
-            'kdold; python_version < "3.10"',
-        ],
-    )
-    house.wheel("kdarm", tag="cp311-cp311-manylinux_2_17_aarch64")
+def test_what_markers_ask_is_answered_for_the_image(house, install):
+    arm_only, new_only = 'kdarm; platform_machine == "aarch64"', 'kdnew; python_full_version >= "3.12"'
+    house.wheel("kdmarked", requires=[arm_only, new_only])
+    house.wheel("kdarm", tag="cp312-cp312-manylinux_2_17_aarch64")
     house.wheel("kdnew")
-    house.wheel("kdold")
-    assert names(resolve("kdmarked")) == ["kdmarked 1.0"]
-    arm = dataclasses.replace(BASE, platform="linux/arm64", python_version="3.11.21")
-    assert names(resolve("kdmarked", inventory=arm)) == ["kdarm 1.0", "kdmarked 1.0", "kdnew 1.0"]
+    assert names(install("kdmarked")) == ["kdmarked 1.0"]
+    arm = dataclasses.replace(FACTS, machine="aarch64", python="3.12.1")
+    assert names(install("kdmarked", facts=arm)) == ["kdarm 1.0", "kdmarked 1.0", "kdnew 1.0"]
 
 
 @pytest.mark.parametrize(
     ("libc", "wanted"),
-    [("manylinux 2.28", "2.0"), ("manylinux 2.17", "1.0"), ("manylinux 2.36", "3.0"), ("musllinux 1.2", "4.0")],
+    [("glibc 2.28", "2.0"), ("glibc 2.17", "1.0"), ("glibc 2.99", "3.0"), ("glibc 2.27", "1.0"), ("musl 1.2", "4.0")],
 )
-def test_wheels_are_chosen_for_the_bases_c_library(house, resolve, libc, wanted):
+def test_wheels_are_chosen_for_the_bases_c_library(house, install, libc, wanted):
     house.wheel("kdnative", "1.0", tag="cp311-cp311-manylinux2014_x86_64")
     house.wheel("kdnative", "2.0", tag="cp311-abi3-manylinux_2_28_x86_64")
     house.wheel("kdnative", "3.0", tag="cp311-cp311-manylinux_2_34_x86_64")
     house.wheel("kdnative", "4.0", tag="cp311-cp311-musllinux_1_1_x86_64")
     house.wheel("kdnative", "5.0", tag="cp312-cp312-manylinux_2_17_x86_64")
-    house.wheel("kdnative", "6.0", tag="cp311-cp311-macosx_11_0_arm64")
-    assert names(resolve("kdnative", inventory=dataclasses.replace(BASE, libc=libc))) == [f"kdnative {wanted}"]
+    assert names(install("kdnative", facts=dataclasses.replace(FACTS, libc=libc))) == [f"kdnative {wanted}"]
 
 
-def test_source_that_is_pure_python_becomes_a_wheel_here(house, resolve):
+def test_source_that_is_pure_python_is_built_for_an_image_like_this_machine(house, install):
     house.source("kdsource", "1.2")
-    house.wheel("kdneeds", requires=["kdsource>=1"])
-    wheels = resolve("kdneeds")
-    assert names(wheels) == ["kdneeds 1.0", "kdsource 1.2"]
-    assert any("kdsource" in line and "source only" in line for line in resolve.said)
-    archive = house.folder / "kdsource-1.2.tar.gz"
-    assert names(resolve(f"kdsource @ {archive.as_uri()}")) == ["kdsource 1.2"]
+    like_this = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
+    assert names(install("kdsource", facts=like_this)) == ["kdsource 1.2"]
+    with pytest.raises(ImageError, match=r"built from source.*builder=\"docker\""):
+        install("kdsource", facts=dataclasses.replace(FACTS, machine="aarch64"))
 
 
 @pytest.mark.parametrize(
     ("requirement", "words"),
     [
-        ("kdabsent", ["No package is called 'kdabsent'", "spelling", "index_urls="]),
-        ("kdthere==9", ["no kdthere==9", "1.0, 2.0", "Python 3.11, manylinux 2.28, linux/amd64"]),
-        ("kdforeign", ["kdforeign has wheels, but none for Python 3.11", "linux/amd64", "no source"]),
-        ("kdcompiled", ["kdcompiled", "compiled", 'builder="docker"', "apt="]),
-        ("kdfailing", ["kdfailing exists as source only", "no such header here", 'builder="docker"']),
-        ("kdfighting", ["conflict", "kdfighting 1.0 depends on kdthere==1.0", "kdthere==2.0"]),
-        ("kdthere @ file:///absent/kdthere-1.0-py3-none-any.whl", ["/absent/kdthere"]),
-        ("kdbroken", ["kdbroken"]),
+        ("kdabsent", ["kdabsent was not found", "spelling", "index_urls="]),
+        ("kdthere==9", ["no version of kdthere==9", "Python 3.11, glibc 2.28, x86_64"]),
+        ("kdforeign", ["kdforeign", "Python 3.11"]),
+        (
+            "kdcompiled",
+            ["kdcompiled 1.0 has no wheel for x86_64-manylinux_2_28", "compiled", 'builder="docker"', "apt="],
+        ),
+        ("kdfailing", ["kdfailing", "no such header here", 'builder="docker"']),
+        ("kdfighting", ["kdthere==1.0", "kdthere==2.0"]),
     ],
 )
-def test_packages_that_cannot_be_had_are_explained_with_a_remedy(house, resolve, requirement, words):
+def test_packages_that_cannot_be_had_are_explained_with_a_remedy(house, install, requirement, words):
     house.wheel("kdthere", "1.0")
     house.wheel("kdthere", "2.0")
     house.wheel("kdforeign", tag="cp312-cp312-win_amd64")
@@ -182,116 +163,155 @@ def test_packages_that_cannot_be_had_are_explained_with_a_remedy(house, resolve,
     house.source("kdfailing", failing="raise RuntimeError('error: no such header here')")
     house.wheel("kdfighting", requires=["kdthere==1.0", "kdother"])
     house.wheel("kdother", requires=["kdthere==2.0"])
-    (house.folder / "kdbroken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    like_this = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
     with pytest.raises(ImageError) as caught:
-        resolve(requirement)
+        install(requirement, facts=like_this)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_an_index_that_is_down_is_not_taken_for_a_package_that_is_absent(resolve):
-    with pytest.raises(ImageError, match="index could not be reached") as caught:
-        resolve("kdthing", index="http://ada:correct-horse@127.0.0.1:9/simple/")
+def test_an_index_that_is_down_is_not_taken_for_a_package_that_is_absent(install):
+    with pytest.raises(ImageError, match="Look at the network") as caught:
+        install("kdthing", index="http://ada:correct-horse@127.0.0.1:9/simple/")
     assert caught.value.retryable
     assert "correct-horse" not in str(caught.value)
 
 
-def test_the_same_packages_on_the_same_base_are_not_asked_for_again(house, resolve):
+@pytest.mark.parametrize("way", ["variable", "file"])
+def test_pips_own_settings_count_where_the_recipe_names_no_index(house, install, monkeypatch, tmp_path, way):
     house.wheel("kdthing")
-    first = resolve("kdthing")
-    house.wheel("kdthing", "2.0")
-    del house.asked[:]
-    assert resolve("kdthing") == first
-    assert not house.asked
-    assert names(resolve("kdthing", rebuild=True)) == ["kdthing 2.0"]
-    first[0].path.unlink()
-    assert names(resolve("kdthing")) == ["kdthing 2.0"]
-
-
-def test_a_users_own_settings_of_pip_do_not_send_packages_elsewhere(house, resolve, monkeypatch, tmp_path):
-    house.wheel("kdthing")
-    for name, value in {
-        "USER": "1",
-        "TARGET": str(tmp_path / "x"),
-        "NO_BINARY": ":all:",
-        "REQUIRE_VIRTUALENV": "1",
-    }.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
-    assert names(resolve("kdthing")) == ["kdthing 1.0"]
+    (tmp_path / "nowhere").mkdir()
+    with house.serving() as url:
+        monkeypatch.setenv("PIP_TARGET", str(tmp_path / "x"))
+        if way == "variable":
+            monkeypatch.setenv("PIP_INDEX_URL", url)
+        else:
+            (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {url}\nfind-links = /absent\n")
+            monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+            monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+        assert names(install("kdthing", index=None)) == ["kdthing 1.0"]
     assert not (tmp_path / "x").exists()
 
 
-def test_a_wheel_is_unpacked_for_the_images_interpreter(house, tmp_path):
-    path = house.wheel(
+def test_settings_of_uv_that_send_packages_elsewhere_do_not_count(house, install, monkeypatch):
+    house.wheel("kdthing")
+    monkeypatch.setenv("UV_NO_BINARY", "1")
+    monkeypatch.setenv("UV_CONSTRAINT", "/absent")
+    monkeypatch.setenv("UV_PYTHON", "/absent")
+    assert names(install("kdthing")) == ["kdthing 1.0"]
+
+
+def test_without_uv_the_remedy_is_named(install, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "/absent")
+    with pytest.raises(ConfigError, match=r"uv, which is not installed.*pip install 'kale-dist\[images\]'"):
+        install("kdthing")
+
+
+def test_files_lie_below_one_folder_and_scripts_name_the_bases_python(house, install):
+    house.wheel(
         "kdthing",
-        files={"kdthing/__init__.py": "", "kdthing/__pycache__/__init__.cpython-311.pyc": "stale"},
         scripts=["kd-run=kdthing:main"],
-        programs={
-            "scripts/kd-old": "#!python\nprint()\n",
-            "scripts/kd-sh": "#!/bin/sh\n",
-            "data/share/kd/data.txt": "data",
-            "headers/kd.h": "",
-        },
+        programs={"scripts/kd-old": "#!python\nprint()\n", "scripts/kd-sh": "#!/bin/sh\n", "scripts/pip": "#!python\n"},
     )
-    wheel = packages.Wheel(name="kdthing", version="1.0", path=path)
-    unpacked = packages.unpack([wheel], BASE, tmp_path / "root")
-    entries = {entry.path: entry for entry in unpacked.entries}
-    info = f"{SITE}/kdthing-1.0.dist-info"
-    assert set(entries) == {
-        f"{SITE}/kdthing/__init__.py",
-        *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "INSTALLER", "entry_points.txt")),
-        "/usr/local/bin/kd-run",
-        "/usr/local/bin/kd-old",
-        "/usr/local/bin/kd-sh",
-        "/usr/local/share/kd/data.txt",
-        "/usr/local/include/python3.11/kdthing/kd.h",
+    made = install("kdthing")
+    found = texts(made)
+    info = f"{FOLDER}/kdthing-1.0.dist-info"
+    scripts = {path for path in found if path.startswith("/opt/kale-dist/bin/")}
+    assert scripts == {f"/opt/kale-dist/bin/{name}" for name in ("kd-run", "kd-old", "kd-sh")}
+    assert set(found) - scripts - {path for path in found if path.startswith(info)} == {
+        f"{FOLDER}/kdthing/__init__.py",
+        f"{SITE}/kale_dist.pth",
     }
-    for program, first in {
-        "kd-run": "#!/usr/local/bin/python3",
-        "kd-old": "#!/usr/local/bin/python3",
-        "kd-sh": "#!/bin/sh",
+    for name, first in {
+        "kd-run": b"/usr/local/bin/python3",
+        "kd-old": b"/usr/local/bin/python3",
+        "kd-sh": b"/bin/sh",
     }.items():
-        assert entries[f"/usr/local/bin/{program}"].content.read_text().splitlines()[0] == first
-    assert entries["/usr/local/bin/kd-run"].executable
-    assert not entries[f"{SITE}/kdthing/__init__.py"].executable
-    record = entries[f"{info}/RECORD"].content.read_text()
-    assert "../../../bin/kd-run,sha256=" in record
-    assert "__pycache__" not in record
-    assert unpacked.distributions[0].metadata == "kdthing-1.0.dist-info"
+        assert found[f"/opt/kale-dist/bin/{name}"].splitlines()[0] == b"#!" + first
+    record = found[f"{info}/RECORD"].decode()
+    assert "../bin/kd-run,sha256=" in record
+    assert "pip" not in record
+    folders = {entry.path for entry in made.entries if entry.content is None}
+    assert {"/opt/kale-dist", "/opt/kale-dist/bin", FOLDER, f"{FOLDER}/kdthing"} <= folders
+    assert not any(SITE.startswith(folder) for folder in folders)
 
 
-@pytest.mark.parametrize("path", ["../../../../../etc/evil", "/etc/evil", "kdthing/../../evil"])
-def test_a_wheel_that_reaches_outside_is_refused_by_name(house, tmp_path, path):
-    wheel = packages.Wheel(name="kdthing", version="1.0", path=house.wheel("kdthing", files={path: "evil"}))
-    with pytest.raises(ImageError, match=r"kdthing-1\.0-py3-none-any\.whl cannot be unpacked"):
-        packages.unpack([wheel], BASE, tmp_path / "root")
-    assert not [file for file in pathlib.Path(tmp_path).rglob("*evil*") if file.is_file()]
+def test_the_same_packages_have_the_same_key_and_others_another(house, install):
+    house.wheel("kdthing")
+    house.wheel("kdother")
+    keys = [install(name).key for name in ("kdthing", "kdthing", "kdother")]
+    assert keys[0] == keys[1] != keys[2]
 
 
-def test_what_a_replaced_package_had_goes_and_what_others_have_stays():
-    gone = replacement.replaced(BASE, ["numpy", "kdnew"])
-    assert [one.name for one in gone] == ["numpy"]
-    added = [f"{SITE}/numpy/__init__.py", f"{SITE}/numpy-2.1.0.dist-info/METADATA"]
-    hidden = [entry.path for entry in replacement.removals(BASE, gone, added)]
-    assert hidden == [f"{SITE}/.wh.numpy-1.26.4.dist-info", f"{SITE}/numpy/.wh.old", f"{SITE}/shared/.wh.n.py"]
+@pytest.fixture
+def image(tmp_path, monkeypatch):
+    """A Python of its own with numpy and a `pathlib`, in the place of an image's; gives its facts, and how it runs."""
+    venv.create(tmp_path / "image", with_pip=False)
+    python = tmp_path / "image" / "bin" / "python"
+    site = tmp_path / "image" / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    (site / "numpy").mkdir()
+    (site / "numpy" / "__init__.py").write_text("version = 'of the base'\n")
+    (site / "kdbase.py").write_text("version = 'of the base'\n")
+    monkeypatch.setattr(packages, "FOLDER", str(tmp_path / "opt"))
+    monkeypatch.setattr(packages, "SCRIPTS", str(tmp_path / "opt" / "bin"))
+    said = subprocess.run([python, *base.COMMAND[1:]], capture_output=True, check=True).stdout
+    facts = dataclasses.replace(base.read(said, "x"), distributions=(installed("numpy", "1.26.4"),))
+
+    def put(made):
+        for entry in made.entries:
+            path = tmp_path.joinpath(entry.path)
+            (path if entry.content is None else path.parent).mkdir(parents=True, exist_ok=True)
+            if entry.content is not None:
+                path.write_bytes(entry.content if isinstance(entry.content, bytes) else entry.content.read_bytes())
+
+    def run(*command):
+        return subprocess.run(
+            [python, *command], capture_output=True, check=True, text=True, cwd=tmp_path
+        ).stdout.split("|")
+
+    return facts, put, run
 
 
-def test_files_that_a_record_names_outside_of_python_are_left_alone():
-    hostile = installed("kdthing", "1.0", files=("kdthing.py",))
-    hostile = dataclasses.replace(hostile, files=("/etc/passwd", "/usr/localhost", *hostile.files))
-    base = dataclasses.replace(BASE, distributions=(hostile,))
-    hidden = [entry.path for entry in replacement.removals(base, (hostile,), [])]
-    assert hidden == [f"{SITE}/.wh.kdthing-1.0.dist-info", f"{SITE}/.wh.kdthing.py"]
+IMPORTS = """
+import pathlib, numpy, kdbase, kdpth, sys
+print(numpy.version, kdbase.version, kdpth.__file__.split("/")[-1], hasattr(pathlib, "Path"), sep="|", end="")
+"""
 
 
-def test_packages_of_the_system_are_covered_and_not_removed():
-    six = installed("six", "1.16.0", folder="/usr/lib/python3/dist-packages")
-    assert replacement.replaced(dataclasses.replace(BASE, distributions=(six,)), ["six"]) == ()
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-P", "-E"), ("-s",)], ids=" ".join)
+def test_packages_come_after_the_standard_library_and_before_those_of_the_base(house, install, image, flags):
+    facts, put, run = image
+    house.wheel("numpy", "2.0", files={"numpy/__init__.py": "version = 'of the layer'\n"})
+    house.wheel("pathlib", files={"pathlib.py": "raise RuntimeError('a backport from 2014')\n"})
+    house.wheel("kdpth", files={"kd.pth": "elsewhere\n", "elsewhere/kdpth.py": ""})
+    put(install("numpy==2.0", "pathlib", "kdpth", facts=facts))
+    assert run(*flags, "-c", IMPORTS) == ["of the layer", "of the base", "kdpth.py", "True"]
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {IMPORTS!r}], check=True)"
+    assert run(*flags, "-c", inner) == ["of the layer", "of the base", "kdpth.py", "True"]
 
 
-def test_a_package_of_the_base_that_loses_what_it_asks_for_is_named():
-    new = Distribution(name="numpy", version="2.1.0", folder=SITE, metadata="numpy-2.1.0.dist-info")
-    [sentence] = replacement.broken(BASE, [new])
-    assert "scipy 1.11.0" in sentence
-    assert "numpy<2,>=1.20" in sentence
-    assert replacement.with_installed(BASE, [new]).find("numpy") == new
+def test_a_later_layer_comes_before_an_earlier_one(house, install, image):
+    facts, put, run = image
+    for version in ("1.0", "2.0"):
+        house.wheel("kdthing", version, files={"kdthing.py": f"version = '{version}'\n"})
+    house.wheel("kdother")
+    first = install("kdthing==1.0", "kdother", facts=facts)
+    put(first)
+    second = install("kdthing==2.0", facts=first.facts)
+    put(second)
+    assert second.facts.folders == ("site-packages", "site-packages-2")
+    program = (
+        "import kdthing, kdother; from importlib.metadata import version as v; print(kdthing.version, v('kdthing'))"
+    )
+    assert run("-I", "-c", program) == ["2.0 2.0\n"]
+
+
+def test_a_base_whose_versions_are_none_does_not_stop_uv(house, install):
+    house.wheel("kdthing")
+    odd = (*FACTS.distributions, installed("kdodd", "unknown"), installed("kdbad", "1.0", "not a requirement!"))
+    assert names(install("kdthing", facts=dataclasses.replace(FACTS, distributions=odd))) == ["kdthing 1.0"]
+
+
+def test_answers_of_bases_are_examples_of_what_the_program_prints():
+    assert base.read(bases.answer(), "x") == FACTS

@@ -5,10 +5,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from registries import PASSWORD, USER, CuttingProxy, TokenServer, registry_program
+from registries import PASSWORD, USER, CuttingProxy, TokenServer, make_certificate, registry_program
 
 from kale_dist.errors import ConfigError, ImageError
-from kale_dist.image import media
+from kale_dist.image import manifest as manifests
 from kale_dist.image.auth import Credentials
 from kale_dist.image.layer import Layer
 from kale_dist.image.registry import Registry
@@ -31,7 +31,7 @@ def push(registry, repository, tag="1", *, docker=False, platform=("linux", "amd
     kinds = (
         ("DOCKER_MANIFEST", "DOCKER_CONFIG", "DOCKER_LAYER") if docker else ("OCI_MANIFEST", "OCI_CONFIG", "OCI_LAYER")
     )
-    kind, config_kind, layer_kind = (getattr(media, name) for name in kinds)
+    kind, config_kind, layer_kind = (getattr(manifests, name) for name in kinds)
     manifest = {
         "schemaVersion": 2,
         "mediaType": kind,
@@ -44,30 +44,29 @@ def push(registry, repository, tag="1", *, docker=False, platform=("linux", "amd
 def push_index(registry, repository, tag, images):
     entries = [
         {
-            "mediaType": media.OCI_MANIFEST,
-            "size": registry.head(repository, digest).size,
+            "mediaType": manifests.OCI_MANIFEST,
+            "size": 1,
             "digest": digest,
             "platform": platform,
         }
         for digest, platform in images
     ]
-    body = {"schemaVersion": 2, "mediaType": media.OCI_INDEX, "manifests": entries}
-    return registry.put_manifest(repository, tag, json.dumps(body).encode(), media.OCI_INDEX)
+    body = {"schemaVersion": 2, "mediaType": manifests.OCI_INDEX, "manifests": entries}
+    return registry.put_manifest(repository, tag, json.dumps(body).encode(), manifests.OCI_INDEX)
 
 
 def test_the_registry_beside_the_cluster_has_an_image_that_can_be_read(registry_host):
     with Registry(registry_host) as registry:
         image = registry.image("kale-dist/torch-cpu", "2.13.0")
-        assert registry.head("kale-dist/torch-cpu", "2.13.0") == image.descriptor
-        assert registry.head("kale-dist/torch-cpu", image.descriptor.digest) == image.descriptor
+        assert registry.head("kale-dist/torch-cpu", "2.13.0") == image.digest
+        assert registry.head("kale-dist/torch-cpu", image.digest) == image.digest
         assert len(image.manifest["layers"]) == len(image.config["rootfs"]["diff_ids"])
         assert "2.13.0" in registry.tags("kale-dist/torch-cpu")
-        assert "kale-dist/torch-cpu" in registry.repositories("kale-dist/")
 
 
 def test_what_is_not_there_is_none_or_an_error_that_names_it(own_registry):
     with Registry(own_registry) as registry:
-        assert registry.head("no/such", "1") is None
+        assert registry.head("no/such", "1") == ""
         assert registry.tags("no/such") == ()
         assert not registry.has_blob("no/such", NO_DIGEST)
         with pytest.raises(ImageError, match=r"no/such:1: 404 MANIFEST_UNKNOWN"):
@@ -82,7 +81,6 @@ def test_a_blob_comes_back_as_it_was_put_there(own_registry, size):
     with Registry(own_registry) as registry:
         registry.upload("blobs", io.BytesIO(data), digest_of(data), progress=lambda *pair: seen.append(pair))
         assert b"".join(registry.blob("blobs", digest_of(data))) == data
-        assert b"".join(registry.blob("blobs", digest_of(data), start=size // 2)) == data[size // 2 :]
     assert seen[-1] == (size, size)
 
 
@@ -100,33 +98,8 @@ def test_a_blob_that_is_there_is_not_sent_again_and_goes_to_other_repositories_b
 
 
 def test_other_bytes_than_the_digest_says_are_named_as_such(own_registry):
-    with (
-        Registry(own_registry) as registry,
-        pytest.raises(ImageError, match=r"the file has been changed\. Make it again"),
-    ):
+    with Registry(own_registry) as registry, pytest.raises(ImageError, match="damaged on their way"):
         registry.upload("blobs", b"other bytes", NO_DIGEST)
-
-
-def test_a_file_that_shrinks_while_it_is_sent_is_an_error(own_registry, tmp_path):
-    path = tmp_path / "layer"
-    path.write_bytes(bytes(4 << 20))
-
-    def shrink(_done, _total):
-        os.truncate(path, 2 << 20)
-
-    with Registry(own_registry) as registry, path.open("rb") as file, pytest.raises(ImageError, match="bytes early"):
-        registry.upload("blobs", file, NO_DIGEST, progress=shrink)
-
-
-def test_a_cut_between_registry_and_proxy_costs_one_chunk_and_not_the_whole(own_registry):
-    data = os.urandom(1 << 20) * 130
-    proxy = CuttingProxy(own_registry, cut=(2,), whole=True)
-    with proxy.serving() as host, Registry(host) as registry:
-        registry.upload("cut/whole", data, digest_of(data))
-        assert registry.has_blob("cut/whole", digest_of(data))
-    # 64 MiB arrived, half of the next 64 MiB was lost.
-    assert proxy.received == len(data) + (32 << 20)
-    assert proxy.patches == 4
 
 
 def test_an_upload_that_the_registry_forgot_begins_again(own_registry):
@@ -152,7 +125,7 @@ def test_an_upload_that_is_cut_each_time_ends_with_an_error_that_allows_another_
 def test_a_name_and_password_are_enough_and_wrong_ones_are_told_from_none(password_registry):
     with Registry(password_registry, credentials=ADA) as registry:
         digest = push(registry, "private/one")
-        assert registry.image("private/one", "1").descriptor.digest == digest
+        assert registry.image("private/one", "1").digest == digest
     with Registry(password_registry) as registry, pytest.raises(ImageError, match=r"401.*docker login localhost:"):
         registry.head("private/one", "1")
     wrong = Credentials(username=USER, password="not-it-at-all")
@@ -168,9 +141,8 @@ def test_tokens_are_got_once_for_each_access_and_a_mount_asks_for_both_repositor
         push(registry, "team/one")
         registry.image("team/one", "1")
         assert registry.mount("team/two", digest_of(b"layer"), "team/one")
-        assert "team/two" in registry.repositories("team/")
     asked = [tuple(scopes) for scopes in server.asked]
-    assert len(asked) == len(set(asked)) == 4
+    assert len(asked) == len(set(asked)) == 3
     assert ("repository:team/two:pull,push", "repository:team/one:pull") in asked
 
 
@@ -187,40 +159,43 @@ def test_without_or_with_wrong_credentials_the_token_server_is_named(token_regis
 
 def test_a_registry_with_its_own_authority_is_trusted_where_it_is_named(tls_registry, tmp_path, monkeypatch):
     host, ca_file = tls_registry
-    with Registry(host, credentials=ADA, ca_file=ca_file) as registry:
-        digest = push(registry, "secure")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with (
         Registry(host, credentials=ADA, insecure=False) as registry,
-        pytest.raises(ImageError, match=r"not trusted.*ca_file="),
+        pytest.raises(ImageError, match=r"not trusted.*certs\.d"),
     ):
         registry.head("secure", "1")
     folder = tmp_path / "docker" / "certs.d" / host
     folder.mkdir(parents=True)
     (folder / "ca.crt").symlink_to(ca_file)
     with Registry(host, credentials=ADA, insecure=False) as registry:
-        assert registry.head("secure", "1").digest == digest
+        digest = push(registry, "secure")
     (folder / "ca.crt").unlink()
     monkeypatch.setenv("SSL_CERT_FILE", ca_file)
     with Registry(host, credentials=ADA, insecure=False) as registry:
-        assert registry.head("secure", "1").digest == digest
+        assert registry.head("secure", "1") == digest
 
 
 def test_tls_where_there_is_none_and_none_where_there_is_are_told(own_registry, tls_registry):
     with (
         Registry(own_registry, insecure=False) as registry,
-        pytest.raises(ImageError, match=r"does not speak TLS.*insecure=True"),
+        pytest.raises(ImageError, match=r"does not speak TLS.*http://"),
     ):
         registry.head("x", "1")
-    with Registry(tls_registry[0], insecure=True) as registry, pytest.raises(ImageError, match="insecure=False"):
+    with (
+        Registry(tls_registry[0], insecure=True) as registry,
+        pytest.raises(ImageError, match="HTTP request to an HTTPS server"),
+    ):
         registry.image("x", "1")
 
 
-def test_a_damaged_certificate_is_named(tmp_path):
-    (tmp_path / "ca.crt").write_text("not a certificate")
-    for name in ("ca.crt", "absent.crt"):
-        with pytest.raises(ImageError, match=f"{name} for registry.test cannot be used"):
-            Registry("registry.test", ca_file=str(tmp_path / name))
+def test_a_damaged_certificate_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "docker" / "certs.d" / "registry.test"
+    folder.mkdir(parents=True)
+    (folder / "ca.crt").write_text("not a certificate")
+    with pytest.raises(ImageError, match=r"ca\.crt for registry.test .*cannot be used"):
+        Registry("registry.test")
 
 
 def test_a_client_certificate_without_its_key_is_named(tmp_path, monkeypatch):
@@ -228,7 +203,7 @@ def test_a_client_certificate_without_its_key_is_named(tmp_path, monkeypatch):
     folder = tmp_path / "docker" / "certs.d" / "registry.test"
     folder.mkdir(parents=True)
     (folder / "client.cert").write_text("")
-    with pytest.raises(ImageError, match=r"client\.cert and its key beside it"):
+    with pytest.raises(ImageError, match=r"client\.cert for registry.test \(with its key beside it"):
         Registry("registry.test")
 
 
@@ -243,10 +218,10 @@ def test_of_an_index_the_right_platform_is_taken_and_a_missing_one_names_those_t
             (amd, {"os": "linux", "architecture": "amd64"}),
         ]
         index = push_index(registry, "many", "all", platforms)
-        assert registry.head("many", "all").digest == index
-        assert registry.image("many", "all").descriptor.digest == amd
-        assert registry.image("many", "all", "linux/arm64").descriptor.digest == arm
-        assert registry.image("many", index, "linux/arm64/v8").descriptor.digest == arm
+        assert registry.head("many", "all") == index
+        assert registry.image("many", "all").digest == amd
+        assert registry.image("many", "all", "linux/arm64").digest == arm
+        assert registry.image("many", index, "linux/arm64/v8").digest == arm
         with pytest.raises(ImageError, match=r"no image for linux/s390x, only for: linux/arm64/v8, linux/amd64\."):
             registry.image("many", "all", "linux/s390x")
         with pytest.raises(ImageError, match="many:arm is for linux/arm64, not for linux/amd64"):
@@ -259,41 +234,21 @@ def test_a_layer_on_top_keeps_the_kind_of_the_base_and_its_settings(own_registry
     with Registry(own_registry) as registry:
         push(registry, "append", docker=docker)
         base = registry.image("append", "1")
-        made = [
-            media.append_layer(
-                base.manifest,
-                base.config,
-                layer,
-                history="pip",
-                environment=[("A", "2"), ("B", "x=y")],
-                labels={"k": "v"},
-            )
-            for _ in range(2)
-        ]
+        told = {"environment": {"A": "2", "B": "x=y"}, "labels": {"k": "v"}}
+        made = [manifests.put_on_top(base.manifest, base.config, [layer], history="uv", **told) for _ in range(2)]
         assert made[0] == made[1]
         manifest, config = made[0]
         registry.upload("append", b"top", layer.digest)
         registry.upload("append", config, digest_of(config))
-        registry.put_manifest("append", "2", manifest, base.descriptor.media_type)
+        registry.put_manifest("append", "2", manifest, manifests.media_type(base.manifest))
         whole = registry.image("append", "2")
-    assert whole.descriptor.media_type == base.descriptor.media_type
+    assert manifests.media_type(whole.manifest) == manifests.media_type(base.manifest)
     assert [entry["digest"] for entry in whole.manifest["layers"]] == [digest_of(b"layer"), layer.digest]
-    assert {media.is_docker(entry["mediaType"]) for entry in (*whole.manifest["layers"], whole.manifest["config"])} == {
-        docker
-    }
+    kinds = [entry["mediaType"] for entry in (*whole.manifest["layers"], whole.manifest["config"])]
+    assert {"docker" in kind for kind in kinds} == {docker}
     assert whole.config["rootfs"]["diff_ids"] == [digest_of(b"layer"), layer.diff_id]
     assert whole.config["config"] == {"Env": ["A=2", "B=x=y"], "User": "me", "Labels": {"k": "v"}}
-    assert [entry["created_by"] for entry in whole.config["history"]] == ["base", "pip"]
-
-
-def test_many_tags_are_listed_and_a_deleted_image_is_gone(own_registry):
-    with Registry(own_registry) as registry:
-        digest = push(registry, "tags", "t0")
-        assert push(registry, "tags", "t1") == digest
-        assert registry.tags("tags") == ("t0", "t1")
-        registry.delete("tags", digest)
-        registry.delete("tags", digest)
-        assert registry.head("tags", "t0") is None
+    assert [entry["created_by"] for entry in whole.config["history"]] == ["base", "uv"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +274,7 @@ def test_names_that_would_lead_elsewhere_are_refused_before_anything_is_sent(rep
 @pytest.mark.parametrize("digest", ["", "sha256:0", "md5:" + "0" * 32, f"{NO_DIGEST}/../x", NO_DIGEST.upper()])
 def test_digests_that_are_none_are_refused_before_anything_is_sent(digest):
     with Registry("localhost:1") as registry:
-        for call in (registry.has_blob, registry.delete, lambda *names: list(registry.blob(*names))):
+        for call in (registry.has_blob, lambda *names: list(registry.blob(*names))):
             with pytest.raises(ConfigError, match="is no digest"):
                 call("a", digest)
 
@@ -338,13 +293,15 @@ def test_a_registry_that_is_down_is_named_and_may_be_tried_again():
         registry.head("a", "1")
 
 
-def test_credentials_are_not_sent_to_a_token_server_without_encryption(registry_folder):
+def test_credentials_are_not_sent_to_a_token_server_without_encryption(registry_folder, monkeypatch):
     server = TokenServer(registry_folder / "plain-tokens")
+    make_certificate(registry_folder / "tls-token")
+    monkeypatch.setenv("SSL_CERT_FILE", str(registry_folder / "tls-token" / "ca.crt"))
     with (
         server.serving(),
         registry_program(registry_folder / "tls-token", auth=server.settings(), tls=True) as host,
-        Registry(host, credentials=ADA, ca_file=str(registry_folder / "tls-token" / "ca.crt")) as registry,
-        pytest.raises(ImageError, match=r"to localhost without encryption\. They were not sent"),
+        Registry(host, credentials=ADA, insecure=False) as registry,
+        pytest.raises(ImageError, match=r"to localhost:\d+ without encryption\. They were not sent"),
     ):
         registry.head("a", "1")
     assert server.asked == []
@@ -356,6 +313,4 @@ def test_threads_share_a_registry(token_registry):
         blobs = [os.urandom(2 << 20) for _ in range(8)]
         list(pool.map(lambda data: registry.upload("threads/a", data, digest_of(data)), blobs))
         found = list(pool.map(lambda data: b"".join(registry.blob("threads/a", digest_of(data))), blobs))
-        same = list(pool.map(lambda _: push(registry, "threads/b"), range(4)))
     assert found == blobs
-    assert len(set(same)) == 1

@@ -1,21 +1,20 @@
-"""What a real registry cannot be made to do: be busy, lie, send elsewhere, go on with half a chunk."""
+"""What a real registry cannot be made to do: be busy, lie, send elsewhere, lose an answer."""
 
 import hashlib
 import json
 import pickle
 import re
-import socket
 
 import pytest
 
 from kale_dist.errors import ImageError
-from kale_dist.image import media
+from kale_dist.image import manifest as manifests
 from kale_dist.image.auth import Credentials
 from kale_dist.image.registry import Registry
 
 DATA = bytes(range(256)) * 8192
 DIGEST = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
-HEAD = {"Docker-Content-Digest": DIGEST, "Content-Type": media.OCI_MANIFEST, "Content-Length": "7"}
+HEAD = {"Docker-Content-Digest": DIGEST, "Content-Type": manifests.OCI_MANIFEST, "Content-Length": "7"}
 ADA = Credentials(username="ada", password="correct-horse")
 
 
@@ -29,7 +28,7 @@ def in_turn(*answers):
 def test_a_busy_registry_is_waited_for(scripted, status):
     fake, host = scripted(in_turn((status, {"Retry-After": "0"}, b""), (status, {}, b""), (200, HEAD, b"")))
     with Registry(host) as registry:
-        assert registry.head("a", "1").digest == DIGEST
+        assert registry.head("a", "1") == DIGEST
     assert len(fake.seen) == 3
 
 
@@ -40,9 +39,7 @@ def test_a_registry_that_wants_a_long_wait_is_not_waited_for(scripted):
     fake, host = scripted(in_turn((429, {"Retry-After": "3600"}, body)))
     with Registry(host) as registry, pytest.raises(ImageError) as caught:
         registry.manifest("a", "1")
-    assert re.search(
-        r"429 TOOMANYREQUESTS You have reached \[31m your limit\. .*log in.*wait 3600 s", str(caught.value)
-    )
+    assert re.search(r"busy \(429\) and asks to wait 3600 s\. Wait, log in", str(caught.value))
     assert caught.value.retryable
     assert len(fake.seen) == 1
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -58,7 +55,7 @@ def test_a_registry_that_wants_a_long_wait_is_not_waited_for(scripted):
         ),
         (500, b"<html>panic</html>", r"refused to read the manifest of a:1: 500\. Try again later"),
         (500, b"\xff\xfe" * 100, "500"),
-        (405, b'{"errors": []}', "whoever runs it has to"),
+        (405, b'{"errors": []}', "405"),
         (404, b'{"errors": [{"code": null}]}', "404. Check the name"),
         (404, b'[["x"]]', "404"),
         (418, b'{"errors": "x"}', "418"),
@@ -78,7 +75,7 @@ def test_a_damaged_blob_is_an_error_after_its_last_byte(scripted, served):
 
 
 def test_a_manifest_that_is_not_what_was_asked_for_is_an_error(scripted):
-    _, host = scripted(in_turn((200, {"Content-Type": media.OCI_MANIFEST}, b"{}")))
+    _, host = scripted(in_turn((200, {"Content-Type": manifests.OCI_MANIFEST}, b"{}")))
     with Registry(host) as registry, pytest.raises(ImageError, match=f"not {DIGEST}"):
         registry.manifest("a", DIGEST)
 
@@ -86,23 +83,31 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_an_error(scripted):
 @pytest.mark.parametrize(
     ("kind", "body", "pattern"),
     [
-        (media.OCI_MANIFEST, b"{" + b" " * (10 << 20) + b"}", "more than 4 MiB"),
-        (media.OCI_MANIFEST, b"[]", "no JSON object"),
-        (media.OCI_MANIFEST, b"[" * 100_000, "no JSON object"),
-        (media.OCI_MANIFEST, b"<html>", "Is it a registry"),
-        (media.OCI_MANIFEST, b"{}", "no image that can be run"),
-        (media.OCI_MANIFEST, b'{"config": {}}', "no image that can be run"),
-        (media.OCI_MANIFEST, b'{"config": {"digest": "../../x"}}', "names no configuration"),
-        (media.OCI_MANIFEST, b'{"config": {"mediaType": "application/vnd.cncf.helm.config.v1+json"}}', "helm.config"),
-        ("application/vnd.docker.distribution.manifest.v1+prettyjws", b'{"schemaVersion": 1}', "newer tool"),
-        (media.OCI_INDEX, b'{"manifests": []}', "only for: none"),
-        (media.OCI_INDEX, b'{"manifests": null}', "only for: none"),
+        (manifests.OCI_MANIFEST, b"{" + b" " * (10 << 20) + b"}", "more than 4 MiB"),
+        (manifests.OCI_MANIFEST, b"[]", "no JSON object"),
+        (manifests.OCI_MANIFEST, b"[" * 100_000, "no JSON object"),
+        (manifests.OCI_MANIFEST, b"<html>", "Is it a registry"),
+        (manifests.OCI_MANIFEST, b"{}", "no image that can be run"),
+        (manifests.OCI_MANIFEST, b'{"config": {}}', "no image that can be run"),
+        (manifests.OCI_MANIFEST, b'{"config": {"digest": "../../x"}}', "names no configuration"),
         (
-            media.OCI_INDEX,
+            manifests.OCI_MANIFEST,
+            b'{"config": {"mediaType": "application/vnd.cncf.helm.config.v1+json"}}',
+            "helm.config",
+        ),
+        (
+            "application/vnd.docker.distribution.manifest.v1+prettyjws",
+            b'{"schemaVersion": 1}',
+            "unknown kind of manifest",
+        ),
+        (manifests.OCI_INDEX, b'{"manifests": []}', "only for: none"),
+        (manifests.OCI_INDEX, b'{"manifests": null}', "no image that can be run"),
+        (
+            manifests.OCI_INDEX,
             b'{"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]}',
             "names no digest",
         ),
-        (media.OCI_INDEX, b'{"manifests": ["x", 1, {"platform": 3}]}', "only for: none"),
+        (manifests.OCI_INDEX, b'{"manifests": ["x", 1, {"platform": 3}]}', "only for: none"),
     ],
 )
 def test_a_manifest_that_is_none_is_an_error_and_no_traceback(scripted, kind, body, pattern):
@@ -135,8 +140,8 @@ def test_credentials_are_not_sent_to_where_a_blob_has_been_moved(scripted):
     ("location", "pattern"),
     [
         ("ftp://localhost/x", "no place for HTTP"),
-        ("file:///etc/passwd", "no place for HTTP"),
         ("http://user:hidden@[::1", "no place for HTTP"),
+        ("file:///etc/passwd", "no place for HTTP"),
         ("http://localhost:99999/x", "no place for HTTP"),
         ("http://user:hidden@localhost:1/x", "localhost:1 cannot be reached"),
         ("", "refused to"),
@@ -207,91 +212,34 @@ def test_an_ended_token_is_renewed_within_an_upload_and_an_identity_token_is_exc
     assert fake.seen[-1][:2] == ("PUT", f"/v2/a/blobs/uploads/1?state=y&digest={DIGEST}")
 
 
-class Session:
-    """An upload as the specification has it: half a chunk is kept, and the registry says how much there is."""
+def test_an_upload_whose_answer_was_lost_is_found_to_be_there(scripted):
+    seen = []
 
-    def __init__(self, cut_after, limit=1 << 40, single=False):
-        self.cut_after, self.limit, self.single = cut_after, limit, single
-        self.data = bytearray()
-        self.sizes = []
-
-    def __call__(self, request):
-        size = int(request.headers.get("Content-Length", 0))
-        where = {"Location": "/v2/a/blobs/uploads/1", "Range": f"0-{max(len(self.data) - 1, 0)}"}
-        if request.command == "HEAD":
-            return 404, {}, b""
-        if request.command == "POST":
-            self.data.clear()
-            return 202, where, b""
-        if request.command == "GET":
-            return 204, where, b""
-        if request.command == "PATCH":
-            return self.patch(request, size)
-        self.data += request.rfile.read(size)
-        return (201 if bytes(self.data) == DATA * (len(self.data) // len(DATA)) else 400), {}, b""
-
-    def patch(self, request, size):
-        self.sizes.append(size)
-        if size > self.limit:
-            while size:
-                size -= len(request.rfile.read(min(size, 1 << 20)))
-            return 413, {}, b"<html>nginx</html>"
-        begin = int(request.headers.get("Content-Range", "0-").partition("-")[0])
-        if begin != len(self.data):
-            return 416, {}, b""
-        if self.single and begin:
-            request.rfile.read(size)
-            return 400, {}, b'{"errors": [{"code": "UNSUPPORTED"}]}'
-        cut, self.cut_after = self.cut_after, None
-        self.data += request.rfile.read(size if cut is None else cut)
-        if cut is not None:
-            request.connection.shutdown(socket.SHUT_RDWR)
-            return None
-        return 202, {"Location": "/v2/a/blobs/uploads/1", "Range": f"0-{len(self.data) - 1}"}, b""
-
-
-@pytest.mark.parametrize("cut_after", [0, 1, 2, 1_000_000, len(DATA) - 1])
-def test_a_cut_within_a_chunk_is_gone_on_with_where_the_registry_kept_it(scripted, cut_after):
-    session = Session(cut_after)
-    _, host = scripted(session)
-    with Registry(host) as registry:
-        registry.upload("a", DATA, DIGEST)
-    assert bytes(session.data) == DATA
-    # "0-0" is what registries say of no byte and of one: then the upload begins again.
-    sizes = [len(DATA)] * 3 if cut_after == 1 else [len(DATA), len(DATA) - cut_after]
-    assert session.sizes == sizes
-
-
-@pytest.mark.parametrize("kept", ["0-0", "0-99999999", "x"])
-def test_a_registry_that_keeps_no_bytes_or_more_than_were_sent_does_not_hold_the_upload_for_ever(scripted, kept):
     def answer(request):
+        seen.append(request.command)
         request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        status = {"HEAD": 404, "PATCH": 202, "POST": 202, "PUT": 400}[request.command]
-        return status, {"Location": "/v2/a/blobs/uploads/1", "Range": kept}, b""
+        if request.command == "PUT":
+            return None
+        status = {"HEAD": 200 if "PUT" in seen else 404, "PATCH": 202, "POST": 202}[request.command]
+        return status, {"Location": "/v2/a/blobs/uploads/1"}, b""
 
     _, host = scripted(answer)
-    with Registry(host) as registry, pytest.raises(ImageError, match="upload sha256:"):
+    with Registry(host) as registry:
         registry.upload("a", DATA, DIGEST)
+    assert seen == ["HEAD", "POST", "PATCH", "PUT", "HEAD"]
 
 
-def test_a_proxy_that_limits_requests_gets_smaller_ones(scripted):
-    session = Session(None, limit=10 << 20)
-    _, host = scripted(session)
-    data = DATA * 10
-    with Registry(host) as registry:
-        registry.upload("a", data, f"sha256:{hashlib.sha256(data).hexdigest()}")
-    assert bytes(session.data) == data
-    assert session.sizes == [20 << 20, 8 << 20, 8 << 20, 4 << 20]
+def test_a_proxy_that_limits_requests_is_named(scripted):
+    def answer(request):
+        size = int(request.headers.get("Content-Length", 0))
+        while size:
+            size -= len(request.rfile.read(min(size, 1 << 20)))
+        status = {"HEAD": 404, "POST": 202, "PATCH": 413}[request.command]
+        return status, {"Location": "/v2/a/blobs/uploads/1"}, b"<html>nginx</html>"
 
-
-def test_a_registry_that_takes_one_chunk_only_gets_one(scripted):
-    session = Session(None, single=True)
-    _, host = scripted(session)
-    data = DATA * 33
-    with Registry(host) as registry:
-        registry.upload("a", data, f"sha256:{hashlib.sha256(data).hexdigest()}")
-    assert bytes(session.data) == data
-    assert session.sizes == [64 << 20, 2 << 20, 66 << 20]
+    _, host = scripted(answer)
+    with Registry(host) as registry, pytest.raises(ImageError, match=r"413\. A proxy .* have its limit raised"):
+        registry.upload("a", DATA, DIGEST)
 
 
 def test_a_download_that_is_cut_goes_on_where_it_ended(scripted):
@@ -326,7 +274,7 @@ def test_a_registry_without_digests_in_its_answers_is_asked_for_the_whole_manife
     _, host = scripted(in_turn((200, {}, body)))
     with Registry(host) as registry:
         found = registry.head("a", "1")
-    assert (found.digest, found.size, found.media_type) == (media.digest_of(body), len(body), media.OCI_MANIFEST)
+    assert found == manifests.digest_of(body)
 
 
 def test_a_proxy_is_used_with_its_password_except_for_this_machine_and_what_is_left_out(scripted, monkeypatch):
@@ -335,9 +283,9 @@ def test_a_proxy_is_used_with_its_password_except_for_this_machine_and_what_is_l
     monkeypatch.setenv("http_proxy", f"http://ada:a%40b@{proxy}")
     monkeypatch.setenv("no_proxy", "left-out.invalid")
     with Registry("registry.invalid", insecure=True) as registry:
-        assert registry.head("a", "1").digest == DIGEST
+        assert registry.head("a", "1") == DIGEST
     with Registry(near) as registry:
-        assert registry.head("a", "1").digest == DIGEST
+        assert registry.head("a", "1") == DIGEST
     with Registry("left-out.invalid", insecure=True) as registry, pytest.raises(ImageError, match="cannot be reached"):
         registry.head("a", "1")
     ((method, path, headers),) = fake.seen
@@ -354,5 +302,5 @@ def test_a_connection_that_ends_while_a_manifest_is_pushed_is_tried_again(script
 
     _, host = scripted(answer)
     with Registry(host) as registry:
-        assert registry.put_manifest("a", "1", b"{}", media.OCI_MANIFEST) == media.digest_of(b"{}")
+        assert registry.put_manifest("a", "1", b"{}", manifests.OCI_MANIFEST) == manifests.digest_of(b"{}")
     assert bodies == [b"{}", b"{}"]

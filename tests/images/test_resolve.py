@@ -1,31 +1,26 @@
 """From a recipe to a digest: found or made, in real registries and the real engine."""
 
-import contextlib
-import functools
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 import uuid
 
 import bases
 import pytest
-from docker_parts import remove_with_children
 from registries import PASSWORD, USER
 from resolving import DIGEST, MODE, Place, raw_manifest, use_own_folders, with_base
 
 from kale_dist import records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import BackendError, ConfigError, ImageError
-from kale_dist.image import cache, catalog
+from kale_dist.image import cache
 from kale_dist.image.auth import Credentials
 from kale_dist.image.registry import Registry
-from kale_dist.image.resolve import look_up, resolve_in_engine, standard_recipe
+from kale_dist.image.resolve import resolve_in_engine, standard_recipe
 from kale_dist.image.settle import keep_files
 from kale_dist.recipe import Recipe
 
@@ -62,20 +57,10 @@ def test_it_is_made_again_if_that_is_wished(place):
     assert (again.tag, again.reference) == (first.tag, first.reference)
 
 
-def test_what_would_be_made_is_named_by_its_tag_and_nothing_is_made(place):
-    pull = f"nodes.example.com/{place.team}"
-    before = look_up(MODE, base=place.base, registry=place.registry, pull=pull, python="3.11")
-    assert before.reference == f"{pull}/kale-dist:{before.tag}"
-    assert place.tags() == ()
-    made = place.resolve(MODE, pull=pull)
-    after = look_up(MODE, base=place.base, registry=place.registry, pull=pull, python="3.11")
-    assert (after.reference, after.was_built, after.tag) == (made.reference, False, before.tag)
-
-
 def test_a_base_that_was_pushed_again_makes_another_image(place):
     first = place.resolve(MODE)
     with Registry(place.host) as registry:
-        bases.push(registry, f"{place.team}/base", "1", bases.plain(torch="2.7.0"))
+        bases.push(registry, f"{place.team}/base", "1", files={"other": b""})
     assert place.resolve(MODE).tag != first.tag
 
 
@@ -115,17 +100,20 @@ def test_a_base_with_another_python_is_refused(place):
 
 TWO = """
 import sys
+import bases
 from kale_dist.image.resolve import resolve
 from kale_dist.recipe import Recipe
 recipe = Recipe(environment={"MODE": "two"})
-found = resolve(recipe, base=sys.argv[1], registry=sys.argv[2], python="3.11", say=lambda line: None)
+ask = lambda image: bases.answer()
+found = resolve(recipe, base=sys.argv[1], registry=sys.argv[2], python="3.11", ask=ask, say=lambda line: None)
 print(found.reference, found.was_built)
 """
+HERE = {"PYTHONPATH": os.pathsep.join(["tests/images", os.environ.get("PYTHONPATH", "")])}
 
 
 def test_two_kernels_make_it_once(place):
     command = [sys.executable, "-c", TWO, place.base, place.registry]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | HERE) for _ in range(2)]
     answers = [process.communicate(timeout=60)[0].split() for process in both]
     assert answers[0][0] == answers[1][0]
     assert sorted(answer[1] for answer in answers) == ["False", "True"]
@@ -135,7 +123,9 @@ def test_two_machines_that_make_it_at_once_end_with_the_same(place, tmp_path):
     """Nothing holds one of them off: both may make it, and what they make is the same to the byte."""
     command = [sys.executable, "-c", TWO, place.base, place.registry]
     homes = [{"XDG_CACHE_HOME": str(tmp_path / one)} for one in ("here", "there")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | home) for home in homes]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | HERE | home) for home in homes
+    ]
     answers = [process.communicate(timeout=60)[0].split() for process in both]
     assert answers[0][0] == answers[1][0] == place.resolve(Recipe(environment={"MODE": "two"})).reference
     assert "True" in {answer[1] for answer in answers}
@@ -143,19 +133,21 @@ def test_two_machines_that_make_it_at_once_end_with_the_same(place, tmp_path):
 
 def test_who_waits_is_told_so_and_takes_what_the_other_has_made(place):
     tag = place.resolve(MODE).tag
+    other = with_base(place.host)
     with Registry(place.host) as registry:
         body, kind = raw_manifest(place, tag)
-        registry.delete(place.repository, registry.head(place.repository, tag).digest)
         found = []
         with cache.alone(tag, lambda: None):
-            thread = threading.Thread(target=lambda: found.append(place.resolve(MODE)))
+            thread = threading.Thread(target=lambda: found.append(other.resolve(MODE)))
             thread.start()
-            while not place.said:
+            while not other.said:
                 time.sleep(0.01)
-            digest = registry.put_manifest(place.repository, tag, body, kind)
+            for blob in (json.loads(body)["config"], *json.loads(body)["layers"]):
+                registry.mount(other.repository, blob["digest"], place.repository)
+            digest = registry.put_manifest(other.repository, tag, body, kind)
         thread.join()
-    assert place.said == [
-        f"Another process on this machine makes the image {place.registry}/kale-dist:{tag}; waiting for it."
+    assert other.said == [
+        f"Another process on this machine makes the image {other.registry}/kale-dist:{tag}; waiting for it."
     ]
     assert (found[0].was_built, found[0].reference.partition("@")[2]) == (False, digest)
 
@@ -164,7 +156,7 @@ def test_a_registry_without_tls_can_be_named_so(place):
     found = place.resolve(MODE, registry=f"http://{place.registry}")
     assert found.reference == place.resolve(MODE).reference
     with Registry(place.host) as registry:
-        bases.push(registry, f"{place.team}/base", "2", bases.plain(torch="2.7.0"))
+        bases.push(registry, f"{place.team}/base", "2", files={"other": b""})
     other = f"http://127.0.0.1:{place.host.partition(':')[2]}/{place.team}"
     assert place.resolve(MODE, registry=other, base=f"{other.removeprefix('http://')}/base:2").was_built
 
@@ -198,7 +190,7 @@ def test_a_base_that_is_not_there_is_named(place):
 def test_credentials_are_those_of_docker_of_pull_secrets_or_of_the_call(password_registry, monkeypatch, tmp_path):
     place, known = Place(password_registry), Credentials(username=USER, password=PASSWORD)
     with Registry(place.host, credentials=known) as registry:
-        bases.push(registry, f"{place.team}/base", "1", bases.plain())
+        bases.push(registry, f"{place.team}/base", "1")
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
     with pytest.raises(ImageError, match="docker login"):
         place.resolve(MODE)
@@ -238,71 +230,39 @@ def test_who_has_no_image_gets_one_with_this_torch(given, torch, cuda, packages,
 
 
 @pytest.fixture
-def engine_base():
-    """A base of one file that only the engine has; skips where there is no engine."""
-    pytest.importorskip("docker")
-    from kale_dist import engine as engines
-
-    try:
-        engine = engines.connect()
-    except BackendError as error:
-        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
-            pytest.fail(f"no engine answers, and KALE_DIST_REQUIRE_CLUSTER is set: {error}")
-        pytest.skip(f"no engine answers: {error}")
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("empty"))
+def engine_base(engine, image):
+    """An image with Python and torch that only the engine has, by a name of its own."""
     name = f"kd-test-{uuid.uuid4().hex[:8]}"
-    with contextlib.closing(engine):
-        engine.api.import_image_from_data(stream.getvalue(), repository=name, tag="1")
-        yield f"{name}:1"
-        assert engine.api.containers(all=True, filters={"ancestor": f"{name}:1"}) == []
-        remove_with_children(engine, name)
+    container = engine.api.create_container(image, ["true"], labels={"of": name})
+    engine.api.commit(container["Id"], repository=name, tag="1")
+    engine.api.remove_container(container["Id"])
+    yield f"{name}:1"
+    assert engine.api.containers(all=True, filters={"ancestor": f"{name}:1"}) == []
+    for made in engine.api.images(all=True):
+        for tag in made["RepoTags"] or ():
+            if tag.startswith((name, "kale-dist:")) and name in str(made["Labels"]):
+                engine.api.remove_image(tag, force=True)
 
 
-def test_docker_builds_on_what_only_its_engine_has_and_pushes(engine_base, registry_host):
-    place = Place(registry_host)
-    recipe = Recipe(environment={"MODE": "x"}, builder="docker")
-    first = place.resolve(recipe, base=engine_base, python="")
-    again = place.resolve(recipe, base=engine_base, python="")
-    assert (first.was_built, again.was_built, again.reference) == (True, False, first.reference)
-    with Registry(place.host) as registry:
-        made = catalog.image(registry, place.repository, first.tag)
-        assert made.recipe == recipe
-        assert made.base == f"docker.io/library/{engine_base}"
-
-
-@pytest.mark.parametrize("has_registry", [True, False], ids=["pushed", "kept"])
-@pytest.mark.parametrize(
-    ("base", "python", "words"),
-    [
-        ("python:3.11-slim-bookworm", "3.12", r"has Python 3\.11\.\d+ .* this notebook has 3\.12.*with Python 3\.12"),
-        ("python:3.11-slim-bookworm", "3.11", r"has no torch for its /\S+ .*add torch to `packages=`"),
-        ("", "3.11", r"has no python3 on its PATH. Name a base image with Python and torch"),
-    ],
-)
-def test_docker_builds_on_no_base_that_jobs_cannot_run_on(
-    engine_base, registry_host, has_registry, base, python, words
-):
-    place, recipe = Place(registry_host), Recipe(environment={"MODE": "y"}, builder="docker")
-    make = place.resolve if has_registry else functools.partial(resolve_in_engine, say=place.said.append)
-    with pytest.raises(ImageError, match=words):
-        make(recipe, base=base or engine_base, python=python)
-    assert not [line for line in place.said if "MODE" in line]
-
-
-def test_without_a_registry_docker_keeps_it(engine_base):
+def test_without_a_registry_the_engine_keeps_the_image(engine, engine_base, tmp_path):
+    (tmp_path / "x.txt").write_text("one")
     said = []
-    recipe = Recipe(environment={"MODE": uuid.uuid4().hex})
-    first = resolve_in_engine(recipe, base=engine_base, say=said.append)
-    again = resolve_in_engine(recipe, base=engine_base, say=said.append)
+    files = {"/bin/kd-x.txt": tmp_path / "x.txt"}
+    recipe = Recipe(environment={"MODE": uuid.uuid4().hex}, packages=("einops==0.8.0",), files=files)
+    recipe = keep_files(recipe, FolderStore(records.blobs_dir()))
+    first = resolve_in_engine(recipe, base=engine_base, python="3.11", say=said.append)
+    again = resolve_in_engine(recipe, base=engine_base, python="3.11", say=said.append)
     assert re.fullmatch(DIGEST, first.reference)
     assert (first.was_built, again.was_built, again.reference) == (True, False, first.reference)
-    with pytest.raises(ConfigError, match=r'registry: none is configured.*Leave out builder="layers"'):
-        resolve_in_engine(Recipe(environment={"A": "1"}, builder="layers"), base=engine_base, say=said.append)
+    program = (
+        "import einops, os, torch; print(einops.__version__, os.environ['MODE'], open('/usr/bin/kd-x.txt').read())"
+    )
+    told = engine.client.containers.run(first.reference, ["python3", "-c", program], remove=True)
+    assert told.decode().split() == ["0.8.0", recipe.environment[0][1], "one"]
 
 
-def test_debian_packages_without_docker_say_what_would_help(place, no_docker):
+@pytest.mark.usefixtures("no_docker")
+def test_debian_packages_without_docker_say_what_would_help(place):
     with pytest.raises(
         ImageError, match=r"Debian packages \(git\) need a builder .* Docker.*pip install .*Or name a base"
     ):

@@ -81,6 +81,9 @@ class Wheelhouse:
             def log_message(self, *_):
                 pass
 
+            def do_HEAD(self):
+                self.do_GET()
+
             def do_GET(self):
                 house.asked.append(self.path)
                 body, kind = house.page(self.path)
@@ -88,7 +91,8 @@ class Wheelhouse:
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body or b"")))
                 self.end_headers()
-                self.wfile.write(body or b"")
+                if self.command == "GET":
+                    self.wfile.write(body or b"")
 
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -29,7 +29,8 @@ def test_classes_and_functions_come_back_as_the_notebooks_own(kernel):
         "scale = 5\n"
         "print(back(torch.ones(2)).tolist(), net.weight.tolist())"
     )
-    assert said == "True True True True True\n[10.0, 10.0] [1.0, 1.0]"
+    # What an argument of the function has learnt comes back into it.
+    assert said == "True True True True True\n[10.0, 10.0] [2.0, 2.0]"
 
 
 def test_a_remote_exception_shows_the_cells_lines_and_is_the_notebooks_own_class(kernel):
@@ -103,3 +104,34 @@ def test_a_trained_model_is_the_notebooks_own_object_of_its_own_class(kernel):
         "print(abs(model(torch.ones(1, 1)).item() - 2 * one) < 1e-6, len(job.metrics))"
     )
     assert said == "True True True True\nTrue 2"
+
+
+def test_pictures_of_rank_0_appear_in_the_cell_that_waits(kernel):
+    kernel.good(
+        "import matplotlib.pyplot as plt\n"
+        "from IPython.display import display\n"
+        "def draw():\n"
+        "    figure, axes = plt.subplots(figsize=(2, 2))\n"
+        "    axes.plot([1, 2])\n"
+        "    plt.show()\n"
+        "    display(figure)\n"
+    )
+    shown = kernel("job = kd.launch(draw, number_of_processes=2)\njob.result()").shown
+    assert ["image/png" in data for data in shown] == [True, True]
+    assert not kernel("job.wait()").shown[0].keys() & {"image/png"}
+
+
+def test_models_that_launch_is_given_come_back_trained(kernel):
+    kernel.good(
+        "first, second, untouched = (torch.nn.Linear(1, 1) for _ in range(3))\n"
+        "def train(one, rest, other):\n"
+        "    with torch.no_grad():\n"
+        "        one.weight.fill_(3.0)\n"
+        "        rest['b'].bias.fill_(4.0)\n"
+        "    return 'done'\n"
+        "before = untouched.weight.clone()\n"
+        "job = kd.launch(train, first, {'b': second}, other=untouched, number_of_processes=2)"
+    )
+    assert kernel.good("print(job.results())") == "['done', 'done']"
+    said = kernel.good("print(first.weight.item(), second.bias.item(), torch.equal(untouched.weight, before))")
+    assert said == "3.0 4.0 True"

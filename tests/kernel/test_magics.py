@@ -77,13 +77,15 @@ def test_cells_of_all_kinds(kernel, cell, shown):
         ("%%distribute\nreturn 3", "'return' outside function"),
         ("%%distribute -n none\n1", "invalid int value"),
         ("%%distribute -n 0\n1", "number_of_processes: 0 is less than 1"),
-        ("%%distribute --on mars\n1", "there is no backend 'mars'"),
+        ("%%distribute --on mars\n1", "there is no place 'mars'"),
         ("%%distribute --set epoch=1\n1", "launch has no argument 'epoch'"),
         ("%%distribute --set timeouts=1\n1", "Did you mean 'timeout_s'"),
         ("%%distribute --job 1x\n1", "'1x' cannot be a name"),
+        ("%attach spoken --job 1x", "'1x' cannot be a name"),
+        ("%%distribute --set timeout_s\n1", "sets nothing"),
         ("%attach nothing", "There is no job 'nothing'"),
         ("%logs nothing", "There is no job 'nothing'"),
-        ("%jobs --on mars", "there is no backend 'mars'"),
+        ("%jobs --on mars", "invalid choice: 'mars'"),
     ],
 )
 def test_mistakes_are_said_in_one_line_and_start_nothing(kernel, cell, said):
@@ -111,15 +113,17 @@ def spoken(kernel, loaded):
 
 def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
     listed = kernel.good("%jobs")
-    assert "local://spoken" in listed
+    assert re.search(r"^spoken +succeeded +2 ", listed, re.MULTILINE), listed
     # Which of its two sentences it is depends on the jobs of other tests.
-    assert re.search(r"lsewhere.*: %jobs --on (docker|kubernetes)", listed), listed
+    assert re.search(r"lsewhere.*: kale-dist jobs --on (docker|kubernetes)", listed), listed
     assert "lsewhere" not in kernel.good("%jobs --on local")
-    assert kernel.good("%logs spoken --rank 1") == "[1] rank 1"
-    assert kernel.good("%logs local://spoken --tail 1 --rank 0") == "[0] rank 0"
+    assert kernel.good("%logs spoken --ranks 1") == "[1] rank 1"
+    assert kernel.good("%logs local://spoken --tail 1 --ranks 0") == "[0] rank 0"
     kernel.good("again = None")
-    kernel.good("%attach local://spoken again")
+    kernel.good("%attach local://spoken --job again")
     assert kernel.good("print(again is spoken)") == "True"
+    assert kernel.good("%status again").startswith("local://spoken  succeeded")
+    assert kernel.good("%cancel spoken").startswith("local://spoken: Succeeded")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_it_shows_what_there_is(which, request):
     assert "[2.5, 2.5]" in text
     assert "[1] process 1 has 3.0" in text
     assert "[(0, 3.0, 1437), (1, 3.0, 1437)]" in text
-    assert re.search(r"^local://average-\S+ +succeeded", text, re.MULTILINE)
+    assert re.search(r"^average-\S+ +succeeded", text, re.MULTILINE)
     assert "job = kd.distribute(" in text
     assert 'return table[f"process {rank}"]' in text
     assert "KeyError('process 1')" in text

@@ -1,6 +1,7 @@
 import asyncio
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -48,6 +49,10 @@ def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
     return placing.settle(Options(**changes), machine)
 
 
+def spec(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
+    return run(machine, **changes).spec
+
+
 def refused_run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
     return refused(run, machine, **changes)
 
@@ -55,8 +60,8 @@ def refused_run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - fr
 def test_good_arguments_pass():
     Training(**arguments())
     made = run(number_of_processes=2, name="x", environment={"B": "2", "A": "1"}, timeout_s=3)
-    assert (made.topology.number_of_processes, made.environment) == (2, (("A", "1"), ("B", "2")))
-    assert (made.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
+    assert (made.spec.topology.number_of_processes, made.spec.environment) == (2, (("A", "1"), ("B", "2")))
+    assert (made.spec.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
 
 
 # -- the objects of a training ---------------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ def test_a_wrapped_model_is_to_be_unwrapped():
         (lambda: tuple(a_loader()), "it is a tuple"),
         (lambda: a_loader().dataset, "Wrap it: DataLoader(dataset"),
         (lambda: DataLoader, "is a class"),
-        (lambda: torch.zeros(3), "not a torch.utils.data.DataLoader"),
+        (lambda: torch.zeros(()), "not a torch.utils.data.DataLoader"),
         (lambda: "loader", "'loader'"),
     ],
 )
@@ -100,6 +105,96 @@ def test_a_loader_is_a_data_loader(argument, make, said):
     error = refused_training(**{argument: make()})
     assert error.argument == argument
     assert said in str(error)
+
+
+class Restless(DataLoader):
+    """As timm's MultiEpochsDataLoader."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+
+def prepared(kind, base):
+    """A class as Accelerate makes it of another."""
+    return type(kind, (base,), {"__module__": "accelerate.data_loader"})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: (torch.zeros(4, 2), torch.zeros(4)), "DataLoader(TensorDataset(X, y), batch_size=32"),
+        (lambda: [np.zeros((4, 2)), np.zeros(4)], "with torch.as_tensor()"),
+        (lambda: torch.zeros(4, 2), "DataLoader(TensorDataset(X), batch_size=32"),
+        (lambda: Restless(a_loader().dataset), "keeps an iterator of its own ('iterator')"),
+        (lambda: DataLoader([], batch_size=2), "its dataset has 0 samples"),
+        (lambda: DataLoader([1, 2, 3], batch_size=4, drop_last=True), "3 samples are fewer than one batch of 4"),
+        (lambda: prepared("DataLoaderShard", DataLoader)([1, 2]), "before accelerator.prepare()"),
+    ],
+)
+def test_a_loader_that_cannot_be_divided_is_refused_with_a_remedy(make, said):
+    assert said in str(refused_training(train_data_loader=make()))
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_refused():
+    net = Net()
+    optimizer = prepared("AcceleratedOptimizer", torch.optim.SGD)(net.parameters(), lr=0.1)
+    assert "or leave Accelerate its loop" in str(refused_training(model=net, optimizer=optimizer))
+
+
+class ItsOwnLoss(Net):
+    def forward(self, input_ids, labels=None):
+        pass
+
+
+def test_a_model_that_gives_its_loss_needs_no_criterion():
+    Training(**arguments(model=ItsOwnLoss(), criterion=None))
+
+
+def as_in_the_examples(args, model, device, train_loader, optimizer, epoch):
+    pass
+
+
+def test_a_step_with_its_arguments_in_another_order_is_refused_by_name():
+    error = refused_training(train_step=as_in_the_examples)
+    assert "as_in_the_examples(args, model, device, train_loader, optimizer, epoch)" in error.problem
+    assert "return as_in_the_examples(args, model, device, data_loader, optimizer, epoch)" in error.remedy
+
+
+def of_the_tutorial(dataloader, model, loss_fn, optimizer):
+    pass
+
+
+def test_a_step_with_fewer_arguments_is_refused_with_the_call_that_fits_it():
+    error = refused_training(train_step=of_the_tutorial)
+    assert "return of_the_tutorial(data_loader, model, criterion, optimizer)" in error.remedy
+
+
+def returns_a_list(model, data_loader, criterion, optimizer, device, args):
+    losses = []
+    for _ in data_loader:
+        losses.append(1.0)  # noqa: PERF401 - as it is written
+    return losses
+
+
+def returns_text(model, data_loader, criterion, optimizer, device, args):
+    return f"loss {3}"
+
+
+def returns_a_mean(model, data_loader, criterion, optimizer, device, args):
+    losses = []
+
+    def inner():
+        return []
+
+    losses = sum(losses)
+    return losses  # noqa: RET504 - as it is written
+
+
+def test_a_step_that_plainly_returns_no_number_is_refused():
+    assert "returns a list (`return losses`" in refused_training(train_step=returns_a_list).problem
+    assert "returns text" in refused_training(train_step=returns_text).problem
+    Training(**arguments(train_step=returns_a_mean))
 
 
 def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
@@ -113,7 +208,8 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
         (lambda net: torch.optim.SGD(Net().parameters(), lr=0.1), "2 of its 2 parameters are not the model's"),
         (lambda net: torch.optim.SGD([*net.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1), "1 of its 3"),
         (lambda net: torch.optim.SGD, "Make one: SGD(model.parameters(), lr=0.1)"),
-        (lambda net: [torch.optim.SGD(net.parameters())], "launch()"),
+        (lambda net: [torch.optim.SGD(net.parameters())], "Pass several as a dict"),
+        (lambda net: {"a": torch.optim.SGD(Net().parameters())}, "2 of its 2 parameters are not the model's"),
         (lambda net: None, "None is not a torch.optim.Optimizer"),
     ],
 )
@@ -121,6 +217,35 @@ def test_an_optimizer_is_over_the_models_parameters(make, said):
     net = Net()
     error = refused_training(model=net, optimizer=make(net))
     assert error.argument == "optimizer"
+    assert said in str(error)
+
+
+def pair(**changes):
+    nets = {"generator": Net(), "critic": Net()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+    return {"model": nets, "optimizer": optimizers, "train_step": step6, **changes}
+
+
+def test_several_models_and_optimizers_pass_as_dicts():
+    Training(**arguments(**pair()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "said"),
+    [
+        ({"train_step": None}, "train_step", "it gets the dicts as they were given"),
+        ({"accumulate": 2}, "accumulate", "there are 2"),
+        ({"clip_norm": 1.0}, "clip_norm", "do it in train_step"),
+        ({"model": {"a.b": Net()}}, "model", "'a.b' cannot name"),
+        ({"model": {"a": 3}}, "model", "3 is not a torch.nn.Module"),
+        ({"model": {}}, "model", "an empty dict"),
+        ({"state": Net()}, "state", "Write it as state=["),
+        ({"state": [3]}, "state", "3 has no state_dict"),
+    ],
+)
+def test_what_several_models_cannot_do_is_refused(changes, argument, said):
+    error = refused_training(**pair(**changes))
+    assert error.argument == argument
     assert said in str(error)
 
 
@@ -198,7 +323,10 @@ def test_an_evaluation_step_needs_a_loader():
     [
         ({"criterion": torch.nn.CrossEntropyLoss}, "Make one: CrossEntropyLoss()"),
         ({"criterion": None}, "ready-made train_step"),
-        ({"criterion": None, "train_step": step6, "eval_data_loader": "loader"}, "ready-made eval_step"),
+        (
+            {"criterion": None, "train_step": step6, "eval_data_loader": "loader"},
+            "or write your own eval_step(model, data_loader, criterion, device, args)",
+        ),
         ({"criterion": "mse"}, "cannot be called"),
     ],
 )
@@ -263,22 +391,22 @@ def test_more_processes_than_cores_are_warned_of():
 
 
 def test_no_number_means_all_there_is():
-    assert run().topology.number_of_processes == 4
-    assert run(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
+    assert spec().topology.number_of_processes == 4
+    assert spec(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
 
 
 def test_gpus_are_used_if_they_are_there_and_enough_and_that_is_said():
     two = Machine(cores=8, gpus=2)
     made = run(two)
-    assert (made.cuda, made.topology.number_of_processes) == (True, 2)
+    assert (made.spec.cuda, made.spec.topology.number_of_processes) == (True, 2)
     assert "2 of 2 GPUs" in made.notes[0]
     assert "1 of 2 GPUs" in run(two, number_of_processes=1).notes[0]
     crowd = run(two, number_of_processes=3)
-    assert not crowd.cuda
+    assert not crowd.spec.cuda
     assert "3 processes train on the CPU" in crowd.warnings[0]
     plain = run(two, cuda=False)
-    assert (plain.cuda, plain.topology.number_of_processes, plain.notes, plain.warnings) == (False, 8, (), ())
-    assert not run().cuda
+    assert (plain.spec.cuda, plain.spec.topology.number_of_processes, plain.notes, plain.warnings) == (False, 8, (), ())
+    assert not spec().cuda
 
 
 def test_processes_that_the_memory_cannot_hold_are_refused():
@@ -287,9 +415,11 @@ def test_processes_that_the_memory_cannot_hold_are_refused():
     assert error.argument == "number_of_processes"
     assert "27.3 GiB" in error.problem
     assert "at most 292" in error.remedy
-    assert run(small, number_of_processes=200).topology.number_of_processes == 200
+    assert spec(small, number_of_processes=200).topology.number_of_processes == 200
     with pytest.raises(ConfigError, match="at most 7, or run on a cluster"):
         placing.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30)
+    with_gpus = Machine(cores=8, gpus=8, memory_bytes=8 << 30)
+    assert placing.settle(Options(number_of_processes=8), with_gpus, rank_bytes=1 << 30).spec.cuda
 
 
 def test_cuda_needs_gpus_and_one_for_each_process():

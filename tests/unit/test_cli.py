@@ -88,7 +88,7 @@ def elsewhere(job):
         records.write(dataclasses.replace(records.read("speaks"), ref=ref, name=name))
         files.events.write_bytes(
             b"".join(
-                contract.encode_record(
+                contract.encode_json(
                     {
                         "event": EventKind.STATE,
                         "time": 1.0 + second,
@@ -138,9 +138,9 @@ def test_status_from_another_process(job):
 def test_logs_all_of_one_rank_and_the_tail(job, capsys):
     assert main(["logs", job.ref]) == 0
     assert capsys.readouterr().out.splitlines() == [str(line) for line in job.logs()]
-    assert main(["logs", "--rank", "1", "speaks"]) == 0
+    assert main(["logs", "--ranks", "1", "speaks"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"[1] line {number}" for number in range(5)]
-    assert main(["logs", "--rank", "0", "--tail", "2", "speaks"]) == 0
+    assert main(["logs", "--ranks", "0", "--tail", "2", "speaks"]) == 0
     assert capsys.readouterr().out.splitlines() == ["[0] line 3", "[0] line 4"]
     assert main(["logs", "-f", "--tail", "0", "speaks"]) == 0
     assert capsys.readouterr().out == ""
@@ -162,10 +162,13 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["delete"], 2, "--finished"),
         (["jobs", "--namespace", "team"], 2, "--namespace: 'local' has none. Add --on kubernetes"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
+        (["delete", "--finished", "--namespace", "team"], 2, "Add --finished --on kubernetes"),
         (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
-        (["run", "nosuch.ipynb", "--image", "a"], 2, "set the jobs' own with --set image=..."),
+        (["run", "nosuch.ipynb", "--image", "a"], 2, "Add --in-cluster"),
         (["run", "nosuch.ipynb", "--json", "."], 2, "--json: . is a folder"),
-        (["run", "nosuch.ipynb", "--junit", "/proc/a.xml"], 2, "--junit: /proc/a.xml cannot be written"),
+        (["run", "nosuch.ipynb", "--json", "/proc/a.json"], 2, "--json: /proc/a.json cannot be written"),
+        (["run", "nosuch.ipynb", "--in-cluster", "--kernel", "x"], 2, "Leave it out"),
+        (["jobs", "--labels", "team=a"], 2, "--labels: 'local' has none. Add --on kubernetes"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr(job, capsys, words, code, message):
@@ -179,7 +182,7 @@ def test_mistakes_are_one_line_on_stderr(job, capsys, words, code, message):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nosuch"], ["logs"], ["logs", "--rank", "-1", "x"], ["logs", "--tail", "x", "y"]]
+    "words", [[], ["nosuch"], ["logs"], ["logs", "--ranks", "-1", "x"], ["logs", "--tail", "x", "y"]]
 )
 def test_usage_errors_exit_with_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -239,7 +242,7 @@ def test_following_ends_when_the_job_does(endless):
 def test_delete_finished_leaves_what_runs(endless, capsys):
     done = kd.launch(speak, 1, number_of_processes=1)
     done.wait()
-    assert main(["delete", "--finished", done.ref]) == 0
+    assert main(["delete", "--finished", "--yes", done.ref]) == 0
     assert f"{done.ref} deleted" in capsys.readouterr().out
     assert not records.exists(done.name)
     assert records.exists(endless.name)

@@ -28,7 +28,7 @@ def rank(monkeypatch, tmp_path):
 
     def events():
         try:
-            return list(contract.decode_records(os.read(reader, 1 << 20)))
+            return list(contract.decode_json_lines(os.read(reader, 1 << 20)))
         except BlockingIOError:
             return []
 

@@ -37,7 +37,7 @@ def test_how_to_look_at_the_engine_is_said(found):
 def test_without_the_package_nothing_can_be_said_of_an_engine(monkeypatch, no_docker):
     for name in [name for name in sys.modules if name.startswith("kale_dist.backends.docker")]:
         monkeypatch.delitem(sys.modules, name)
-    last = doctor.examine_docker()[-1]
+    last = doctor.examine("docker")[-1]
     assert last.verdict is doctor.Verdict.FAILED
     assert "pip install 'kale-dist[docker]'" in last.remedy
 
@@ -45,7 +45,7 @@ def test_without_the_package_nothing_can_be_said_of_an_engine(monkeypatch, no_do
 def test_an_engine_that_does_not_answer_is_named(monkeypatch):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
-    last = doctor.examine_docker()[-1]
+    last = doctor.examine("docker")[-1]
     assert last.verdict is doctor.Verdict.FAILED
     assert "tcp://127.0.0.1:1" in last.sentence
     assert last.remedy
@@ -59,7 +59,7 @@ def test_how_to_look_at_the_cluster_is_said(found):
 def test_without_the_package_nothing_can_be_said_of_a_cluster(monkeypatch, no_kubernetes):
     for name in [name for name in sys.modules if name.startswith("kale_dist.backends.kubernetes")]:
         monkeypatch.delitem(sys.modules, name)
-    last = doctor.examine_cluster()[-1]
+    last = doctor.examine("kubernetes")[-1]
     assert last.verdict is doctor.Verdict.FAILED
     assert "pip install 'kale-dist[kubernetes]'" in last.remedy
 
@@ -67,7 +67,7 @@ def test_without_the_package_nothing_can_be_said_of_a_cluster(monkeypatch, no_ku
 def test_a_kubeconfig_that_is_not_there_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    last = doctor.examine_cluster()[-1]
+    last = doctor.examine("kubernetes")[-1]
     assert last.verdict is doctor.Verdict.FAILED
     assert f"there is no file {tmp_path / 'nowhere'}" in last.sentence
 

@@ -1,10 +1,16 @@
 import inspect
+import os
+import pathlib
 import pickle
+import subprocess
+import sys
 import traceback
 
 import pytest
 
 from kale_dist import checks, errors
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 SAMPLES = {
     "ConfigError": ("epochs", "0 is less than 1", "Give an int of 1 or more"),
@@ -57,3 +63,19 @@ def test_where_there_is_no_shell_a_notebooks_traceback_is_the_whole_one():
     text = "".join(caught.value._render_traceback_())
     assert text == "".join(traceback.format_exception(caught.value))
     assert "kale_dist/checks.py" in text
+
+
+def test_a_refusal_in_a_script_shows_the_users_line_and_at_most_one_of_ours(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import kale_dist as kd\n\nkd.launch(print, number_of_processes=-1)\n")
+    said = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ).stderr
+    frames = [line.strip() for line in said.splitlines() if line.startswith("  File ")]
+    assert frames[0].startswith(f'File "{script}", line 3')
+    assert len(frames) == 2
+    assert said.splitlines()[-1].startswith("kale_dist.errors.ConfigError: number_of_processes: -1 is less than 1")

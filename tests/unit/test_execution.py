@@ -15,8 +15,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from kale_dist import records
 from kale_dist.errors import ConfigError
-from kale_dist.notebook.execution import run_notebook
-from kale_dist.notebook.terminal import Terminal
+from kale_dist.notebook_runner.execution import run_notebook
+from kale_dist.notebook_runner.kernel_jobs import Terminal
 
 STORY = (
     "import kale_dist as kd\nprint('first cell')\nprint('no newline', end='')",
@@ -187,14 +187,14 @@ def test_what_is_no_notebook_is_refused_before_anything_starts(tmp_path, content
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=r"a\.ipynb"):
-        run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()))
+        run_notebook(path, output=tmp_path / "out.ipynb")
     assert not (tmp_path / "out.ipynb").exists()
 
 
 def test_other_languages_are_refused(tmp_path):
     path = write(tmp_path / "a.ipynb", "1", kernelspec={"name": "ir", "display_name": "R", "language": "R"})
     with pytest.raises(ConfigError, match="written in R"):
-        run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()))
+        run_notebook(path, output=tmp_path / "out.ipynb")
 
 
 @pytest.mark.parametrize("output", ["a.ipynb", ".", "a.ipynb/out.ipynb", "/proc/out.ipynb"])
@@ -202,59 +202,38 @@ def test_outputs_that_cannot_be(tmp_path, output):
     path = write(tmp_path / "a.ipynb", "1")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="output"):
-        run_notebook(path, output=tmp_path / output, terminal=Terminal(io.StringIO()))
+        run_notebook(path, output=tmp_path / output)
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [({"parameters": ["a"]}, "parameters: "), ({"arguments": ["epochs"]}, "arguments: ")]
-)
-def test_what_is_no_dict_is_refused(tmp_path, given, said):
+def test_what_is_no_dict_is_refused(tmp_path):
     path = write(tmp_path / "a.ipynb", "a = 1")
-    with pytest.raises(ConfigError, match=f"^{said}.* is not a dict. Write it as"):
-        run_notebook(path, output=tmp_path / "out.ipynb", terminal=Terminal(io.StringIO()), **given)
+    with pytest.raises(ConfigError, match=r"^parameters: .* is not a dict\. Write it as"):
+        run_notebook(path, output=tmp_path / "out.ipynb", parameters=["a"])
     assert not (tmp_path / "out.ipynb").exists()
 
 
-class Screen(io.StringIO):
-    """A terminal that remembers what was written to it, and can show what stands on it."""
-
-    def isatty(self):
-        return True
-
-    def rows(self):
-        rows = [""]
-        for part in re.findall(r"\r\x1b\[K|\n|[^\r\n\x1b]+", self.getvalue()):
-            if part == "\n":
-                rows.append("")
-            elif part == "\r\x1b[K":
-                rows[-1] = ""
-            else:
-                rows[-1] += part
-        return rows
+@pytest.mark.parametrize(
+    ("given", "said"), [({"kernel": "nosuch"}, "Installed kernels: "), ({"timeout_s": 0}, "more than 0")]
+)
+def test_kernels_and_times_that_cannot_be(tmp_path, given, said):
+    with pytest.raises(ConfigError, match=said):
+        run_notebook(write(tmp_path / "a.ipynb", "1"), output=tmp_path / "out.ipynb", **given)
 
 
-def test_a_terminal_keeps_its_bar_below_whole_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "20")
-    screen = Screen()
-    terminal = Terminal(screen)
-    terminal.progress("job", 10, "bar one")
-    terminal.line("a line")
-    terminal.progress("job", 20, "bar two which is longer than the screen")
-    terminal.line("another")
-    assert screen.rows() == ["a line", "another", "bar two which is lo"]
-    terminal.clear()
-    assert screen.rows() == ["a line", "another", ""]
+def test_a_cell_that_takes_too_long_fails_and_an_installed_kernel_is_used(tmp_path):
+    path = write(tmp_path / "a.ipynb", "print('here', flush=True)\nimport time\ntime.sleep(60)")
+    said = io.StringIO()
+    found = run_notebook(path, output=tmp_path / "out.ipynb", kernel="python3", timeout_s=3, stream=said)
+    assert found.failure == "cell 2 of 2 failed: it took more than 3 s"
+    assert (found.interrupted, said.getvalue()) == (False, "here\n")
 
 
-def test_a_pipe_gets_a_bar_every_ten_per_cent():
-    pipe = io.StringIO()
-    terminal = Terminal(pipe)
-    for percent in (None, *range(100)):
-        terminal.progress("job", percent, f"{percent} %")
-    terminal.progress("other", 5, "other 5 %")
-    assert pipe.getvalue().splitlines() == [f"{percent} %" for percent in range(0, 100, 10)] + ["other 5 %"]
+def test_the_place_of_jobs_that_name_none_is_set_for_the_kernel(tmp_path):
+    said = io.StringIO()
+    path = write(tmp_path / "a.ipynb", "import os\nprint(os.environ['KALE_DIST_ON'])")
+    assert run_notebook(path, output=tmp_path / "out.ipynb", on="docker", stream=said).failure == ""
+    assert said.getvalue() == "docker\n"
 
 
 def test_a_reader_that_leaves_does_not_end_the_program():

@@ -8,7 +8,7 @@ import pytest
 from played import play
 
 from kale_dist import blobs
-from kale_dist.snapshot import edited, modules
+from kale_dist.snapshot import modules
 from kale_dist.snapshot.capture import capture
 
 
@@ -158,7 +158,7 @@ def test_a_local_c_extension_is_noted(local):
 def test_a_module_edited_since_its_import_is_warned_of(local, after, warned):
     folder = local({"helpers.py": "def f(x):\n    return x + 1\nclass C:\n    def m(self):\n        return 1\n"})
     helpers = importlib.import_module("helpers")
-    assert edited.notes("helpers") == []
+    assert modules.notes_on_edits("helpers") == []
     (folder / "helpers.py").write_text(after)
     snapshot = capture(helpers.f, (), {}, store=blobs.MemoryStore(), label="f").snapshot
     assert len(snapshot.notes) == warned
@@ -174,7 +174,7 @@ def test_generated_code_is_not_taken_for_an_edit(local):
         "@deco\ndef h():\n    return 1\nclass P:\n    @property\n    def p(self):\n        return 1\n    @staticmethod\n    def s():\n        pass\n",
     })  # fmt: skip
     importlib.import_module("generated")
-    assert edited.notes("generated") == []
+    assert modules.notes_on_edits("generated") == []
 
 
 def test_in_the_rank_circular_imports_inner_imports_and_neighbour_files_work(tmp_path):

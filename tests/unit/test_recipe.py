@@ -21,9 +21,9 @@ FULL = Recipe(
 )  # fmt: skip
 
 GOLDEN = [
-    (Recipe(), "kd-27b4e5d4eafbb499c823"),
-    (Recipe(packages=("einops==0.8",)), "kd-60aed93a1355c3f5d695"),
-    (FULL, "kd-5cc8cc2009059bc339ac"),
+    (Recipe(), "kd-590b614e9e0058ca38a0"),
+    (Recipe(packages=("einops==0.8",)), "kd-3b02e6bad1f99cce33e0"),
+    (FULL, "kd-90806f8425fb1cc53842"),
 ]
 """Tags that are out there: a change of them makes every image of every user anew, and has to be meant."""
 

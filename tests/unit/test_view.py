@@ -156,6 +156,27 @@ def test_failure_shows_the_first_failing_ranks_error_once():
     assert "second line" in Reader(view.html(status)).text
 
 
+def test_an_error_that_followed_from_another_rank_is_not_shown_as_the_cause():
+    status = running(
+        state=StateName.FAILED,
+        reason="Rank 1 was killed by SIGKILL",
+        failed_rank=1,
+        replicas=(
+            ReplicaStatus(rank=0, state=RankStateName.FAILED, error="RuntimeError: connection closed", exit_code=1),
+            ReplicaStatus(rank=1, state=RankStateName.FAILED, signal="SIGKILL"),
+        ),
+    )
+    text = view.text(status)
+    assert "error of rank" not in text
+    assert "0  failed  RuntimeError: connection closed; exit code 1" in text
+    assert ">Rank 0<" not in view.html(status)
+
+
+def test_ranks_that_have_ended_add_nothing_to_the_rate():
+    ended = ReplicaStatus(rank=0, state=RankStateName.SUCCEEDED, progress=progress())
+    assert "4,000 samples/s" in facts.progress(running(replicas=(*running().replicas[1:], ended)), 11.0)
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
@@ -242,8 +263,57 @@ def test_a_long_series_keeps_its_spikes_and_stays_small():
     rows = [row("report", epoch=None, step=step, loss=100.0 if step == 777 else 1.0) for step in range(10_000)]
     (curve,) = curves.collect(rows)
     assert len(curve.series[0].points) <= curves.MAX_POINTS
-    assert curves.bounds(curve) == (1.0, 100.0)
+    assert max(value for _, value in curve.series[0].points) == 100.0
     assert len(view.html(running(metrics=tuple(rows)))) < 20_000
+
+
+def test_a_source_has_one_colour_in_every_picture():
+    rows = [row("train", epoch=epoch, loss=1.0) for epoch in (1, 2)]
+    rows += [row("eval", epoch=epoch, loss=1.0, accuracy=1.0) for epoch in (1, 2)]
+    loss, accuracy = curves.collect(rows)
+    assert [(one.label, one.colour) for one in loss.series] == [
+        ("train", curves.COLOURS[0]),
+        ("eval", curves.COLOURS[1]),
+    ]
+    assert accuracy.series[0].colour == curves.COLOURS[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [
+        ([0.18, 1.79], ["0.5", "1.0", "1.5"]),
+        ([0.0, 1.0], ["0.0", "0.5", "1.0"]),
+        ([100.001, 100.004], ["100.001", "100.002", "100.003", "100.004"]),
+        ([3.0, 3.0], ["2", "3", "4"]),
+        ([1000.0, 52000.0], ["10,000", "20,000", "30,000", "40,000", "50,000"]),
+        ([1e-9, 3e-9], ["1.00e-09", "3.00e-09"]),
+        ([1e20, 3e20], ["1.00e+20", "3.00e+20"]),
+    ],
+)
+def test_the_axes_have_round_numbers(values, numbers):
+    (curve,) = curves.collect([row(epoch=epoch, loss=value) for epoch, value in enumerate(values, 3)])
+    assert re.findall("<text [^>]*>([^<]*)</text>", curves.svg(curve)) == [*numbers, "epoch 3", "4"]
+
+
+def test_the_values_under_the_pointer_are_told_by_the_browser_or_by_the_page():
+    rows = [
+        row(source, epoch=epoch, loss=value / epoch)
+        for epoch in (1, 2)
+        for source, value in (("train", 1), ("eval", 2))
+    ]
+    (curve,) = curves.collect(rows)
+    assert "<title>epoch 2: 0.5 train, 1 eval</title>" in curves.svg(curve)
+    assert 'data-kd-at="epoch 1: 1 train, 2 eval"' in curves.svg(curve, has_titles=False)
+
+
+def test_a_frozen_picture_does_not_look_alive():
+    source = view.html(running(), [line("x")], 11.0, is_frozen=True)
+    assert "was running" in Reader(source).text
+    assert 'kd.attach("local://train-net-abcde") shows the job again' in Reader(source).text
+    assert "left" not in Reader(source).text.replace("about", "")
+    assert "#3b82f6" not in source.partition("End of the log")[0]
+    ended = running(state=StateName.SUCCEEDED)
+    assert view.html(ended, is_frozen=True) == view.html(ended)
 
 
 def test_carriage_returns_show_what_a_terminal_would():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kale_dist import weights
+from kale_dist.training.result import TrainingResult, one_model, one_optimizer, state_of
 
 
 class Net(torch.nn.Module):
@@ -24,7 +25,7 @@ def trained(model, optimizer=None, /, **changes):
     with torch.no_grad():
         for parameter in twin[0].parameters():
             parameter.add_(1)
-    return types.SimpleNamespace(
+    return types.SimpleNamespace(state=(),
         **{
             "model": None, "reason": "", "model_state": twin[0].state_dict(),
             "optimizer_state": twin[1].state_dict() if twin[1] else None, "scheduler_state": None, **changes,
@@ -198,3 +199,30 @@ def test_models_that_are_equal_are_not_mixed_up():
     del one, first
     gc.collect()
     assert len(weights._last_loaded) == kept - 1
+
+
+def test_several_models_optimizers_and_other_state_come_back():
+    def make():
+        models = {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)}
+        optimizers = {name: torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for name, one in models.items()}
+        return models, optimizers, [torch.nn.Linear(1, 1), [1], {"x": 1}]
+
+    models, optimizers, state = make()
+    in_rank, optimizers_in_rank, state_in_rank = make()
+    for name, one in in_rank.items():
+        one(torch.ones(1, 2)).sum().backward()
+        optimizers_in_rank[name].step()
+    state_in_rank[1].append(2)
+    state_in_rank[2]["y"] = 3
+    result = TrainingResult(
+        metrics={}, epochs=1, model_state=one_model(in_rank).state_dict(),
+        optimizer_state=one_optimizer(optimizers_in_rank).state_dict(), state=tuple(map(state_of, state_in_rank)),
+    )  # fmt: skip
+    loaded = weights.load(weights.remember(models, optimizers, None, state), result, "local://x", check=True)
+    assert not loaded.warnings
+    assert loaded.model["a"] is models["a"]
+    for name, one in models.items():
+        assert torch.equal(one.weight, in_rank[name].weight)
+        assert optimizers[name].state[one.weight]["momentum_buffer"] is not None
+    assert torch.equal(state[0].weight, state_in_rank[0].weight)
+    assert state[1:] == [[1, 2], {"x": 1, "y": 3}]

@@ -21,7 +21,7 @@ from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.backends.docker.explain import End, explain
 from kale_dist.blobs import FolderStore, pack_blobs, unpack_blobs
-from kale_dist.contract import InputFiles, Source, encode_json
+from kale_dist.contract import InputFiles, Source, StateName, encode_json
 from kale_dist.engine import Engine, explained
 from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
@@ -29,6 +29,7 @@ from kale_dist.following.claims import identity
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec, VolumeKind
+from kale_dist.status import JobStatus, ReplicaStatus
 
 _AT_ONCE = 8
 """Requests that an engine gets at the same time."""
@@ -177,14 +178,20 @@ class DockerPlace:
         if namespace is not None or labels:
             argument = "namespace" if namespace is not None else "labels"
             raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
+        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs that `list` gives are: the first container of a job's newest run decides."""
+        if namespace is not None or labels:
+            argument = "namespace" if namespace is not None else "labels"
+            raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
         engine = engines.connect()
         with explained("listing containers"):
             found = engine.api.containers(all=True, filters={"label": containers.JOB_LABEL})
-        made: dict[str, int] = {}
-        for item in found:
-            name = item["Labels"][containers.JOB_LABEL]
-            made[name] = min(item["Created"], made.get(name, item["Created"]))
-        return [JobRef(self.name, name) for name in sorted(made, key=lambda name: (made[name], name))]
+        jobs: dict[str, Any] = {}
+        for item in sorted(found, key=lambda item: (item["Created"], -_number(item["Labels"]))):
+            jobs.setdefault(item["Labels"][containers.JOB_LABEL], []).append(item)
+        return [_surveyed(name, items) for name, items in jobs.items()]
 
     def _inspect(self, engine: Engine, identifier: str) -> Part:
         detail = engine.api.inspect_container(identifier)
@@ -285,7 +292,7 @@ class DockerPlace:
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find a job on the engine: its specification is a label, its key and snapshot are in the container's input."""
         engine = engines.connect()
         with explained(f"looking for {ref}"):
@@ -308,6 +315,8 @@ class DockerPlace:
             ) from error
         place = (("engine", engine.url), ("engine_id", str(engine.info.get("ID") or "")))
         handle = RunHandle(ref=ref, object=containers.object_name(spec.name, run), run=run, spec=spec, place=place)
+        if trust is None:
+            return handle, None
         submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
         if submitter != identity() and not trust:
             warn(
@@ -364,7 +373,7 @@ class _Bridge:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         # The library keeps the answer by which it got the socket beside it.
-        for held in (self._stream, getattr(self._stream, "_response", None), self._socket):
+        for held in (self._stream, getattr(self._stream, "_response", self._stream), self._socket):
             with contextlib.suppress(Exception):
                 held.close()
 
@@ -378,6 +387,25 @@ def _list(engine: Engine, handle: RunHandle, *, every: bool) -> Sequence[dict[st
     with explained(f"listing the containers of {handle.ref}"):
         found: Sequence[dict[str, Any]] = engine.api.containers(all=every, filters={"label": labels})
     return found
+
+
+def _surveyed(name: str, items: Sequence[Mapping[str, Any]]) -> JobStatus:
+    """How a job is by the list of its containers, oldest first."""
+    heads = [item for item in items if not _number(item["Labels"])] or list(items)
+    head = max(heads, key=lambda item: int(item["Labels"].get(containers.RUN_LABEL) or 1))
+    state = StateName.RUNNING if head["State"] == "running" else StateName.PENDING
+    if head["State"] in _ENDED:
+        state = StateName.SUCCEEDED if str(head["Status"]).startswith("Exited (0)") else StateName.FAILED
+    world_size = 0
+    # A version that this one does not understand has written it.
+    with contextlib.suppress(KeyError, ValueError, TypeError):
+        world_size = int(json.loads(head["Labels"][containers.SPEC_LABEL])["topology"]["number_of_processes"])
+    return JobStatus(
+        ref=str(JobRef("docker", name)),
+        state=state,
+        created=float(items[0]["Created"]),
+        replicas=tuple(ReplicaStatus(rank=rank) for rank in range(world_size)),
+    )
 
 
 def _number(labels: Mapping[str, str]) -> int:

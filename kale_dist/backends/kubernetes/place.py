@@ -14,7 +14,7 @@ from typing import Any
 
 from kale_dist import blobs, manifests, names, records
 from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
-from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, watch
+from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, survey, watch
 from kale_dist.backends.kubernetes import look as looks
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
@@ -34,6 +34,7 @@ from kale_dist.manifests.settings import (
     SUBMITTED_BY_ANNOTATION,
 )
 from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
 from kale_dist.wording import show
 
@@ -216,17 +217,19 @@ class KubernetesPlace:
             ConfigError: The namespace or a label is not valid.
             BackendError: The cluster refused.
         """
+        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs that `list` gives are, from their PyTorchJobs alone."""
         _check_selection(namespace, labels)
         cluster = client.connect()
         where = cluster.namespace if namespace is None else namespace
         selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
         found = _list_jobs(cluster, "" if where == "*" else where, selector)
         found.sort(key=lambda job: (job["metadata"]["creationTimestamp"], job["metadata"]["name"]))
-        # Later runs of a job have its name in their label.
-        refs = (f"{job['metadata']['namespace']}/{job['metadata']['labels'][_JOB_LABEL]}" for job in found)
-        return [JobRef(self.name, ref) for ref in dict.fromkeys(refs)]
+        return survey.statuses(found)
 
-    def adopt(self, ref: JobRef, *, trust: bool) -> tuple[RunHandle, bytes | None]:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find the newest run of a job on the cluster, and its key."""
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
@@ -247,7 +250,7 @@ class KubernetesPlace:
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
         data = _read_input(cluster, namespace, job["metadata"]["name"])
-        key: bytes | None = data.get(InputFiles.KEY) or None
+        key: bytes | None = None if trust is None else data.get(InputFiles.KEY) or None
         submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
         if key is not None and submitter != cluster.identity and not trust:
             key = None

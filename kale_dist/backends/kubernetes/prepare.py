@@ -21,6 +21,8 @@ from kale_dist.url_store import UrlStore
 
 _MIB = 1 << 20
 _LONG_S = 3600.0
+_NOT_MADE_YET = "made-first"
+"""Stands for the image in dry runs: an API server wants one."""
 
 
 def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
@@ -72,7 +74,9 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
             f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
             "other pods can write to. store= names another place"
         )
-    _check(cluster, settled, own, found)
+    # Asked before an image is made: what is refused anyway shall not cost a build.
+    base = settled.image or (settled.recipe.base if settled.recipe is not None else "") or _NOT_MADE_YET
+    _check(cluster, dataclasses.replace(settled, image=base), own, found)
     return dataclasses.replace(settled, image=_made(cluster, settled, configured))
 
 

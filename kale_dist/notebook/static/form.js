@@ -1,18 +1,6 @@
 // The launcher form. Python sends the fields, the call and what is wrong with it; this file draws them, sends back what
 // is chosen, and writes the call into a new cell, or into the clipboard where the front end has no cells that it knows.
-
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value === true ? "" : value);
-  }
-  made.append(...children);
-  return made;
-}
-
-// JupyterLab takes arrows and letters for its own wherever no text is typed; an element with this keeps them.
-const OWN_KEYS = { "data-lm-suppress-shortcuts": "true" };
+// page.js comes before it in the same module.
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -57,18 +45,15 @@ function render({ model, el }) {
   const write = element("button", { type: "button", class: "kd-main", onclick: async () => {
     const text = model.get("code");
     if (await writeIntoCell(el, text)) return announce("Written into a new cell");
-    await navigator.clipboard?.writeText(text).catch(() => {});
+    await copy(text);
     announce("This front end takes no cells from here: the call is in the clipboard");
   } }, "Write into a new cell");
-  const copy = element("button", { type: "button", onclick: async () => {
-    await navigator.clipboard?.writeText(model.get("code")).catch(() => {});
-    announce("Copied");
-  } }, "Copy");
+  const take = element("button", { type: "button", onclick: () => copy(model.get("code")).then(() => announce("Copied")) }, "Copy");
   const run = element("button", { type: "button", onclick: () => model.send({ ask: "run" }) }, "Run");
   const look = element("button", { type: "button", onclick: () => model.send({ ask: "look" }) }, "Look again");
   const root = element("form", { class: "kd-form", "aria-label": "Distributed training", onsubmit: (event) => event.preventDefault() },
     element("strong", {}, "Distributed training"), grid, claimsRow, problem, code,
-    element("div", { class: "kd-actions" }, write, copy, run, look, said), place);
+    element("div", { class: "kd-actions" }, write, take, run, look, said), place);
 
   let timer;
   function changed(name, value) {
@@ -81,8 +66,8 @@ function render({ model, el }) {
 
   function drawVisible(choice) {
     const here = (choice.on || "local") === "local";
-    for (const [name, { field, input, row }] of inputs) {
-      row.hidden = Boolean(field.elsewhere) && here && !choice[name];
+    for (const { field, input, row } of inputs.values()) {
+      row.hidden = Boolean(field.is_elsewhere) && here;
       if (field.hint_elsewhere) input.placeholder = here ? field.hint : field.hint_elsewhere;
     }
     claimsRow.hidden = choice.on !== "kubernetes";
@@ -119,22 +104,27 @@ function render({ model, el }) {
       const name = `${id}-${field.name}`;
       const listen = { id: name, "aria-describedby": `${id}-problem` };
       let input;
-      if (field.kind === "select") {
+      if (field.options) {
         input = element("select", { ...listen, ...OWN_KEYS, onchange: () => changed(field.name, input.value) },
           ...field.options.map(([value, text]) => element("option", { value }, text)));
         if (!field.options.length) input.append(element("option", { value: "" }, "none found"));
       } else {
-        input = element("input", { ...listen, type: "text", inputmode: field.kind === "number" ? "numeric" : "text",
+        input = element("input", { ...listen, type: "text", inputmode: field.is_number ? "numeric" : "text",
           placeholder: field.hint, autocomplete: "off", spellcheck: "false",
-          oninput: () => changed(field.name, input.value) });
+          oninput: () => changed(field.name, input.value), onblur: showEnds });
       }
       input.value = choice[field.name] ?? "";
-      const row = element("label", { class: "kd-field", for: name }, element("span", {}, field.label), input);
+      const row = element("label", { class: field.is_wide ? "kd-field kd-wide" : "kd-field", for: name }, element("span", {}, field.label), input);
       inputs.set(field.name, { field, input, row });
       grid.append(row);
     }
     drawVisible(choice);
     drawProblem();
+  }
+
+  // Of an image that is too long for its field, the tag says more than the registry.
+  function showEnds() {
+    for (const { input } of inputs.values()) if (document.activeElement !== input) input.scrollLeft = input.scrollWidth;
   }
 
   function drawChoice() {
@@ -150,7 +140,7 @@ function render({ model, el }) {
     problem.textContent = text ?? "";
     problem.hidden = !text;
     for (const [name, { input }] of inputs) input.setAttribute("aria-invalid", String(Boolean(text) && name === field));
-    for (const button of [write, run]) button.disabled = Boolean(text);
+    for (const button of [write, take, run]) button.disabled = Boolean(text);
   }
 
   async function drawJob() {
@@ -173,11 +163,14 @@ function render({ model, el }) {
   ];
   watched.forEach(([event, callback]) => model.on(event, callback));
   el.append(root);
+  const sized = new ResizeObserver(showEnds);
+  sized.observe(root);
   drawFields();
   drawClaims();
   code.textContent = model.get("code");
   drawJob();
   return () => {
+    sized.disconnect();
     clearTimeout(timer);
     clearTimeout(forget);
     watched.forEach(([event, callback]) => model.off(event, callback));

@@ -1,11 +1,224 @@
-
 // The live view of one job. Python sends parts of the picture as HTML of its own making, and log lines as they come;
-// these files put them into the page, and send back what is clicked. Everything that came from a job is escaped: parts
-// in Python, log lines in log.js by textContent. page.js, log.js, keep.js and job.js are one module, in this order.
+// this file puts them into the page, and sends back what is clicked. Everything that came from a job is escaped: parts
+// in Python, log lines here by textContent. page.js comes before it in the same module.
+
+// -- the log: kept, filtered, searched, followed ---------------------------------------------------------------------
+
+const MAX_LINES = 5000; // kept in the page; all are in the job's log
+const SHOWN_LINES = 1000; // in the document at a time
+const FOLLOWED_LINES = 250; // in the document while they run past: layout and paint cost as much as there are
+
+class LogView {
+  constructor(ask, announce) {
+    this.choice = { rank: "", search: "", follow: true };
+    this.ended = false;
+    this.lines = []; // {number, rank, prefix, text}
+    this.next = 0;
+    this.shown = 0;
+    this.top = 0;
+    this.complete = false; // whether the lines from before this view have come
+    this.box = element("div", { ...OWN_KEYS, class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
+    this.empty = element("div", { class: "kd-empty" }, "Nothing was printed yet.");
+    this.count = element("span", { class: "kd-count" });
+    this.rank = element("select", { ...OWN_KEYS, "aria-label": "Lines of", onchange: () => this.filter("rank", this.rank.value) });
+    this.search = element("input", {
+      type: "search", placeholder: "Search the log", "aria-label": "Search the log",
+      oninput: () => this.filter("search", this.search.value),
+    });
+    this.follow = element("button", { type: "button", onclick: () => this.setFollow(!this.choice.follow) }, "Follow");
+    const copied = element("button", { type: "button", onclick: () => {
+      copy(this.matching().map((line) => `${line.prefix} ${line.text}`).join("\n"));
+      announce("The lines shown were copied");
+    } }, "Copy");
+    const download = element("button", { type: "button", onclick: () => ask("download") }, "Download");
+    this.bar = element("div", { class: "kd-bar" }, this.rank, this.search, this.follow, copied, download, this.count);
+    this.node = element("div", { class: "kd-log" }, this.bar, this.box);
+    this.box.append(this.empty);
+    this.box.addEventListener("wheel", (event) => event.deltaY < 0 && this.setFollow(false), { passive: true });
+    this.box.addEventListener("keydown", (event) => ["ArrowUp", "PageUp", "Home"].includes(event.key) && this.setFollow(false));
+    // Lines that run cannot be selected, nor a scrollbar be drawn.
+    this.box.addEventListener("pointerdown", () => this.setFollow(false));
+    this.box.addEventListener("scroll", () => this.box.isConnected && (this.top = this.box.scrollTop));
+    this.setFollow(true);
+  }
+
+  setRanks(ranks) {
+    this.rank.replaceChildren(
+      element("option", { value: "" }, "All ranks"),
+      ...Array.from({ length: ranks }, (_, rank) => element("option", { value: String(rank) }, `Rank ${rank}`)),
+    );
+    this.rank.value = this.choice.rank;
+  }
+
+  // Scrolled to where it was: a part of a page that is taken away forgets that.
+  shownAgain() {
+    this.box.scrollTop = this.top;
+    this.toEnd();
+  }
+
+  // How many lines are in the document.
+  get room() {
+    return this.choice.follow && !this.ended ? FOLLOWED_LINES : SHOWN_LINES;
+  }
+
+  setFollow(on) {
+    if (on !== this.choice.follow) this.choose(() => (this.choice.follow = on));
+    this.follow.setAttribute("aria-pressed", String(on));
+    this.toEnd();
+  }
+
+  setEnded(ended) {
+    if (ended !== this.ended) this.choose(() => (this.ended = ended));
+  }
+
+  // Make a choice that may leave room for more lines: they go above those that are there, which stay where they are.
+  choose(change) {
+    change();
+    const missing = this.matching().slice(-this.room);
+    const rows = missing.slice(0, Math.max(0, missing.length - this.shown)).map((line) => this.row(line));
+    if (!rows.length) return;
+    const below = this.box.scrollHeight - this.box.scrollTop;
+    this.empty.remove();
+    this.box.prepend(...rows);
+    this.shown += rows.length;
+    this.box.scrollTop = this.box.scrollHeight - below;
+    this.toEnd();
+  }
+
+  filter(what, value) {
+    this.choice[what] = value;
+    this.draw();
+  }
+
+  matches(line) {
+    const { rank, search } = this.choice;
+    return (rank === "" || String(line.rank) === rank) && (!search || line.text.toLowerCase().includes(search.toLowerCase()));
+  }
+
+  matching() {
+    return this.lines.filter((line) => this.matches(line));
+  }
+
+  row(line) {
+    const who = element("span", { class: `kd-who kd-who-${line.rank === null ? "x" : line.rank % 6}` }, line.prefix);
+    return element("div", { class: "kd-line" }, who, " ", ...this.marked(line.text));
+  }
+
+  // The text in pieces: what was searched for is marked.
+  marked(text) {
+    const [wanted, within] = [this.choice.search.toLowerCase(), text.toLowerCase()];
+    // Some letters become two in lower case; nothing is marked then.
+    if (!wanted || within.length !== text.length) return [text];
+    const pieces = [];
+    let end = 0;
+    for (let at; (at = within.indexOf(wanted, end)) >= 0; end = at + wanted.length) {
+      pieces.push(text.slice(end, at), element("mark", {}, text.slice(at, at + wanted.length)));
+    }
+    return [...pieces, text.slice(end)];
+  }
+
+  // New lines, numbered from `first`. What is here already is passed over: several views of one job share the messages.
+  add(first, added) {
+    const got = added.map(([rank, prefix, text], index) => ({ number: first + index, rank, prefix, text }));
+    const older = got.filter((line) => this.lines.length && line.number < this.lines[0].number);
+    const fresh = got.filter((line) => line.number >= this.next);
+    if (fresh.length) this.next = fresh[fresh.length - 1].number + 1;
+    this.lines = [...older, ...this.lines, ...fresh].slice(-MAX_LINES);
+    if (older.length) {
+      this.draw();
+      return;
+    }
+    const rows = fresh.filter((line) => this.matches(line)).slice(-this.room).map((line) => this.row(line));
+    if (rows.length) {
+      this.empty.remove();
+      this.box.append(...rows);
+      this.shown += rows.length;
+      for (; this.shown > this.room; this.shown -= 1) this.box.firstElementChild.remove();
+    }
+    this.tell();
+    if (rows.length) this.toEnd();
+  }
+
+  toEnd() {
+    if (this.choice.follow) this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  clear() {
+    this.lines = [];
+    this.next = 0;
+    this.complete = false;
+    this.draw();
+  }
+
+  draw() {
+    const found = this.matching();
+    const rows = found.slice(-this.room).map((line) => this.row(line));
+    this.shown = rows.length;
+    this.empty.textContent = this.lines.length ? "No line is like that." : "Nothing was printed yet.";
+    this.box.replaceChildren(...(rows.length ? rows : [this.empty]));
+    this.toEnd();
+    this.tell(found.length);
+  }
+
+  tell(found) {
+    const filtered = this.choice.rank !== "" || this.choice.search !== "";
+    const lines = `${this.next.toLocaleString("en")} line${this.next === 1 ? "" : "s"}`;
+    this.count.textContent = filtered ? `${(found ?? this.matching().length).toLocaleString("en")} of ${lines}` : lines;
+    const hidden = this.next > this.lines.length;
+    this.count.title = hidden ? "The last lines are kept here. Download has all of them." : "";
+  }
+}
+
+// -- what is saved with the notebook, for when there is no kernel ----------------------------------------------------
+
+const KEPT = "The last picture of a job of kale_dist"; // tells our saved widgets from others
+const STATE_TYPE = "application/vnd.jupyter.widget-state+json";
+const VIEW_TYPE = "application/vnd.jupyter.widget-view+json";
+
+const keepers = new WeakMap(); // widget manager -> jobs of its notebook
+
+// Have the last picture saved with the notebook, so that it opens without a kernel: as a widget of plain HTML in the
+// place of this one, by the format in which front ends save widgets. Where there is no such document, nothing happens.
+function keepInNotebook(model) {
+  const manager = model.widget_manager;
+  const context = manager?.context;
+  if (!context?.saveState?.connect || !context.model?.setMetadata) return;
+  if (keepers.has(manager)) {
+    keepers.get(manager).set(model.get("identity"), model);
+    return;
+  }
+  const jobs = new Map([[model.get("identity"), model]]);
+  keepers.set(manager, jobs);
+  context.saveState.connect((_, stage) => {
+    if (stage !== "started") return;
+    const shown = new Set();
+    for (const cell of context.model.cells) {
+      for (let index = 0; index < (cell.outputs?.length ?? 0); index += 1) {
+        shown.add(cell.outputs.get(index).data[VIEW_TYPE]?.model_id);
+      }
+    }
+    const before = context.model.getMetadata("widgets")?.[STATE_TYPE]?.state ?? {};
+    const kept = Object.entries(before).filter(([id, one]) => shown.has(id) || one.state?.tooltip !== KEPT);
+    for (const [id, job] of jobs) {
+      if (!shown.has(id)) continue;
+      kept.push([id, {
+        model_name: "HTMLModel", model_module: "@jupyter-widgets/controls", model_module_version: "2.0.0",
+        state: { value: job.get("picture"), tooltip: KEPT },
+      }]);
+    }
+    context.model.setMetadata("widgets", {
+      ...context.model.getMetadata("widgets"),
+      [STATE_TYPE]: { version_major: 2, version_minor: 0, state: Object.fromEntries(kept) },
+    });
+  });
+}
+
+// -- the job ---------------------------------------------------------------------------------------------------------
 
 const ANSWER_MS = 2000; // a kernel that runs a cell may answer late, or never before the cell ends
 const SAID_MS = 6000;
 const MAX_WAIT_MS = 60000;
+const ENDED = ["succeeded", "failed", "cancelled"];
 const PARTS = ["head", "progress", "error", "curves", "ranks", "notes"];
 const AFTER = {
   cancel: "The job is cancelled then.",
@@ -28,7 +241,9 @@ class JobView {
     this.focused = null;
     this.said = element("div", { class: "kd-said", role: "status" });
     this.log = new LogView((what) => this.ask(what), (text) => this.announce(text));
+    this.tip = element("div", { class: "kd-tip", hidden: true });
     this.places = Object.fromEntries(PARTS.map((part) => [part, element("div", { class: `kd-${part}` })]));
+    // It stays where it is while it asks: the second click of a double click then does nothing.
     this.cancel = this.button("Cancel", () => this.confirm(true), "kd-danger");
     this.no = this.button("No", () => this.confirm(false));
     const yes = this.button("Yes, cancel the job", () => { this.confirm(false); this.ask("cancel"); }, "kd-danger");
@@ -38,7 +253,8 @@ class JobView {
     this.plan = this.button("", () => this.ask("plan"));
     const actions = element("div", { class: "kd-actions" }, this.cancel, this.sure, this.retry, this.plan, this.said);
     const { head, ...others } = this.places;
-    this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node);
+    this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node, this.tip);
+    for (const event of ["pointermove", "pointerleave"]) others.curves.addEventListener(event, (moved) => this.tellValues(moved));
     this.root.addEventListener("focusin", (event) => (this.focused = event.target));
     this.root.addEventListener("focusout", () => setTimeout(() => this.root.isConnected && !this.root.contains(document.activeElement) && (this.focused = null)));
     this.observer = new IntersectionObserver((entries) => {
@@ -99,7 +315,7 @@ class JobView {
     const { model, el } = this;
     this.detach();
     this.root.remove();
-    el.innerHTML = lastPicture(model);
+    el.innerHTML = model.get("picture");
   }
 
   // A kernel that has ended takes nothing more.
@@ -116,7 +332,7 @@ class JobView {
     this.timers[name] = setTimeout(callback, wait_ms);
   }
 
-  // A page that nobody sees is sent nothing; what it missed is sent when it is seen again. Said until it is answered:
+  // A hidden page is sent nothing; what it missed is sent when it is seen again. Said until it is answered:
   // what a page says before its kernel has a subshell for it waits for the cell that runs.
   see() {
     const now = this.onScreen && document.visibilityState === "visible";
@@ -133,6 +349,7 @@ class JobView {
   }
 
   ask(what) {
+    this.asked = what;
     this.tell({ ask: what, view: this.id });
     this.later("answer", ANSWER_MS, () => this.announce(`The kernel is busy: stop the cell first (■ in the toolbar). ${AFTER[what]}`, true));
   }
@@ -152,15 +369,28 @@ class JobView {
       return;
     }
     clearTimeout(this.timers.answer);
-    if (message.say) this.announce(message.say);
+    const late = this.asked === "cancel" && ENDED.includes(this.model.get("state"));
+    if (message.say && !late) this.announce(message.say);
     if (message.plan) copy(message.plan).then(() => this.announce("Copied"));
     if (message.file) save(message.file, buffers);
   }
 
   confirm(open) {
     this.sure.hidden = !open;
-    this.cancel.hidden = open;
+    this.cancel.disabled = open;
     (open ? this.no : this.cancel).focus();
+  }
+
+  // The values of a curve under the pointer.
+  tellValues(event) {
+    const text = event.type === "pointermove" && event.target.getAttribute?.("data-kd-at");
+    this.tip.hidden = !text;
+    if (!text) return;
+    this.tip.textContent = text;
+    const frame = this.root.getBoundingClientRect();
+    const left = Math.min(event.clientX - frame.left + 12, frame.width - this.tip.offsetWidth - 8);
+    this.tip.style.left = `${Math.max(8, left)}px`;
+    this.tip.style.top = `${event.clientY - frame.top - this.tip.offsetHeight - 10}px`;
   }
 
   drawPart(part) {
@@ -179,8 +409,12 @@ class JobView {
     const state = this.model.get("state");
     const ended = ENDED.includes(state);
     const focused = this.sure.contains(document.activeElement) || document.activeElement === this.cancel;
-    if (ended) this.sure.hidden = true;
-    this.cancel.hidden = ended || !this.sure.hidden;
+    if (ended) {
+      this.sure.hidden = true;
+      this.cancel.disabled = false;
+      if (this.asked === "cancel") this.announce("");
+    }
+    this.cancel.hidden = ended;
     this.retry.hidden = !ended;
     this.log.setEnded(ended);
     if (ended && focused) this.retry.focus();

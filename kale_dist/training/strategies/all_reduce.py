@@ -9,11 +9,14 @@ Averaging is idempotent (the mean of equal gradients is that gradient), so any n
 a step. The weight of a rank's batch is a factor on its gradients before they are added up (`Pace.factor`).
 
 Ranks that do not do the same are told apart by a few control numbers in the last bucket: nothing is ever averaged
-between different steps without an error.
+between different steps without an error. On a GPU these numbers are read when the next backward pass begins (or the
+epoch ends), so that no step waits for the GPU; only a rank in which a parameter has no gradient has to wait for them,
+because they tell whether another rank has one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,15 +27,25 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import AllReduce
 from kale_dist.training.group import Group
-from kale_dist.training.pace import Pace
-from kale_dist.training.strategies.buckets import Bucket, fill_buckets
-from kale_dist.training.strategies.sparse import average_sparse
+from kale_dist.training.sharding import Pace
+from kale_dist.training.strategies.buckets import Bucket, average_sparse, fill_buckets
 
 _SLOTS = 8
 """Control numbers that tell batches apart: the batch's number modulo this."""
 
 _SKIPPED, _LEFT = _SLOTS, _SLOTS + 1
 _CONTROLS = _SLOTS + 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sent:
+    """Control numbers of an exchange that have not been looked at yet."""
+
+    batch: int
+    numbers: Tensor
+    """On the CPU; there once `arrived` is."""
+    arrived: Any
+    """An event of the GPU's."""
 
 
 class GradientExchange:
@@ -66,6 +79,7 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._control: Tensor = torch.empty(0)
+        self._sent: _Sent | None = None
         self._next_launch = 0
         self._overlap = False
         self._may_overlap = True
@@ -143,7 +157,7 @@ class GradientExchange:
         self._trainable = [p for p, wanted in zip(self._parameters.values(), flags, strict=True) if wanted]
         dense = [p for p in self._trainable if id(p) not in self._sparse_ids]
         controls = _CONTROLS + len(self._trainable)
-        self._buckets, self._control = fill_buckets(dense, self._bucket_bytes, controls)
+        self._buckets, self._control = fill_buckets(dense, self._bucket_bytes, controls, self._group)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._overlap = False
         self._next_launch = 0
@@ -203,6 +217,8 @@ class GradientExchange:
             if self._next_launch:
                 raise _nested_error()
             self._may_overlap = self._overlap = False
+        else:
+            self.verify()
         self._task = task
         self._holding = not self._pace.is_due
         self._refresh()
@@ -228,6 +244,11 @@ class GradientExchange:
         if not self._overlap and self._may_overlap and len(self._buckets) > 1:
             self._overlap = True
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether control numbers are read at the next backward pass: where reading them waits for a GPU."""
+        return self._control.is_cuda
+
     # -- the exchange ----------------------------------------------------------------------------------------------
 
     def exchange(self, *, skipped: bool = False, left: bool = False) -> None:
@@ -245,38 +266,66 @@ class GradientExchange:
         if self._group.is_alone:
             self._mark()
             return
+        self.verify()
         self._refresh()
         with torch.no_grad():
-            self._write_controls(skipped=skipped, left=left)
+            mine = self._write_controls(skipped=skipped, left=left)
             for bucket in self._buckets[self._next_launch :]:
                 bucket.launch()
             self._next_launch = 0
             if not any(bucket.holds(self._control) for bucket in self._buckets):
-                dist.all_reduce(self._control)
+                dist.all_reduce(self._control, group=self._group.world)
             for bucket in self._buckets:
                 bucket.wait()
-            used = self._read_controls()
+            self._fetch_controls()
+            # What this rank has used, some rank has: only where it lacks a gradient do the others' numbers matter now.
+            is_certain = all(mine) and not (skipped or left)
+            used = mine if self.reads_late and is_certain else self.verify()
             positions = {id(p): number for number, p in enumerate(self._trainable)}
             for bucket in self._buckets:
                 bucket.give_back([used[positions[id(p)]] for p in bucket.parameters])
             for number, parameter in enumerate(self._trainable):
                 if id(parameter) in self._sparse_ids and used[number]:
-                    average_sparse(parameter, self._group.world_size)
+                    average_sparse(parameter, self._group)
         self._mark()
 
-    def _write_controls(self, *, skipped: bool, left: bool) -> None:
+    def _write_controls(self, *, skipped: bool, left: bool) -> list[bool]:
+        """Write this rank's numbers; gives which parameters have a gradient here."""
         numbers = [0.0] * _CONTROLS
         numbers[self._pace.batches % _SLOTS] = 1.0
         numbers[_SKIPPED] = float(skipped)
         numbers[_LEFT] = float(left)
-        numbers.extend(float(p.grad is not None) for p in self._trainable)
-        self._control.copy_(torch.tensor(numbers, dtype=self._control.dtype))
+        mine = [p.grad is not None for p in self._trainable]
+        is_remote = self._control.is_cuda
+        given = torch.tensor([*numbers, *map(float, mine)], dtype=self._control.dtype, pin_memory=is_remote)
+        self._control.copy_(given, non_blocking=is_remote)
+        return mine
 
-    def _read_controls(self) -> list[bool]:
-        """Whether any rank has a gradient, for each parameter."""
-        world = self._group.world_size
-        numbers = self._control.tolist()
-        here = self._pace.batches
+    def _fetch_controls(self) -> None:
+        """Have the sums of the control numbers come to the CPU, without waiting for a GPU."""
+        is_remote = self._control.is_cuda
+        numbers = torch.empty(self._control.shape, dtype=self._control.dtype, pin_memory=is_remote)
+        numbers.copy_(self._control, non_blocking=is_remote)
+        arrived = torch.cuda.Event() if is_remote else None  # type: ignore[no-untyped-call]
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(self._control.device))
+        self._sent = _Sent(self._pace.batches, numbers, arrived)
+
+    def verify(self) -> list[bool]:
+        """Look at the control numbers of the last exchange, if that has not been done.
+
+        Returns:
+            Whether any rank had a gradient, for each parameter.
+
+        Raises:
+            KaleDistError: The ranks were not at the same place.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return []
+        if sent.arrived is not None:
+            sent.arrived.synchronize()
+        world, here, numbers = self._group.world_size, sent.batch, sent.numbers.tolist()
         if numbers[_LEFT] not in (0, world):
             raise KaleDistError(
                 f"train_step left the loop over its loader on {numbers[_LEFT]:.0f} of {world} ranks only, here after or"
@@ -378,3 +427,21 @@ def _nested_error() -> KaleDistError:
         "A backward pass gave a parameter's gradient twice after gradients were already on their way. This comes from"
         " torch.utils.checkpoint with use_reentrant=True; use use_reentrant=False"
     )
+
+
+def follow_lazy_modules(modules: Iterable[torch.nn.Module], exchange: GradientExchange) -> None:
+    """Have modules that get their shapes in the first forward pass start from rank 0's values.
+
+    Ranks draw from different seeds, so their own initial values would differ.
+    """
+    for module in modules:
+        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            handle: list[Any] = []
+
+            def settle(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
+                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+                    exchange.adopt(module.parameters(recurse=False))
+                    handle.pop().remove()
+
+            # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.
+            handle.append(module.register_forward_pre_hook(settle))

@@ -1,13 +1,15 @@
-"""Flat buffers in which gradients travel."""
+"""How gradients travel: dense ones side by side in flat buffers, sparse ones by rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from kale_dist.training.group import Group
 
 
 class Bucket:
@@ -15,11 +17,13 @@ class Bucket:
 
     Args:
         parameters: In the order in which their gradients are expected.
+        group: The ranks.
         extra: Numbers after the gradients, for the caller's own use.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], extra: int = 0) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Group, extra: int = 0) -> None:
         self.parameters = list(parameters)
+        self._group = group
         self.ready = 0
         self.work: Any = None
         first = self.parameters[0]
@@ -55,8 +59,8 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, gradients)
         if self._divide_first:
-            self._flat.div_(dist.get_world_size())
-        self.work = dist.all_reduce(self._flat, async_op=True)
+            self._flat.div_(self._group.world_size)
+        self.work = dist.all_reduce(self._flat, group=self._group.world, async_op=True)
 
     def wait(self) -> None:
         """Wait for the sum."""
@@ -71,8 +75,7 @@ class Bucket:
             used: For each parameter, whether any rank has a gradient; where none has, none is made.
         """
         if not self._divide_first:
-            scale = 1 / dist.get_world_size()
-            self._body.mul_(scale)
+            self._body.mul_(1 / self._group.world_size)
         gradients, views = [], []
         for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
             if not is_used:
@@ -89,7 +92,7 @@ class Bucket:
 
 
 def fill_buckets(
-    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int, group: Group
 ) -> tuple[list[Bucket], Tensor]:
     """Lay parameters out in buckets, last parameter first, as backward passes make gradients in about that order.
 
@@ -97,10 +100,11 @@ def fill_buckets(
         parameters: Parameters with dense gradients.
         bucket_bytes: A bucket that has reached this size is closed.
         controls: Count of numbers to exchange along with the gradients.
+        group: The ranks.
 
     Returns:
-        The buckets in the order of their exchange, and the tensor of the control numbers: a part of the last bucket
-        where that is exact and costs no synchronisation with a GPU, else one of its own on the CPU.
+        The buckets in the order of their exchange, and the tensor of the control numbers on the gradients' device: a
+        part of the last bucket where its floats are exact enough, else a tensor of its own.
     """
     groups: list[list[torch.nn.Parameter]] = []
     open_groups: dict[Any, list[torch.nn.Parameter]] = {}
@@ -113,14 +117,59 @@ def fill_buckets(
             groups.append(open_groups[key])
         open_groups[key].append(parameter)
         sizes[key] += parameter.numel() * parameter.element_size()
-    if groups:
-        last = groups[-1][0]
-        if last.device.type == "cpu" and _real(last.detach()).dtype in (torch.float32, torch.float64):
-            carrier = Bucket(groups[-1], extra=controls)
-            return [*(Bucket(group) for group in groups[:-1]), carrier], carrier.extra
-    return [Bucket(group) for group in groups], torch.empty(controls, dtype=torch.float32)
+    if groups and _real(groups[-1][0].detach()).dtype in (torch.float32, torch.float64):
+        carrier = Bucket(groups[-1], group, extra=controls)
+        return [*(Bucket(members, group) for members in groups[:-1]), carrier], carrier.extra
+    device = groups[-1][0].device if groups else group.device
+    return [Bucket(members, group) for members in groups], torch.empty(controls, dtype=torch.float32, device=device)
 
 
 def _real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones, which every backend can sum."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
+    """Replace a parameter's gradient by the mean over ranks, sparse if this rank's is. Called by all ranks.
+
+    Args:
+        parameter: A parameter for which at least one rank has a gradient; without one, this rank counts as zero.
+        group: The ranks.
+    """
+    gradient = parameter.grad
+    was_dense = gradient is not None and not gradient.is_sparse
+    if gradient is None:
+        gradient = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+            torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
+            parameter.shape,
+        )
+    elif was_dense:
+        gradient = gradient.to_sparse(1)
+    gradient = gradient.detach().coalesce()
+    indices = _gather(gradient.indices().t().contiguous(), group)
+    values = _gather(gradient.values().contiguous(), group)
+    mean = torch.sparse_coo_tensor(indices.t(), values.div_(group.world_size), parameter.shape).coalesce()
+    parameter.grad = mean.to_dense() if was_dense else mean
+
+
+def _gather(rows: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, in the order of the ranks."""
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(group.world_size)]
+    dist.all_gather(counts, count, group=group.world)
+    sizes = [int(c) for c in counts]
+    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in range(group.world_size)]
+    dist.all_gather(parts, padded, group=group.world)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def sparse_parameters(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
+    """Identities of the parameters whose gradients will be sparse: embeddings made with `sparse=True`."""
+    return frozenset(
+        id(module.weight)
+        for module in modules
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    )

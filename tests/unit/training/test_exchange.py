@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from kale_dist.errors import KaleDistError
 from kale_dist.strategies import AllReduce
 from kale_dist.training.loop import train
+from kale_dist.training.strategies.all_reduce import GradientExchange
 
 
 class Net(nn.Module):
@@ -37,7 +39,7 @@ def data(samples=22):
     return TensorDataset(x, x.sum(1))
 
 
-def run(body, world=None, samples=22, batch=4, model=None, epochs=2, make_optimizer=None, **options):
+def run(body, samples=22, batch=4, model=None, epochs=2, make_optimizer=None, train_step=None, **options):
     """Train a Net with `body(model, x, y, optimizer)` as the inside of the loop; return its weights."""
     model = Net() if model is None else model()
     optimizer = make_optimizer(model) if make_optimizer else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -52,7 +54,7 @@ def run(body, world=None, samples=22, batch=4, model=None, epochs=2, make_optimi
         train_data_loader=loader,
         criterion=None,
         optimizer=optimizer,
-        train_step=step,
+        train_step=train_step or step,
         epochs=epochs,
         **options,
     )
@@ -384,3 +386,96 @@ def test_everything_is_as_before_afterwards(ranks):
         return len(loader), len(loader.dataset)
 
     assert ranks(2, job) == [(11, 22)] * 2
+
+
+def late(body, **options):
+    """Train as on a GPU, where control numbers are read one backward pass later."""
+    kept = GradientExchange.reads_late
+    GradientExchange.reads_late = property(lambda _: True)
+    try:
+        return run(body, **options)
+    finally:
+        GradientExchange.reads_late = kept
+
+
+def plain_step(model, x, y, optimizer):
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_control_numbers_that_are_read_late_change_nothing(ranks, world):
+    def sometimes_spare(model, x, y, optimizer):
+        optimizer.zero_grad()
+        loss = model.loss(x, y)
+        if x[0, 0] > 0:
+            loss = loss + model.spare(torch.tanh(model.encoder(x))).mean()
+        loss.backward()
+        optimizer.step()
+
+    for body in (plain_step, sometimes_spare):
+        expected = ranks(world, lambda body=body: run(body))[0]
+        for found in ranks(world, lambda body=body: late(body)):
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize(("leaves", "said"), [(True, "left the loop"), (False, "no backward pass in batch 2")])
+def test_ranks_that_differ_are_still_told_apart_when_numbers_are_read_late(ranks, leaves, said):
+    def job():
+        rank = torch.distributed.get_rank()
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for number, (x, y) in enumerate(loader):
+                if rank == 1 and number == 1:
+                    if leaves:
+                        break
+                    continue
+                plain_step(model, x, y, optimizer)
+
+        try:
+            late(None, train_step=step)
+        except KaleDistError as error:
+            return str(error)
+        return ""
+
+    assert any(said in text for text in ranks(2, job, keep=False))
+
+
+def adversaries():
+    """A generator and a critic that train each other, and an average of the generator's weights."""
+    torch.manual_seed(3)
+    models = {"generator": nn.Linear(2, 4), "critic": nn.Linear(4, 1)}
+    optimizers = {name: torch.optim.Adam(one.parameters(), lr=0.01) for name, one in models.items()}
+    average, losses = copy.deepcopy(models["generator"]), []
+
+    def step(models, loader, criterion, optimizers, device, args):
+        for x, _ in loader:
+            optimizers["critic"].zero_grad()
+            fake = models["generator"](x[:, :2])
+            (models["critic"](fake.detach()) - models["critic"](x)).mean().backward()
+            optimizers["critic"].step()
+            optimizers["generator"].zero_grad()
+            loss = -models["critic"](models["generator"](x[:, :2])).mean()
+            loss.backward()
+            optimizers["generator"].step()
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), models["generator"].parameters(), strict=True):
+                    mean.lerp_(now, 0.1)
+        losses.append(len(losses))
+
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return train(
+        model=models, train_data_loader=DataLoader(data(24), 12 // world), criterion=None, optimizer=optimizers,
+        train_step=step, epochs=3, state=[average, losses],
+    )  # fmt: skip
+
+
+def test_two_models_with_two_optimizers_train_as_in_one_process(ranks):
+    expected, found = adversaries(), ranks(2, adversaries)[0]
+    assert set(found.model_state) == {"generator.weight", "generator.bias", "critic.weight", "critic.bias"}
+    for name, value in expected.model_state.items():
+        assert torch.allclose(found.model_state[name], value, atol=1e-6)
+    assert set(found.optimizer_state["named"]) == {"generator", "critic"}
+    assert torch.allclose(found.state[0]["weight"], expected.state[0]["weight"], atol=1e-6)
+    assert found.state[1] == [0, 1, 2]

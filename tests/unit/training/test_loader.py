@@ -1,6 +1,9 @@
 """Every kind of loader: each sample once, in step, and its lengths this rank's share."""
 
 import collections
+import contextlib
+import io
+import itertools
 import random
 
 import pytest
@@ -203,7 +206,7 @@ def test_lengths_are_this_ranks_share(ranks, kind, expected):
 
 def test_the_log_says_how(ranks):
     first, second = ranks(2, observe, lambda: DataLoader(Numbers(1437), 32, shuffle=True), 1)
-    assert first[3] == "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last 15 + 14\n"
+    assert first[3].splitlines()[0] == "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last 15 + 14"
     assert second[3] == ""
 
 
@@ -368,3 +371,59 @@ def test_workers_of_ranks_augment_differently_from_one_generator(ranks):
 
     (first, *_), (second, *_) = ranks(2, observe, loader, 1)
     assert set(first[0]).isdisjoint(second[0])
+
+
+class Huge(Sampler):
+    """As minGPT's: far more samples than are ever taken."""
+
+    def __len__(self):
+        return 10**10
+
+    def __iter__(self):
+        return itertools.cycle(range(12))
+
+
+def test_a_sampler_with_a_huge_length_is_drawn_in_pieces(ranks):
+    def job():
+        taken = []
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for number, (x,) in enumerate(loader):
+                taken.append(x.flatten().tolist())
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                if number == 2:
+                    break
+
+        model = nn.Linear(1, 1)
+        train(
+            model=model,
+            train_data_loader=DataLoader(TensorDataset(torch.arange(12.0)[:, None]), 2, sampler=Huge(), drop_last=True),
+            criterion=None,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            train_step=step,
+        )
+        return taken
+
+    first, second = ranks(2, job)
+    assert first == [[0, 1], [4, 5], [8, 9]]
+    assert second == [[2, 3], [6, 7], [10, 11]]
+
+
+def test_single_items_on_several_ranks_are_said_to_alternate(ranks):
+    def job():
+        model = nn.Linear(1, 1)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            train(
+                model=model,
+                train_data_loader=DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=None),
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+                train_step=lambda model, loader, *_: [model(x).sum().backward() for (x,) in loader] and 0.0,
+            )
+        return said.getvalue()
+
+    assert "each rank gets every second item" in ranks(2, job)[0]
+    assert "needs shard=False" in ranks(2, job)[0]

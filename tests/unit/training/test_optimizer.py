@@ -1,5 +1,8 @@
 """Accumulation, schedulers, clipping and precision around steps of the user's."""
 
+import contextlib
+import functools
+import io
 import warnings
 
 import pytest
@@ -288,3 +291,75 @@ def test_options_are_checked(options, argument):
     with pytest.raises(ConfigError) as caught:
         fit(**options)
     assert caught.value.argument == argument
+
+
+def rates(make, samples, world_batch, epochs=2, **options):
+    """Learning rates after training with a scheduler that the step moves in each batch."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(samples, 3)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), world_batch)
+    scheduler = make(optimizer, len(loader), epochs)
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train(
+            model=model, train_data_loader=loader, criterion=nn.MSELoss(), optimizer=optimizer, train_step=step,
+            epochs=epochs, **options,
+        )  # fmt: skip
+    return scheduler.last_epoch, optimizer.param_groups[0]["lr"], said.getvalue()
+
+
+def one_cycle(optimizer, batches, epochs):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=batches)
+
+
+def cosine_after_warmup(optimizer, batches, epochs):
+    schedules = torch.optim.lr_scheduler
+    warmup = schedules.LinearLR(optimizer, 0.1, total_iters=3)
+    cosine = schedules.CosineAnnealingLR(optimizer, T_max=epochs * batches - 3)
+    return schedules.SequentialLR(optimizer, [warmup, cosine], milestones=[3])
+
+
+def linear_of_transformers(optimizer, batches, epochs):
+    def value(step, *, num_training_steps):
+        return max(0.0, 1 - step / num_training_steps)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(value, num_training_steps=epochs * batches))
+
+
+@pytest.mark.parametrize("make", [one_cycle, cosine_after_warmup, linear_of_transformers])
+@pytest.mark.parametrize("samples", [80, 82])
+def test_a_schedule_made_for_the_batches_of_one_process_ends_where_it_would_there(ranks, make, samples):
+    last, rate, _ = rates(make, samples, 2)
+    for world, options in ((2, {}), (3, {}), (2, {"accumulate": 3})):
+        for found in ranks(world, lambda options=options: rates(make, samples, 2, **options)):
+            assert found[0] == last
+            assert found[1] == pytest.approx(rate, abs=1e-12)
+    said = ranks(2, lambda: rates(make, samples, 2))[0][2]
+    assert "moves by the progress through the data" in said
+
+
+def test_a_schedule_made_for_the_ranks_is_stepped_once_a_batch(ranks):
+    def for_two(optimizer, batches, epochs):
+        return one_cycle(optimizer, -(-batches // 2), epochs)
+
+    last, _, said = ranks(2, lambda: rates(for_two, 82, 2))[0]
+    assert last == 42
+    assert "OneCycleLR" not in said
+
+
+def test_a_schedule_of_unknown_length_is_stepped_once_and_the_log_says_so(ranks):
+    def unknown(optimizer, batches, epochs):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+    last, _, said = ranks(2, lambda: rates(unknown, 82, 2))[0]
+    assert last == 42
+    assert "LambdaLR, of unknown length, is stepped once in each batch (41 batches an epoch on one process, 21" in said

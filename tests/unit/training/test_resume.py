@@ -1,4 +1,4 @@
-"""Checkpoints that a training cannot go on from: it begins anew, and says why."""
+"""Checkpoints that cannot be resumed from: training starts from the beginning, and says why."""
 
 import json
 import os
@@ -82,8 +82,8 @@ def another_optimizer(path):
 @pytest.mark.parametrize(
     ("spoil", "behind", "said"),
     [
-        (nothing, 2, "goes on behind epoch 2"),
-        (is_gone, 0, "begins anew"),
+        (nothing, 2, "resumes after epoch 2"),
+        (is_gone, 0, "starts from the beginning"),
         (cut_short, 0, "cannot be read"),
         (without_the_rest, 0, "only what a result needs"),
         (another_shape, 0, "weight of the model changed its shape"),

@@ -1,9 +1,12 @@
 """Metrics, early stop, buffers, devices, checkpoints, and what comes back."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -330,3 +333,105 @@ def test_checkpoints_of_odd_values(tmp_path):
     for name, value in read.model.items():
         torch.testing.assert_close(value, states[name])
     assert read.model["a"].data_ptr() == read.model["tied"].data_ptr()
+
+
+class ItsOwnLoss(nn.Module):
+    """Takes a whole batch and gives its loss, as a model of Hugging Face does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, labels=None):
+        logits = self.head(x)
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def test_a_model_that_gives_its_own_loss_needs_neither_criterion_nor_step(ranks):
+    def job(key):
+        batches = [{"x": x, key: y} for x, y in data(16)]
+        loader = DataLoader(batches, 4)
+        return fit(ItsOwnLoss(), loader, criterion=None, eval_data_loader=DataLoader(batches, 4), epochs=4).metrics
+
+    for key in ("labels", "label"):
+        metrics = ranks(2, lambda key=key: job(key))[0]
+        assert set(metrics) == {"loss", "accuracy", "eval_loss", "eval_accuracy"}
+
+    def pairs():
+        with pytest.raises(ConfigError, match=r"gives no loss for a list.*write a train_step"):
+            fit(ItsOwnLoss(), criterion=None)
+
+    ranks(1, pairs, keep=False)
+
+
+history, average, best = [], nn.Linear(3, 2), 0.0
+
+
+def said_by(job, ranks, world=2):
+    """What all ranks print."""
+
+    def printed():
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            job()
+        return text.getvalue()
+
+    return "".join(ranks(world, printed))
+
+
+def moving_average(model, loader, criterion, optimizer, device, args):
+    global best  # noqa: PLW0603 - as in notebooks
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        remember_in(loss)
+        with torch.no_grad():
+            for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(now, 0.1)
+    best = 1.0
+
+
+def remember_in(loss):
+    history.append(loss.item())
+
+
+def test_what_a_step_changes_and_does_not_come_back_is_named_once(ranks):
+    said = said_by(lambda: fit(train_step=moving_average, epochs=2), ranks)
+    assert said.count("Changed by a step, and left behind in the ranks: average, best, history.") == 1
+
+    kept = said_by(lambda: fit(train_step=moving_average, state=[average, history]), ranks)
+    assert "left behind in the ranks: best." in kept
+
+    def quiet(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        return 0.5
+
+    assert "left behind" not in said_by(lambda: fit(train_step=quiet), ranks)
+
+
+def test_a_step_without_metrics_is_told_how_to_return_them(ranks):
+    said = said_by(lambda: fit(train_step=moving_average, epochs=2), ranks)
+    assert said.count("train_step returned nothing, so there are no metrics. Return a number or a dict") == 1
+
+
+def test_the_first_nan_is_told_with_its_rank_and_step(ranks):
+    def diverging(model, loader, criterion, optimizer, device, args):
+        rank = torch.distributed.get_rank()
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            if rank == 1 and number == 1:
+                loss = loss * float("nan")
+            loss.backward()
+            optimizer.step()
+        return 0.5
+
+    said = said_by(lambda: fit(train_step=diverging, epochs=2), ranks)
+    assert "The loss is nan on rank 1 in step 2 of epoch 1.\n" in said
+    assert said.count("The loss is nan on rank") == 2  # rank 0's, a step later, says that the weights hold it

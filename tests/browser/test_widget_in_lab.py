@@ -5,6 +5,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.nightly
+
 WORK = """
 import kale_dist as kd, os, time
 
@@ -207,7 +209,7 @@ def test_gpus_memory_and_nodes_are_columns_that_a_narrow_page_can_reach(notebook
     expect(row).not_to_have_text(before)
     notebook.photograph("gpus", view)
     notebook.dress("JupyterLab Light", 480)
-    assert view.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+    assert notebook.fits(view)
     assert notebook.accessibility_problems(".kd-job") == ""
     table = view.get_by_role("group", name="Ranks")
     table.focus()
@@ -230,7 +232,7 @@ def test_nothing_that_was_printed_or_reported_becomes_markup(notebook):
     assert view.evaluate("view => view.querySelectorAll('script, img, style').length") == 0
     assert notebook.page.evaluate("window.taken ?? null") is None
     assert max(map(len, lines(view).all_text_contents())) < 1000
-    assert view.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+    assert notebook.fits(view)
     notebook.photograph("hostile", view)
 
 
@@ -241,7 +243,7 @@ LOOKS = [(theme, width) for theme in ("JupyterLab Light", "JupyterLab Dark") for
 def test_it_is_accessible_and_fits_in_every_theme_and_width(notebook, ended, theme, width):
     notebook.dress(theme, width)
     ended.scroll_into_view_if_needed()
-    assert ended.evaluate("view => view.scrollWidth <= view.clientWidth + 1")
+    assert notebook.fits(ended)
     notebook.photograph(f"{theme.split()[1].lower()}-{width}", ended)
     assert notebook.accessibility_problems(".kd-job") == ""
 

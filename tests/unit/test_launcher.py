@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist import calls, candidates
+from kale_dist import calls, launcher
 from kale_dist.errors import ConfigError
 
 
@@ -34,23 +34,23 @@ def namespace():
 
 
 def test_objects_are_found_and_the_likeliest_comes_first(namespace):
-    found = candidates.find(namespace)
-    assert found.model == ("model", "teacher")
-    assert found.train_data_loader == ("train_loader", "test_loader")
-    assert found.eval_data_loader == ("test_loader", "train_loader")
-    assert set(found.criterion) == {"criterion", "my_loss"}
-    assert (found.optimizer, found.train_step, found.eval_step) == (
-        ("optimizer",),
-        ("train_one_epoch",),
-        ("eval_step",),
-    )
-    assert found.missing == ()
+    found = launcher.find(namespace)
+    assert found == {
+        "model": ["model", "teacher"],
+        "train_data_loader": ["train_loader", "test_loader"],
+        "eval_data_loader": ["test_loader", "train_loader"],
+        "criterion": ["criterion", "my_loss"],
+        "optimizer": ["optimizer"],
+        "train_step": ["train_one_epoch"],
+        "eval_step": ["eval_step"],
+    }
+    assert launcher.missing(found) == []
 
 
 def test_the_guessed_call_is_one_that_would_run(namespace):
-    choice = candidates.guess(candidates.find(namespace))
-    calls.check(**candidates.arguments(choice, namespace))
-    text = candidates.code({**choice, "number_of_processes": "2"})
+    choice = launcher.guess(launcher.find(namespace))
+    calls.check(**launcher.arguments(choice, namespace))
+    text = launcher.code({**choice, "number_of_processes": "2"})
     assert text == (
         "job = kd.distribute(\n"
         "    model, train_loader, criterion, optimizer, train_one_epoch,\n"
@@ -64,7 +64,7 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
     # The text and the objects make one and the same call.
     given = {}
     exec(text, {**namespace, "kd": type("Recorder", (), {"distribute": lambda *a, **k: given.update(k, positional=a)})})
-    arguments = candidates.arguments({**choice, "number_of_processes": "2"}, namespace)
+    arguments = launcher.arguments({**choice, "number_of_processes": "2"}, namespace)
     positional = given.pop("positional")
     assert positional == tuple(
         arguments.pop(name) for name in ("model", "train_data_loader", "criterion", "optimizer", "train_step")
@@ -75,25 +75,50 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
 @pytest.mark.parametrize(
     ("choice", "written"),
     [
-        ({"on": "kubernetes", "cpu": "0.5", "memory": "2Gi"}, "resources={'cpu': 0.5, 'memory': '2Gi'}"),
+        ({"on": "kubernetes"}, "    on='kubernetes',\n"),
         (
-            {"on": "kubernetes", "volumes": "/data=claim, /x=pvc://b/c"},
-            "on=kd.Kubernetes(volumes={'/data': 'claim', '/x': 'pvc://b/c'})",
+            {"on": "kubernetes", "image": " team/torch:2 ", "cpu": "0.5", "memory": "2Gi"},
+            "    on=kd.Kubernetes(\n        image='team/torch:2',\n        resources={'cpu': 0.5, 'memory': '2Gi'},\n    ),\n",
         ),
-        ({"on": "docker", "image": " registry/a:1 "}, "on=kd.Docker(image='registry/a:1')"),
-        ({"on": "docker", "packages": "einops==0.8, rich"}, "on=kd.Docker(packages=['einops==0.8', 'rich'])"),
-        ({"on": "kubernetes", "packages": "auto"}, "on=kd.Kubernetes(packages='auto')"),
-        ({"on": "kubernetes"}, "on='kubernetes'"),
-        ({"on": "local", "image": "left/over:1"}, "None, None, None, None,\n)"),
-        ({"cuda": "no"}, "cuda=False"),
+        (
+            {"on": "docker", "volumes": "/data=here, /x=there:ro"},
+            "volumes={'/data': 'here', '/x': 'there:ro'},\n    ),",
+        ),
+        (
+            {"on": "docker", "packages": "einops, timm>=1,<2, kale[a,b]"},
+            "on=kd.Docker(\n        packages=['einops', 'timm>=1,<2', 'kale[a,b]'],\n",
+        ),
+        ({"on": "docker", "packages": "auto"}, "packages='auto'"),
         ({"name": "it's"}, 'name="it\'s"'),
         ({"epochs": "many"}, "epochs='many'"),
         ({"cuda": "yes"}, "cuda=True"),
-        ({"on": "local"}, "None, None, None, None,\n)"),
+        ({"cuda": "no"}, "cuda=False"),
+        ({"on": "local", "image": "left over"}, "None, None, None, None,\n)"),
     ],
 )
 def test_what_is_filled_in_is_written(choice, written):
-    assert written in candidates.code(choice)
+    assert written in launcher.code(choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"memory": "64Ti"}, "no machine has 64Ti of memory. Did you mean '64Gi'"),
+        ({"memory": "1.5 P"}, "no machine has 1.5 P"),
+        ({"volumes": "/data=digit"}, "the namespace has no claim 'digit'. Did you mean 'digits'"),
+        ({"volumes": "/data=pvc://absent/part:ro"}, "no claim 'absent'"),
+    ],
+)
+def test_what_no_cluster_could_run_is_refused_before_it_is_asked(choice, text):
+    with pytest.raises(ConfigError) as error:
+        launcher.doubts({"on": "kubernetes", **choice}, ["digits", "results"])
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("volumes", ["/data=digits", "/data=pvc://digits/part", "/x=secret://secret", ""])
+def test_claims_that_are_there_and_other_volumes_are_not_doubted(volumes):
+    launcher.doubts({"on": "kubernetes", "memory": "24Ti", "volumes": volumes}, ["digits"])
+    launcher.doubts({"on": "kubernetes", "volumes": "/data=any"}, None)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +134,15 @@ def test_what_is_filled_in_is_written(choice, written):
     ],
 )
 def test_a_wrong_choice_names_its_field(namespace, changed, argument):
-    choice = {**candidates.guess(candidates.find(namespace)), **changed}
+    choice = {**launcher.guess(launcher.find(namespace)), **changed}
     with pytest.raises(ConfigError) as error:
-        calls.check(**candidates.arguments(choice, namespace))
+        calls.check(**launcher.arguments(choice, namespace))
     assert error.value.argument == argument
 
 
 def test_an_empty_notebook_says_what_is_looked_for():
-    assert candidates.find({}).missing == ("a model", "a DataLoader", "an optimizer")
-    assert candidates.guess(candidates.find({}))["model"] == ""
+    assert launcher.missing(launcher.find({})) == ["a model", "a DataLoader", "an optimizer"]
+    assert launcher.guess(launcher.find({}))["model"] == ""
 
 
 def test_outside_of_a_notebook_there_is_no_form():

@@ -1,0 +1,79 @@
+"""Models that a function of `launch` was given as arguments: what they have learnt goes back with its value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Returned:
+    """What a function returned, and the weights of its models."""
+
+    value: Any
+    model_state: dict[str, Any]
+    """Of `together(models)`, on the CPU."""
+    model: None = None
+    optimizer_state: None = None
+    scheduler_state: None = None
+    state: tuple[Any, ...] = ()
+
+
+def models_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The modules among arguments, and in lists, tuples and dicts among them, each once."""
+    import torch
+
+    found = {id(value): value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.nn.Module)}
+    return list(found.values())
+
+
+def together(models: list[Any]) -> Any:
+    """Models as one module."""
+    import torch
+
+    return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+
+
+def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        yield value
+        if isinstance(value, list | tuple):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+
+
+class GivenModels:
+    """Tells whether the models of a call have changed while it ran.
+
+    Args:
+        args: The call's.
+        kwargs: The call's.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._models = models_in(args, kwargs)
+        self._before = self._marks()
+
+    def with_weights(self, value: Any) -> Any:
+        """The call's value, with the weights of its models if they have changed."""
+        import torch
+
+        if not self._models or self._marks() == self._before:
+            return value
+        state = together(self._models).state_dict()
+        # Weights that a strategy has divided over ranks are not whole here.
+        if not all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in state.values()):
+            return value
+        return Returned(value=value, model_state={name: one.detach().cpu() for name, one in state.items()})
+
+    def _marks(self) -> list[Any]:
+        import torch
+
+        tensors = (tensor for model in self._models for tensor in (*model.parameters(), *model.buffers()))
+        return [
+            (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - torch has no public name for it
+            for tensor in tensors
+            if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
+        ]

@@ -1,0 +1,195 @@
+"""What a training says once in its log: state that will not come back, a loss that is nan."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from kale_dist.training.group import Group
+
+_NAMED = 5
+"""As many names are told."""
+
+_DEPTH = 6
+"""How far functions that call each other are followed."""
+
+_SKIPPED = (types.ModuleType, type, DataLoader, Dataset, Sampler, LRScheduler, torch.amp.GradScaler, torch.device)
+_CONTAINERS = (list, dict, set, collections.deque)
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class Captured:
+    """What the functions of a training can reach and change, besides what comes back by itself.
+
+    Only counts of changes, addresses and lengths are kept, so that ten million numbers cost no more than ten.
+
+    Args:
+        functions: The user's steps.
+        arguments: What else they are given, by name.
+        known: Objects that come back, or that are ours.
+    """
+
+    def __init__(self, functions: Iterable[Any], arguments: dict[str, Any], known: Iterable[Any]) -> None:
+        self._functions = [function for function in functions if function is not None]
+        self._arguments = arguments
+        self._known = {id(value) for value in known}
+        for value in known:
+            if isinstance(value, torch.nn.Module):
+                self._known |= {id(part) for part in (*value.modules(), *value.parameters(), *value.buffers())}
+        self._before = self._marks()
+
+    def changed(self) -> dict[str, bool]:
+        """Names of what has changed since this object was made, each with whether it is only a number or a text."""
+        now = self._marks()
+        names = sorted(name for name, mark in self._before.items() if name in now and now[name] != mark)
+        return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
+
+    def _marks(self) -> dict[str, Any]:
+        found = dict(self._arguments)
+        seen: set[int] = set()
+        for function in self._functions:
+            for name, value in _reached(function, seen, _DEPTH):
+                found.setdefault(name, value)
+        # One object under two names is told once.
+        by_identity = {id(value): name for name, value in reversed(found.items()) if not isinstance(value, _PLAIN)}
+        wanted = {name: value for name, value in found.items() if by_identity.get(id(value), name) == name}
+        return {name: self._mark(value, 2) for name, value in wanted.items()}
+
+    def _mark(self, value: Any, depth: int) -> Any:
+        if id(value) in self._known or isinstance(value, _SKIPPED):
+            return None
+        if isinstance(value, Tensor):
+            # Tensors of inference mode do not count their changes.
+            return None if value.is_inference() else (value.data_ptr(), value._version)  # noqa: SLF001 - no public name
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, torch.nn.Module):
+            return [self._mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers()) if _is_made(tensor)]
+        if isinstance(value, torch.optim.Optimizer):
+            return [self._mark(part, 0) for state in value.state.values() for part in state.values()]
+        if isinstance(value, _CONTAINERS):
+            return id(value), len(value)
+        if depth and (type(value).__module__ == "__main__" or hasattr(value, "state_dict")):
+            return [(name, self._mark(part, depth - 1)) for name, part in getattr(value, "__dict__", {}).items()]
+        return (id(value),)
+
+
+def _is_made(tensor: Tensor) -> bool:
+    return not torch.nn.parameter.is_lazy(tensor)
+
+
+def _reached(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the functions it calls find outside their own bodies."""
+    if isinstance(function, functools.partial):
+        yield from ((f"argument {number} of the step", value) for number, value in enumerate(function.args))
+        yield from function.keywords.items()
+        function = function.func
+    if isinstance(function, types.MethodType):
+        yield "self", function.__self__
+        function = function.__func__
+    if not isinstance(function, types.FunctionType):
+        yield from getattr(function, "__dict__", {}).items()
+        function = getattr(type(function), "__call__", None)  # noqa: B004 - the function itself is wanted
+    if not isinstance(function, types.FunctionType) or id(function) in seen or not depth:
+        return
+    seen.add(id(function))
+    for name, value in {**_globals_of(function), **_closure_of(function)}.items():
+        if isinstance(value, types.FunctionType):
+            if value.__module__ in ("__main__", function.__module__):
+                yield from _reached(value, seen, depth - 1)
+        else:
+            yield name, value
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
+    names: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+
+
+def _closure_of(function: types.FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # not bound yet
+            found[name] = cell.cell_contents
+    return found
+
+
+class Losses:
+    """The latest loss of this rank, and a word on the first that is nan.
+
+    Args:
+        group: The ranks.
+        model: What is trained.
+        place: Gives epoch and step, both from 1.
+    """
+
+    def __init__(self, group: Group, model: torch.nn.Module, place: Callable[[], tuple[int, int]]) -> None:
+        self._group = group
+        self._model = model
+        self._place = place
+        self._latest: Tensor | None = None
+        self._root: Tensor | None = None
+        self._is_told = False
+
+    @contextlib.contextmanager
+    def watched(self, criterion: Any) -> Iterator[None]:
+        """Look at what a criterion gives and at what `backward()` begins with."""
+        original: Any = torch.Tensor.backward
+
+        @functools.wraps(original)
+        def backward(root: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._note_root(root)
+            return original(root, *args, **kwargs)
+
+        hook = criterion.register_forward_hook(self._note) if isinstance(criterion, torch.nn.Module) else None
+        setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there
+        try:
+            yield
+        finally:
+            setattr(torch.Tensor, "backward", original)  # noqa: B010
+            if hook is not None:
+                hook.remove()
+
+    def latest(self) -> float | None:
+        """The latest loss that the criterion gave. Waits for a GPU, so not for every batch."""
+        if self._root is not None:
+            self._look(float(self._root))
+        return None if self._latest is None else float(self._latest)
+
+    def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.numel() == 1:
+            self._latest = output.detach()
+
+    def _note_root(self, root: Tensor) -> None:
+        if root.numel() == 1 and not self._is_told:
+            self._root = root.detach()
+            if root.device.type == "cpu":
+                self._look(float(self._root))
+
+    def _look(self, loss: float) -> None:
+        if self._is_told or not math.isnan(loss):
+            return
+        self._is_told = True
+        with torch.no_grad():
+            is_spread = any(bool(p.isnan().any()) for p in self._model.parameters() if _is_made(p))
+        # By the exchange of gradients, one rank's nan is in all weights a step later.
+        if is_spread and self._group.rank:
+            return
+        epoch, step = self._place()
+        cause = ", and the weights hold nan already" if is_spread else ""
+        self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")

@@ -1,0 +1,109 @@
+"""The live view of a job, used as a person uses it, in one go. What else it can do is tested in the nightly tests."""
+
+import re
+
+from playwright.sync_api import expect
+
+WORK = """
+import kale_dist as kd, time
+
+def work(lines, fail=False):
+    rank = kd.context().rank
+    for number in range(lines):
+        kd.report(loss=1 / (number + 1) + rank / 10)
+        print("step", number, "of rank", rank, flush=True)
+        time.sleep(0.05)
+    if fail and rank == 1:
+        raise ValueError("<img src=x onerror='window.taken = 1'>")
+"""
+
+CONTRAST = """line => {
+    const channels = (colour) => {
+        const context = new OffscreenCanvas(1, 1).getContext('2d');
+        for (const one of [].concat(colour)) { context.fillStyle = one; context.fillRect(0, 0, 1, 1); }
+        return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const light = (rgb) => rgb.map((one) => one / 255)
+        .map((one) => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
+    const behind = [];
+    for (let one = line; one; one = one.parentElement) behind.unshift(getComputedStyle(one).backgroundColor);
+    const [back, text] = [light(channels(behind)), light(channels([...behind, getComputedStyle(line).color]))];
+    return (Math.max(back, text) + 0.05) / (Math.min(back, text) + 0.05);
+}"""
+
+
+def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook):
+    notebook = open_notebook("widget.ipynb", cells=[WORK, "job = kd.launch(work, 6000, number_of_processes=2)\njob"])
+    page = notebook.page
+    notebook.run_cell(0)
+    view = notebook.run_cell(1).locator(".kd-job")
+    view.wait_for(timeout=90_000)
+    view.scroll_into_view_if_needed()
+    # A cell that waits does not keep the view from hearing of clicks.
+    waiting = notebook.start("job.wait()")
+    cancel, yes = (view.get_by_role("button", name=name) for name in ("Cancel", "Yes, cancel the job"))
+    lines, said = view.locator(".kd-line"), view.get_by_role("status")
+    # The first job of a machine that is busy waits for torch to be imported.
+    expect(view.get_by_text("[1] step 12 of rank 1")).to_be_attached(timeout=90_000)
+
+    # The curve has numbers at its axes, and tells the values under the pointer.
+    curve = view.get_by_role("img", name=re.compile("^loss: "))
+    expect(curve.locator("text").first).to_have_text(re.compile(r"^\d\.\d$"))
+    curve.hover()
+    expect(view.locator(".kd-tip")).to_have_text(re.compile(r"^report \d+: [\d.]+ rank 0, [\d.]+ rank 1$"))
+    notebook.photograph("widget-running")
+    view.get_by_label("Search the log").hover()
+    expect(view.locator(".kd-tip")).to_be_hidden()
+
+    # What is searched for is marked.
+    view.get_by_label("Lines of").select_option("Rank 1")
+    view.get_by_label("Search the log").fill("STEP 1")
+    expect(lines.first).to_have_text("[1] step 1 of rank 1")
+    expect(lines.locator("mark").first).to_have_text("step 1")
+    view.get_by_label("Search the log").fill("")
+    view.get_by_label("Lines of").select_option("All ranks")
+
+    # A double click asks, and no more.
+    cancel.dblclick()
+    expect(yes).to_be_visible()
+    notebook.photograph("widget-sure", view)
+    view.get_by_role("button", name="No", exact=True).click()
+    expect(yes).to_be_hidden()
+    expect(view).to_have_attribute("data-state", "running")
+    cancel.click()
+    yes.click()
+    expect(view).to_have_attribute("data-state", "cancelled")
+    expect(waiting).to_contain_text("cancelled")
+    expect(said).to_have_text("")
+    expect(cancel).to_be_hidden()
+    view.get_by_role("button", name="Retry").click()
+    expect(said).to_contain_text("This is a new job: kd.attach('local://work-")
+    expect(view).to_have_attribute("data-state", "running")
+    expect(view.get_by_text("[0] step 0 of rank 0")).to_be_attached()
+    notebook.wait_idle()
+
+    # What a job says never becomes markup; the error is that of its own rank; every theme and width is readable.
+    bad = notebook.show("bad = kd.launch(work, 12, True, number_of_processes=2, name='bad')\nbad.wait()\nbad")
+    expect(bad.locator(".kd-error")).to_have_text(re.compile(r"^Rank 1ValueError: <img src=x"))
+    assert page.evaluate("window.taken ?? null") is None
+    for theme, width in (("JupyterLab Light", 1000), ("JupyterLab Dark", 480)):
+        notebook.dress(theme, width)
+        bad.scroll_into_view_if_needed()
+        assert notebook.fits(bad)
+        assert notebook.accessibility_problems(".kd-job") == ""
+        assert min(one.evaluate(CONTRAST) for one in bad.locator(".kd-who").all()) >= 4.5
+        notebook.photograph(f"widget-{theme.split()[1].lower()}-{width}", bad)
+    notebook.dress("JupyterLab Light", 1000)
+    view.scroll_into_view_if_needed()
+    page.wait_for_timeout(2500)
+
+    # Without its kernel the view is a picture, which does not look as if the job ran.
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    picture = notebook.cell(1).get_by_role("group", name=re.compile("^Job work-"))
+    expect(picture.get_by_text("was running")).to_be_visible()
+    expect(picture).to_contain_text("As it was when its kernel ended. kd.attach(")
+    expect(notebook.cell(1).get_by_role("button")).to_have_count(0)
+    picture.scroll_into_view_if_needed()
+    notebook.photograph("widget-restarted", picture)
+    assert not notebook.errors
