@@ -9,7 +9,7 @@ import sys
 import pytest
 from played import play
 
-from kale_dist import blobs
+from kale_dist import blobs, contract
 from kale_dist.snapshot.capture import capture
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -254,7 +254,7 @@ def test_the_manifest_has_versions_and_label(tmp_path):
     snapshot = capture(len, ([1],), {}, store=store, label="a label").snapshot
     manifest = json.loads(bytes(store.open(snapshot.digest)))
     assert manifest["label"] == snapshot.label == "a label"
-    assert manifest["contract"] == 1
+    assert manifest["contract"] == contract.VERSION
     assert manifest["python"].startswith("3.")
     assert manifest["cloudpickle"]
     assert sum(store.path(blob).stat().st_size for blob in snapshot.blobs) == snapshot.size_bytes

@@ -283,16 +283,6 @@ def test_a_users_scaler_and_clip_norm_are_refused():
         fit(scaling, clip_norm=1.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "argument"),
-    [({"precision": "fp8"}, "precision"), ({"accumulate": 0}, "accumulate"), ({"eval_sharding": "x"}, "eval_sharding")],
-)
-def test_options_are_checked(options, argument):
-    with pytest.raises(ConfigError) as caught:
-        fit(**options)
-    assert caught.value.argument == argument
-
-
 def rates(make, samples, world_batch, epochs=2, **options):
     """Learning rates after training with a scheduler that the step moves in each batch."""
     model = nn.Linear(3, 1)
