@@ -274,7 +274,9 @@ class Resumption:
         if trained.scheduler is not None and found.scheduler is not None:
             trained.scheduler.load_state_dict(_of_kinds(found.scheduler, trained.scheduler.state_dict()))
         for value, state in zip(trained.state, resume["state"], strict=False):
-            load_state(value, state)
+            # A set cannot be said in JSON: it was left out, and the log named it.
+            if state is not None:
+                load_state(value, state)
         # Steps change these too: one that never calls model.train() goes on in the mode that the evaluation has left.
         for name, module in trained.model.named_modules():
             module.training = name not in resume["evaluating"]

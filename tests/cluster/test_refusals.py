@@ -55,7 +55,7 @@ def test_what_only_a_dry_run_of_a_pod_can_tell(make_namespace):
     bounds = {"limits": [{"type": "Container", "max": {"memory": "2Gi"}}]}
     apply(namespace, "LimitRange", "bounds", spec=bounds)
     said = refusal_of(pods_in(namespace, resources={"cpu": 0.1, "memory": "3Gi"}))
-    assert "a LimitRange of the namespace" in said
+    assert "A LimitRange of the namespace" in said
     assert "maximum memory usage per Container is 2Gi" in said
     said = refusal_of(pods_in(namespace, volumes={"/node": "hostpath:///mnt"}))
     assert 'enforces Pod Security "baseline' in said

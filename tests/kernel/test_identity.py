@@ -135,3 +135,24 @@ def test_models_that_launch_is_given_come_back_trained(kernel):
     assert kernel.good("print(job.results())") == "['done', 'done']"
     said = kernel.good("print(first.weight.item(), second.bias.item(), torch.equal(untouched.weight, before))")
     assert said == "3.0 4.0 True"
+
+
+def test_several_models_and_other_state_come_back_into_the_notebooks_own_objects(kernel):
+    kernel.good(
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "nets = {'one': torch.nn.Linear(2, 1), 'two': torch.nn.Linear(2, 1)}\n"
+        "optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}\n"
+        "history = []\n"
+        "def step(models, loader, criterion, optimizers, device, args):\n"
+        "    for (x,) in loader:\n"
+        "        for name, model in models.items():\n"
+        "            optimizers[name].zero_grad(); model(x).mean().backward(); optimizers[name].step()\n"
+        "        history.append(len(x))\n"
+        "    return 0.0\n"
+        "one, before = nets['one'], nets['one'].weight.clone()\n"
+        "loader = DataLoader(TensorDataset(torch.ones(8, 2)), 2)\n"
+        "job = kd.distribute(nets, loader, None, optimizers, step, state=[history], number_of_processes=2)\n"
+        "job.wait()"
+    )
+    said = kernel.good("print(job.model['one'] is one, bool((one.weight < before).all()), history)")
+    assert said == "True True [2, 2]"

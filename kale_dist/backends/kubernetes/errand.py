@@ -101,7 +101,11 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
     """
     claim, folder = submit.claim_of(spec)
     inside = f"{STORE_FOLDER}/{folder}/jobs/{object_}".replace("//", "/")
-    command = ("python3", "-m", "http.server", str(_PORT), "--bind", "127.0.0.1", "--directory", inside)
+    # With HTTP/1.0 http.client would close the connection when it has read the headers, and a tunnel ends with that.
+    command = (
+        *("python3", "-m", "http.server", str(_PORT), "--bind", "127.0.0.1", "--directory", inside),
+        *("--protocol", "HTTP/1.1"),
+    )
     try:
         with _running(cluster, spec, spec.image, command, {}) as pod:
             return _download(cluster, spec.cluster.namespace, pod.name, name, target)
@@ -137,6 +141,8 @@ def _download(cluster: Cluster, namespace: str, pod: str, name: str, target: pat
         try:
             with part.open("wb") as file:
                 shutil.copyfileobj(answer, file)
+            if part.stat().st_size != int(answer.headers["Content-Length"]):
+                raise BackendError(f"the connection to the pod {pod} was cut while {name} was fetched", retryable=True)
             part.replace(target)
         except OSError as error:
             raise StoreError(f"{target} could not be written: {error.strerror}") from error
