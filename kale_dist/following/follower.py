@@ -26,7 +26,15 @@ from kale_dist.following.copy import RunCopy
 from kale_dist.following.head_reader import Clock, HeadReader
 from kale_dist.following.reader import JobReader
 from kale_dist.following.results import Results
-from kale_dist.following.verdict import Verdict, closing_events, judge, judge_part, judge_trouble, lost_part
+from kale_dist.following.verdict import (
+    Verdict,
+    closing_events,
+    explains_loss,
+    judge,
+    judge_part,
+    judge_trouble,
+    lost_part,
+)
 from kale_dist.records import Record, Run
 from kale_dist.spec import JobSpec
 
@@ -346,9 +354,8 @@ class Follower:
         if copy.verdict is not None:
             if not copy.is_complete and not is_read:
                 return False
-            is_lost = copy.verdict.get("cause") == FailureCause.LOST
-            knows_why = lost_part(look) is not None or len(look.parts) < self._spec.topology.number_of_pods
-            if is_lost and not knows_why and not self._lasts("lost", EXPLAIN_S):
+            is_explained = explains_loss(copy.verdict.get("cause") or "", look, self._spec.topology.number_of_pods)
+            if not (is_explained or claims.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
                 return False
             return self._end(judge(copy.verdict, look, self._spec, canceller=claims.canceller(self._files)))
         if head.state == "ended" if head is not None else bool(self._run.uid or look.gone or look.finished):

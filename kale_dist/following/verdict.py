@@ -110,6 +110,22 @@ def lost_part(look: Look) -> Part | None:
     return min(ended, key=order, default=None)
 
 
+def explains_loss(cause: str, look: Look, pods: int) -> bool:
+    """Whether a place says by now what became of the pods that a head has lost.
+
+    Args:
+        cause: Of the head's verdict.
+        look: What the place sees.
+        pods: How many pods the run has.
+    """
+    head = look.head
+    if cause == FailureCause.LOST:
+        return lost_part(look) is not None or len(look.parts) < pods
+    if cause == FailureCause.SUSPENDED:
+        return bool(look.suspended or look.gone or look.finished == "cancelled" or head is None or head.lost)
+    return True
+
+
 def overlay(
     status: JobStatus, look: Look, spec: JobSpec, noun: str, *, activity: str = "", problem: str = ""
 ) -> JobStatus:
@@ -192,17 +208,22 @@ def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> Verdict:
     if verdict.cause is FailureCause.SUSPENDED:
         if look.suspended:
             return dataclasses.replace(verdict, is_suspended=True, reason=look.suspended)
-        why = _loss(head, look) if head is not None and head.lost else "Its first pod was told to end (SIGTERM)"
+        why = "Its first pod was told to end (SIGTERM)"
+        if (head is not None and head.lost) or look.trouble is not None:
+            why = _loss(head, look) if head is not None else str(look.trouble)
         return dataclasses.replace(verdict, state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True, reason=why)
     if verdict.state is StateName.FAILED and verdict.cause in _UNSURE and part is not None and part.lost:
         if part.lost == "out of memory":
-            reason = f"{_loss(part, look)}. {verdict.reason}".strip()
+            reason = f"{_loss(part, look).rstrip('.')}. {verdict.reason}".strip()
             return dataclasses.replace(
                 verdict, reason=reason, failed_rank=verdict.failed_rank or _first_rank(part, spec)
             )
         if verdict.cause is FailureCause.LOST:
             return dataclasses.replace(verdict, is_lost=True, reason=_loss(part, look))
-    return dataclasses.replace(verdict, is_lost=verdict.cause is FailureCause.LOST)
+    if verdict.cause is FailureCause.LOST:
+        # The head only knows that a connection ended.
+        return dataclasses.replace(verdict, is_lost=True, reason=str(look.trouble or verdict.reason))
+    return verdict
 
 
 def _from_message(head: Part, look: Look, spec: JobSpec) -> Verdict | None:

@@ -228,8 +228,9 @@ class ScriptedPlace:
         if run in self.taken:
             raise JobExistsError(f"{self.object_name(plan.spec, run)} is there")
         others = [running_part(number) for number in range(1, plan.spec.topology.number_of_pods)]
-        self.runs[run] = ScriptedRun([ScriptedHead()], others, max_restarts=plan.spec.policy.max_restarts)
-        self.runs[run].checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
+        made = ScriptedRun([ScriptedHead()], others, max_restarts=plan.spec.policy.max_restarts)
+        made.checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
+        self.runs[run] = made
         self.taken.add(run)
         return RunHandle(
             ref=JobRef(self.name, plan.spec.name), object=self.object_name(plan.spec, run), run=run, spec=plan.spec,

@@ -247,7 +247,7 @@ def test_out_of_memory_of_another_pod_explains_the_end(backend, submit, place):
     place.runs[1].others = [ended_part(exit_code=137, lost="out of memory", trouble=trouble)]
     head.verdict(StateName.FAILED, "Rank 1 was lost", FailureCause.LOST)
     status = wait_for_end(backend, ref)
-    assert status.reason == "pod-1 used up its 2 GiB. Raise resources.memory_gib.. Rank 1 was lost"
+    assert status.reason == "pod-1 used up its 2 GiB. Raise resources.memory_gib. Rank 1 was lost"
     assert len(records.runs(ref.record_name)) == 1
 
 
@@ -433,6 +433,17 @@ def test_a_pod_that_the_head_lost_is_followed_by_another_run(backend, submit, pl
     place.head(2).succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
     assert "Run 1 of the job ended: The node of pod-1 was lost." in texts(backend, ref)[0]
+
+
+def test_a_head_that_was_told_to_end_is_explained_by_its_place(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    head.verdict(StateName.CANCELLED, "The head was told to end", FailureCause.SUSPENDED)
+    time.sleep(0.05)
+    assert not backend.status(ref).is_final
+    head.end(143, lost="evicted", trouble=Trouble(sentence="pod-0 was ended because its node was drained"))
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.reason) == (StateName.FAILED, "pod-0 was ended because its node was drained")
 
 
 def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):
