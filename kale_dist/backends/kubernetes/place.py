@@ -35,6 +35,7 @@ from kale_dist.manifests.settings import (
 )
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
+from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
 from kale_dist.wording import show
 
@@ -207,7 +208,11 @@ class KubernetesPlace:
     # -- jobs of other machines -----------------------------------------------------------------------------------------
 
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
-        """Jobs that the cluster has, submitted by any user, oldest first.
+        """Jobs that the cluster has, submitted by any user, oldest first; see `survey`."""
+        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs of a namespace are by their objects alone, oldest first.
 
         Args:
             namespace: None for the configured one, `*` for all.
@@ -217,10 +222,6 @@ class KubernetesPlace:
             ConfigError: The namespace or a label is not valid.
             BackendError: The cluster refused.
         """
-        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
-
-    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """How the jobs that `list` gives are, from their PyTorchJobs alone."""
         _check_selection(namespace, labels)
         cluster = client.connect()
         where = cluster.namespace if namespace is None else namespace
