@@ -35,7 +35,6 @@ from kale_dist.manifests.settings import (
 )
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
-from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
 from kale_dist.wording import show
 
