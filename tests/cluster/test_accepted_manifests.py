@@ -150,7 +150,7 @@ def test_workers_start_where_pod_security_is_strictest(restricted):
     settings = PodSettings(namespace=restricted, image=IMAGE, master=False, store=StoreMount(claim="results"))
     text = manifests.to_yaml(manifests.pytorch_job(spec, settings))
     uid = json.loads(kubectl("create", "-o", "json", "-f", "-", text=text))["metadata"]["uid"]
-    secret = manifests.input_secret("strict", restricted, uid, {"runtime.zip": a_runtime(), "key": b"\0"})
+    secret = manifests.input_secret(spec, settings, uid, {"runtime.zip": a_runtime(), "key": b"\0"})
     kubectl("create", "-f", "-", text=manifests.to_yaml(secret))
     kubectl("-n", restricted, "wait", "pytorchjob/strict", "--for=condition=Succeeded", "--timeout=40s")
     for index, name in enumerate(manifests.pod_names(spec, master=False)):

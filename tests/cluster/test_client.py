@@ -10,10 +10,11 @@ import threading
 
 import pytest
 from fake_api import FakeApi, status
-from kale_dist.backends.kubernetes.refusals import Doing
 from on_cluster import write_kubeconfig
 
-from kale_dist.backends.kubernetes import client, refusals
+from kale_dist.backends.kubernetes import client
+from kale_dist.backends.kubernetes.explain import api as answers
+from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError
 
@@ -139,7 +140,7 @@ def test_a_login_program_that_fails(use):
         ({"certificate-authority-data": None}, "the certificate of the API server is not accepted"),
         ({"tls-server-name": "wrong.example.com"}, "the certificate of the API server is not accepted"),
         ({"server": "https://127.0.0.1:1"}, "the API server cannot be reached: .*Connection refused"),
-        ({"server": "https://no-such-host.invalid:6443"}, "host name is not known here"),
+        ({"server": "https://no-such-host.invalid:6443"}, "host name of the API server is not known here"),
         ({"server": "http://127.0.0.1:6443"}, "HTTP request to an HTTPS server"),
     ],
 )
@@ -199,7 +200,7 @@ def test_a_busy_server_is_reported_at_once(monkeypatch, tmp_path):
         api.answer("GET", path, 429, status(429, "slow down", "TooManyRequests"), Retry_After="30")
         with pytest.raises(Exception, match=r"429") as caught:
             found.core.list_namespaced_pod("team")
-        said = refusals.explain(caught.value, doing=Doing(verb="list", resource="pods", namespace="team"))
+        said = answers.explain(caught.value, Doing(verb="list", resource="pods", namespace="team"))
         assert said.retryable
         assert "Try again in 30 s" in str(said)
         assert [asked[1] for asked in api.asked].count(path) == 1

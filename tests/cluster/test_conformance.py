@@ -3,12 +3,13 @@
 import itertools
 
 import pytest
-from kale_dist.backends.kubernetes.backend import KubernetesBackend
 from on_cluster import IMAGE
 from rank_work import exit_with_3, fail, hang, succeed
 
 from kale_dist import records
+from kale_dist.backends.kubernetes.place import KubernetesPlace
 from kale_dist.blobs import FolderStore
+from kale_dist.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology
 from kale_dist.testing import BackendConformance
@@ -19,7 +20,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def shared_backend(namespace):
-    backend = KubernetesBackend()
+    backend = FollowedBackend(KubernetesPlace())
     yield backend
     backend.close()
 

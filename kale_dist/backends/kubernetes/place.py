@@ -207,7 +207,11 @@ class KubernetesPlace:
     # -- jobs of other machines -----------------------------------------------------------------------------------------
 
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
-        """Jobs that the cluster has, submitted by any user, oldest first.
+        """Jobs that the cluster has, submitted by any user, oldest first; see `survey`."""
+        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs of a namespace are by their objects alone, oldest first.
 
         Args:
             namespace: None for the configured one, `*` for all.
@@ -217,10 +221,6 @@ class KubernetesPlace:
             ConfigError: The namespace or a label is not valid.
             BackendError: The cluster refused.
         """
-        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
-
-    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """How the jobs that `list` gives are, from their PyTorchJobs alone."""
         _check_selection(namespace, labels)
         cluster = client.connect()
         where = cluster.namespace if namespace is None else namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import ssl
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -71,7 +72,8 @@ def look_up(error: BaseException, doing: Doing) -> Found:
     status = status_of(error)
     if not status:
         chain = tuple(_chain(error))
-        names = " ".join(dict.fromkeys(kind.__name__ for link in chain for kind in type(link).__mro__[:-2]))
+        kinds = [kind for kind in (ssl.SSLError, TimeoutError, OSError) for link in chain if isinstance(link, kind)]
+        names = " ".join(dict.fromkeys(kind.__name__ for kind in (*map(type, chain), *kinds)))
         last = cut(str(chain[-1]), _SHOWN) or type(chain[-1]).__name__
         matched = table.match(Seen.CONNECTION, f"{names}: {' '.join(map(str, chain))}")
         return tell((matched or (table.named("no-answer"), {}))[0], {**facts, "detail": last})

@@ -1,0 +1,114 @@
+"""What a cluster is asked before a job is submitted, against an API server that answers as a test tells it."""
+
+import types
+
+import pytest
+
+pytest.importorskip("kubernetes")
+
+from fake_api import FakeApi, status
+from golden_jobs import a_spec
+
+from kale_dist.backends.kubernetes import checks, client
+from kale_dist.places import ClusterOptions
+from kale_dist.resources import Resources
+from kale_dist.spec import Topology
+
+JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
+PODS, SECRETS, NODES = "/api/v1/namespaces/team/pods", "/api/v1/namespaces/team/secrets", "/api/v1/nodes"
+MAY = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+ALL = frozenset(f"{verb} {right.resource}" for right in checks.roles.RIGHTS for verb in right.verbs)
+
+
+def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, **changes):
+    spec = a_spec(image="x:1", cluster=ClusterOptions(namespace="team"), **changes)
+    with FakeApi().running() as api:
+        review = {"spec": {"resourceAttributes": {}}, "status": {"allowed": may_create_pods}}
+        api.answer("POST", MAY, 201, review)
+        for path in (JOBS, PODS, SECRETS):
+            api.answer("POST", path, *answers.get(path, (201, {})))
+        if NODES in answers:
+            api.answer("GET", NODES, *answers[NODES])
+        monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
+        found = checks.check(client.connect(), spec, checks.Namespace(granted=ALL))
+        return found, [(method, path) for method, path, _ in api.asked]
+
+
+def test_nothing_is_wrong(monkeypatch, tmp_path):
+    found, asked = check(monkeypatch, tmp_path, answers={})
+    assert found == ()
+    assert [path for method, path in asked if method == "POST"].count(PODS) == 2
+
+
+def test_without_the_right_to_create_pods_none_is_tried(monkeypatch, tmp_path):
+    _, asked = check(monkeypatch, tmp_path, answers={}, may_create_pods=False)
+    assert ("POST", PODS) not in asked
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "is_fatal"),
+    [
+        ('pods "x" is forbidden: maximum cpu usage per Container is 1, but limit is 2', "limit-range", True),
+        ('pods "x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes', "pod-security", True),
+        ('pods "x" is forbidden: error looking up service account team/nope: serviceaccount "nope" not found',
+         "service-account", True),
+        ('admission webhook "w" denied the request: every pod needs a team', "webhook", False),
+        ("exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9", "quota", False),
+    ],
+)  # fmt: skip
+def test_what_a_dry_run_of_a_pod_tells(monkeypatch, tmp_path, message, name, is_fatal):
+    found, _ = check(monkeypatch, tmp_path, answers={PODS: (403, status(403, message, "Forbidden"))})
+    assert [(item.name, item.is_fatal) for item in found] == [(name, is_fatal)]
+
+
+def test_a_refusal_for_lack_of_rights_is_not_the_job_s_trouble(monkeypatch, tmp_path):
+    said = status(403, 'pods is forbidden: User "ann" cannot create resource "pods" in API group ""', "Forbidden")
+    found, _ = check(monkeypatch, tmp_path, answers={PODS: (403, said)})
+    assert found == ()
+
+
+def test_a_cluster_without_the_operator(monkeypatch, tmp_path):
+    found, _ = check(monkeypatch, tmp_path, answers={JOBS: (404, b"404 page not found")})
+    assert found[0].name == "operator-missing"
+    assert found[0].is_fatal
+    assert "kubectl apply --server-side" in str(found[0].trouble)
+
+
+def nodes(*amounts):
+    return 200, {"items": [{"metadata": {"name": "n"}, "status": {"allocatable": amount}} for amount in amounts]}
+
+
+def test_what_no_node_can_ever_hold_is_refused(monkeypatch, tmp_path):
+    two = nodes({"cpu": "2", "memory": "24Gi"}, {"cpu": "2", "memory": "24Gi"})
+    for resources, processes, name in (
+        (Resources(cpu=3), 1, "nodes-too-small"),
+        (Resources(cpu=1, memory_gib=64), 1, "nodes-too-small"),
+        (Resources(cpu=1), 8, "cluster-too-small"),
+    ):
+        found, _ = check(
+            monkeypatch, tmp_path, answers={NODES: two}, resources=resources,
+            topology=Topology(number_of_processes=processes),
+        )  # fmt: skip
+        assert [(item.name, item.is_fatal) for item in found] == [(name, True)]
+        assert "wait_for_nodes=True" in str(found[0].trouble)
+
+
+def quota(hard, used):
+    spec = types.SimpleNamespace(hard=hard)
+    return types.SimpleNamespace(
+        metadata=types.SimpleNamespace(name="q"), spec=spec, status=types.SimpleNamespace(hard=hard, used=used)
+    )
+
+
+@pytest.mark.parametrize(
+    ("hard", "used", "expected"),
+    [
+        ({"requests.cpu": "1"}, {}, [("quota-sum", True)]),
+        ({"requests.cpu": "4"}, {"requests.cpu": "3"}, [("quota-full", False)]),
+        ({"count/pytorchjobs.kubeflow.org": "2"}, {"count/pytorchjobs.kubeflow.org": "2"}, [("quota-full", True)]),
+        ({"pods": "2", "requests.cpu": "4"}, {}, []),
+    ],
+)
+def test_sums_over_all_pods_are_compared_with_quotas(hard, used, expected):
+    job = checks.manifests.pytorch_job(a_spec(), checks.submit.settings_of(a_spec()))
+    assert [(item.name, item.is_fatal) for item in checks.quota_sums([quota(hard, used)], job)] == expected
