@@ -224,22 +224,22 @@ class Resumption:
 
     def __init__(self, group: Group, trained: Trained) -> None:
         self.progress = Progress()
-        """How far the training is; nothing is done yet where there is no checkpoint to go on from."""
+        """How far the training is; nothing is done yet where there is no checkpoint to resume from."""
         self._group = group
         self._trained = trained
         self._resume: dict[str, Any] | None = None
         place = context.context()
-        if not place.attempt:
-            return
-        # Without it, checkpoints hold less than is needed to go on; a suspended job is begun again all the same.
-        found = _shared(group, self._usable() if group.rank == 0 else None) if is_wanted() else None
+        # Also at the first attempt: in new pods, after others were lost or suspended, attempts count from 0 again, and
+        # there may be no restart left.
+        found = _shared(group, self._usable() if group.rank == 0 else None)
         if found is not None:
             self._take(found)
         if group.rank == 0:
             context.emit(EventKind.RESUMED, epoch=self.progress.epochs)
         epochs = self.progress.epochs
         what = f"resumes after epoch {epochs}, from the last checkpoint" if epochs else "starts from the beginning"
-        group.say(f"Attempt {place.attempt + 1}: the training {what}.")
+        if place.attempt or found is not None:
+            group.say(f"{f'Attempt {place.attempt + 1}' if place.attempt else 'New run'}: the training {what}.")
 
     def restore_rest(self, scaler: Any) -> None:
         """Set what comes last: the scaler, then the generators of random numbers, from which nobody may draw before."""

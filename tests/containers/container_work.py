@@ -32,6 +32,18 @@ def exit_with_3():
         os._exit(3)
 
 
+def train_slowly(model, loader, criterion, optimizer, device, args):
+    total = 0.0
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        time.sleep(args)
+    return {"loss": total}
+
+
 def hang():
     print("ready", flush=True)
     time.sleep(600)

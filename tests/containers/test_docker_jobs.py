@@ -20,6 +20,7 @@ from container_work import (
     hangs_at_first,
     imports_what_the_image_lacks,
     kills_its_container,
+    train_slowly,
     waits_a_little,
     writes_where_it_must,
 )
@@ -138,6 +139,30 @@ def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, kil
     assert status.state is StateName.FAILED, status
     assert f"kale-dist-{job.name}-{killed} was killed from outside (SIGKILL" in status.reason, status
     assert not containers_running(engine, job.name)
+    job.delete()
+
+
+def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on, engine):
+    torch = pytest.importorskip("torch")
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    job = flat.distribute(
+        model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=6, train_args=0.3, seed=1,
+        number_of_processes=2, threads=1, max_restarts=1, **on,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while (job.status.checkpoint_epoch or 0) < 2:
+        assert time.monotonic() < deadline, job.status
+        assert not job.done(), job.status
+        time.sleep(0.2)
+    engine.api.remove_container(f"kale-dist-{job.name}-1", force=True)
+    assert job.wait(180).state is StateName.SUCCEEDED, job.status
+    texts = [line.text for line in job.logs()]
+    assert any(text.startswith("New run: the training resumes after epoch ") for text in texts), "\n".join(texts)
+    rows = [row["epoch"] for row in job.metrics if row["source"] == "train"]
+    assert rows == list(range(1, 7)), rows
     job.delete()
 
 

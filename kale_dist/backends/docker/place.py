@@ -417,7 +417,7 @@ def _last_line(engine: Engine, identifier: str) -> str:
     """The last line that was not written for the notebook; what the bootstrap says before all others."""
     with contextlib.suppress(docker.errors.APIError):
         said = engine.api.logs(identifier, tail=_WORDS).decode(errors="replace").splitlines()
-        plain = [line for line in said if line.strip() and line[:1] not in "@=~*|!#+"]
+        plain = [line for line in said if line.strip() and line[:1] not in "@=~*|!#+{"]
         own = [line.removeprefix("kale_dist: ") for line in plain if line.startswith("kale_dist: ")]
         return str((own or plain or [""])[-1])
     return ""
