@@ -148,8 +148,10 @@ class Follower:
         return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
 
     def wait_for_look(self) -> None:
-        """Wait until the place was looked at once: what a new process shows first is then up to date."""
+        """Wait for the first look, and for the end of a run that has ended: what a new process shows first is then true."""
         self._looked.wait(FIRST_LOOK_S)
+        # Not a second time: large results take a while.
+        self._looked.set()
 
     def wake(self) -> None:
         """Look at once."""
@@ -235,7 +237,8 @@ class Follower:
             self.look, self.problem = self._place.look(self._handle), ""
         except BackendError as error:
             self.problem = f"{error}"
-        self._looked.set()
+        if self.look.head is None or self.look.head.state != "ended":
+            self._looked.set()
         if (self.look, self.problem) != before:
             self._on_change()
 
