@@ -86,13 +86,12 @@ class FollowedBackend:
     def status(self, ref: JobRef) -> JobStatus:
         """What heads have said, and what the place says of pods whose agents say nothing (yet)."""
         job = self._reader(ref)
-        status = job.status()
-        if status.is_final:
+        if (status := job.status()).is_final:
             return status
         follower = self._follow(ref)
         follower.wait_for_look()
         return verdict.overlay(
-            status,
+            job.status(),
             follower.look,
             job.record().spec,
             self.place.noun,

@@ -41,7 +41,7 @@ from kale_dist.spec import JobSpec
 LOOK_S = 1.0
 """How often a place is looked at that has not said that something changed."""
 
-FIRST_LOOK_S = 3.0
+FIRST_LOOK_S = 10.0
 """How long a first question about a job waits for a place that is slow to answer."""
 
 LOCK_S = 2.0
@@ -237,7 +237,8 @@ class Follower:
             self.look, self.problem = self._place.look(self._handle), ""
         except BackendError as error:
             self.problem = f"{error}"
-        if self.look.head is None or self.look.head.state != "ended":
+        has_ended = self.look.head is not None and self.look.head.state == "ended"
+        if self.problem or (self.look.fresh and not has_ended):
             self._looked.set()
         if (self.look, self.problem) != before:
             self._on_change()
