@@ -1,4 +1,4 @@
-"""One call from a notebook trains a PyTorch model on every core of the machine, and hands the trained model back.
+"""One call trains a PyTorch model from a notebook on many processes: on this machine, in containers or on a cluster.
 
     import kale_dist as kd
 

@@ -1,4 +1,4 @@
-"""The notebook's side of an agent: start one, hand it jobs, be told when a job's files change.
+"""The notebook's side of an agent: starts one, gives it jobs, and learns when a job's files change.
 
 A backend uses it so:
 
@@ -100,7 +100,7 @@ class AgentClient:
 
     Args:
         on_wake: Called with a job's name when files of that job have changed, at most every 20 ms a job.
-        on_end: Called once when the connection ends, whatever the reason.
+        on_end: Called once when the connection ends, for any reason.
     """
 
     def __init__(self, on_wake: Callable[[str], None] | None = None, on_end: Callable[[], None] | None = None) -> None:

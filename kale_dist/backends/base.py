@@ -208,7 +208,7 @@ class Selects(Protocol):
     """A backend whose jobs lie in namespaces and have labels."""
 
     def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
-        """Jobs of this library, oldest first, whoever submitted them.
+        """Jobs of this library from all users, oldest first.
 
         Args:
             namespace: None for the configured one, `*` for all.
@@ -221,7 +221,7 @@ class Surveys(Protocol):
     """A backend that tells in one request how all of its jobs are, and follows none of them."""
 
     def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
-        """Jobs of this library, oldest first, whoever submitted them: how they are as far as the place itself knows.
+        """The statuses of this library's jobs from all users, oldest first, as far as the place itself knows them.
 
         Args:
             namespace: None for the configured one, `*` for all.

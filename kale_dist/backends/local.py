@@ -1,7 +1,7 @@
 """The local backend: ranks are processes of this machine, run by an agent that the notebook's process starts.
 
-A job's folder is the truth. This process's own agent only says when to look again; a job of another process is read
-from its files alone, so `attach` needs no connection to anything.
+A job's folder holds everything about it. This process's agent only says when to look again. A job of another process is
+read from its files alone, so `attach` needs no connection.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class PodConnection:
 
         Raises:
             ConnectionError: The pod, its port or the API server has gone.
-            TimeoutError: Nobody took it in time.
+            TimeoutError: The peer did not take it in time.
         """
         del flags
         view = memoryview(data).cast("B")

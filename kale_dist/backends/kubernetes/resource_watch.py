@@ -94,7 +94,7 @@ class ResourceWatch:
                     self._stopped.wait(_POLL_S)
                     continue
                 self._watch()
-            except Exception as error:  # noqa: BLE001 - a watch that ends by whatever a server sends would hide it
+            except Exception as error:  # noqa: BLE001 - a watch that ended because of a server's answer would hide it
                 if self._stopped.is_set():
                     return
                 status = getattr(error, "status", None)

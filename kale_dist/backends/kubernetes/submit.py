@@ -88,7 +88,7 @@ def settings_of(spec: JobSpec, *, submitter: str = "", run: int = 1) -> PodSetti
 
 
 def order_of(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "") -> Order:
-    """What the agents are told."""
+    """The order that the agents get."""
     claim, folder = claim_of(spec)
     return orders.order_of(
         spec,

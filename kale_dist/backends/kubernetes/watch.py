@@ -1,4 +1,4 @@
-"""What happens to the jobs of a namespace: one set of watches for all jobs of this process. Never polls while it may watch.
+"""Watches the jobs of a namespace: one set of watches for all jobs of this process. Polls only where it may not watch.
 
 Three `ResourceWatch`es (PyTorchJobs, pods, events) feed one `_State`, from which `view` makes a frozen `JobView`. While a
 job waits under a quota a fourth one looks at the quotas: when room becomes free the job is touched, because the operator's
