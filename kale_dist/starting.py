@@ -1,4 +1,4 @@
-"""How a checked call becomes a job: its agent's start in the background, snapshot, specification, plan, submission.
+"""Starts a checked call as a job: its agent's start in the background, snapshot, specification, plan, submission.
 
 When `start` returns, the snapshot is complete and nothing has started.
 """
@@ -85,7 +85,7 @@ def start(call: Call, run: Run) -> Job[Any]:
             spec = run.backend.prepare(spec, submit=True)
         for note in run.notes:
             _say(f"[kale-dist] {note}")
-        # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
+        # Before the submission: if warnings are errors, no job is submitted without a handle.
         for warning in (*run.warnings, *captured.snapshot.notes, *_data_warnings(call, run), *_disk_warnings()):
             warn(warning)
         given = call.kwargs

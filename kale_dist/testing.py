@@ -1,4 +1,4 @@
-"""For tests of code that uses kale_dist, and of backends: a backend without processes, and what every backend keeps.
+"""For tests of code that uses kale_dist, and of backends: a backend without processes, and tests for every backend.
 
 `FakeBackend` goes where a backend's name goes: `kd.launch(fn, on=FakeBackend())`. `BackendConformance` is a set of
 pytest tests; a backend's own tests inherit from it. Blobs in memory are `blobs.MemoryStore`.

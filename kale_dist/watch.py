@@ -1,6 +1,6 @@
-"""Waiting: one thread a backend follows its unfinished jobs, and tells whoever wants to know.
+"""Waiting: one thread for each backend follows its unfinished jobs and calls their subscribers.
 
-Nobody else polls. A backend that `Wakes` says when to look; others, and jobs of other processes, are looked at every
+Only this thread polls. A backend that `Wakes` says when to look; others, and jobs of other processes, are looked at every
 `_SOON_S` while they change and less often while they do not.
 """
 
@@ -143,7 +143,7 @@ class Watcher:
         try:
             status = self.backend.status(ref)
         except KaleDistError:
-            # Deleted. Whoever waits for it asks the backend itself and gets this error.
+            # Deleted. A caller that waits for it asks the backend itself and gets this error.
             with self._condition:
                 self._jobs.pop(ref, None)
             return

@@ -23,7 +23,7 @@ _REMEMBERED = 100
 """Jobs that have ended, and cancels that came before their jobs."""
 
 _MAX_UNSENT_BYTES = 1 << 20
-"""A peer that does not read is told no more than this."""
+"""At most this much is buffered for a peer that does not read."""
 
 _LOOK_EACH_S = 0.1
 

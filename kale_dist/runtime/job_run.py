@@ -100,7 +100,7 @@ class JobRun:
         return [RankRun(rank, self._writer, self.rank_changed, self._moved) for rank in range(self.order.world_size)]
 
     def start(self) -> None:
-        """Start the ranks. What cannot be done is told as an event of the job, never raised."""
+        """Start the ranks. Failures are reported as events of the job, never raised."""
         self._writer.event(EventKind.STATE, state=str(StateName.STARTING), reason="", cause="")
         if self.order.note:
             self._writer.say(self.order.note)
@@ -161,7 +161,7 @@ class JobRun:
         self._writer.event(EventKind.USAGE, rank, **fields)
 
     def cancel(self, cause: FailureCause, reason: str, grace_s: float) -> None:
-        """End the job, whatever it is at; a job that is ending already is only hastened.
+        """End the job, in any state. If it is ending already, shorten its grace.
 
         Args:
             cause: Why.

@@ -62,7 +62,7 @@ class Listener(Protocol):
         ...
 
     def ended(self, end: End) -> None:
-        """Its process is over, whoever still holds its pipes. Nothing follows."""
+        """Its process is over, even if other processes still hold its pipes. Nothing follows."""
         ...
 
 
@@ -170,8 +170,8 @@ class NearRank:
         """Give it its work, as soon as it has a process.
 
         Args:
-            listener: Who hears of it.
-            assignment: What it is told.
+            listener: Gets its output and events.
+            assignment: What it is to do.
             port: The socket that rank 0's store listens on; closed here once it is the rank's.
             is_held: Whether its output is held to a rate.
         """

@@ -72,7 +72,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             "TORCHELASTIC_RUN_ID": order.job,
             "TORCHELASTIC_RESTART_COUNT": str(assignment.attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
-            # Who makes a store from the environment shall join rank 0's, not open another at the same port.
+            # Code that makes a store from the environment must join rank 0's, not open another at the same port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )

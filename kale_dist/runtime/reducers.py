@@ -112,7 +112,7 @@ def make_new_type(name: str, module: str, supertype: Any) -> Any:
 
 
 def make_compiled(context: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """A function that `torch.compile` was called on; it is compiled anew at its first call."""
+    """A function that `torch.compile` was called on; it is compiled again at its first call."""
     return context(function)
 
 
@@ -240,7 +240,7 @@ def make_bare(cls: type) -> Any:
 
 
 def make_error(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception with these `args`, whatever arguments its constructor takes."""
+    """An exception with these `args`, even if its constructor takes other arguments."""
     error = cls.__new__(cls, *args)
     error.args = args
     return error

@@ -1,4 +1,4 @@
-"""What a head and its relays say to each other: frames over one connection, after a proof of the job's key.
+"""The protocol between a head and its relays: frames over one connection, after a proof of the job's key.
 
 A frame is `length kind rank payload`. Kinds of the relay's frames: `M` a message of a rank or of the relay itself (JSON),
 `O` finished lines of a rank (how many, and the body), `E` its events, `S` its stacks, `F` bytes of its outcome file. A
@@ -179,5 +179,5 @@ def sign(key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str)
 
 
 def is_signed(mac: object, key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str) -> bool:
-    """Whether a proof is right; takes the same time whatever is wrong with it."""
+    """Whether a proof is right. Takes the same time for all wrong ones."""
     return hmac.compare_digest(sign(key, role, agent, relays_nonce, heads_nonce).encode(), str(mac).encode())

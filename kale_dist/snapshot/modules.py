@@ -1,4 +1,4 @@
-"""Local modules of a call: which files of the notebook's own code travel, found without running any of it."""
+"""Local modules of a call: finds which files of the notebook's own code to send, without running any of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook's pickler: numbers what travels by value, and notes which modules and sources the call needs."""
+"""The notebook's pickler: numbers objects that are sent by value, and notes which modules and sources the call needs."""
 
 from __future__ import annotations
 

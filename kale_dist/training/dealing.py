@@ -1,4 +1,4 @@
-"""Stand-ins for a loader's dataset and samplers: this rank's share in length and content, the original in all else."""
+"""Stand-ins for a loader's dataset and samplers: they have this rank's share, and otherwise behave as the original."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = ("_kale_inner", "_kale_length", "_kale_share")
 
 
 class View:
-    """Passes everything on to the object behind it: attributes, indexing, `isinstance`. Only its length is its own.
+    """Passes everything on to the object behind it: attributes, indexing, `isinstance`. Only its length is different.
 
     Args:
         inner: The object behind.

@@ -36,7 +36,7 @@ class Group:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to exchange anything with."""
+        """Whether this is the only rank."""
         return self.world_size == 1
 
     def say(self, text: str) -> None:

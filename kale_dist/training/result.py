@@ -36,7 +36,7 @@ class Optimizers:
         return {key: value for optimizer in self.named.values() for key, value in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by name, and the groups of all, by which it is told whether a state fits."""
+        """The states by name, and the groups of all, which show whether a state fits."""
         states = {name: optimizer.state_dict() for name, optimizer in self.named.items()}
         return {
             "named": states,
