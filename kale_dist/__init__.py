@@ -89,5 +89,5 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def __dir__() -> list[str]:
-    # Modules of the package that happen to be imported are not what somebody looks for who completes a name.
+    # Completion does not offer modules of the package that happen to be imported.
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

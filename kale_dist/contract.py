@@ -123,7 +123,7 @@ class FailureCause(enum.StrEnum):
     LOST = "lost"
     """A pod or container of the job was lost while the head lived; another run may end otherwise."""
     SUSPENDED = "suspended"
-    """The head was told to end (SIGTERM): the job was suspended or deleted, or its pod evicted."""
+    """The head got SIGTERM: the job was suspended or deleted, or its pod evicted."""
     NOT_STARTED = "not-started"
     """The agent could not start the ranks (versions, damaged snapshot, no process to be had)."""
 

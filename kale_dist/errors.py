@@ -20,7 +20,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
         JobFailedError                its cause is the first failing rank's own exception
         JobTimeoutError               the job ran into `timeout_s` or `stall_timeout_s`
         JobCancelledError
-        WaitTimeoutError (TimeoutError)   only the waiting ended; the job runs on
+        WaitTimeoutError (TimeoutError)   only the waiting ended; the job keeps running
         ResultUnavailableError        there is, or there can be, no result to read
       RankError                       in the place of an exception, where a rank died without one
       RemoteError                     in the place of an exception that could not be pickled or loaded
@@ -211,7 +211,7 @@ class JobCancelledError(JobError):
 
 
 class WaitTimeoutError(JobError, TimeoutError):
-    """The wait ended before the job did. The job runs on."""
+    """The wait ended before the job did. The job keeps running."""
 
 
 class ResultUnavailableError(JobError):

@@ -95,7 +95,7 @@ class FakeRun:
         self.event(EventKind.STATE, state=StateName.FAILED, reason=reason, cause=FailureCause.ERROR)
 
     def lines(self, wanted: Callable[[LogLine], bool], tail: int | None, *, follow: bool) -> Iterator[LogLine]:
-        """The wanted lines, of those there are only the last `tail`; with `follow` until the end."""
+        """The wanted lines, only the last `tail` of those so far; with `follow` until the end."""
         read = 0
         if tail is not None:
             read = len(self._lines)

@@ -24,7 +24,7 @@ _GATHER_S = 0.02
 
 @dataclasses.dataclass(slots=True)
 class _Watched:
-    """A job that somebody follows."""
+    """A job that has subscribers."""
 
     callbacks: list[Callable[[JobStatus], None]]
     interval_s: float = _SOON_S
@@ -101,7 +101,7 @@ class Watcher:
                 left = _LATE_S if deadline is None else min(_LATE_S, deadline - time.monotonic())
                 if left <= 0:
                     raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it runs on", str(ref))
-                # In slices: a job that somebody else deletes ends no other way.
+                # In slices: a job that another process deletes ends no other way.
                 if not ended.wait(left):
                     status = self.backend.status(ref)
                     if status.is_final:

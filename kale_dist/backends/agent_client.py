@@ -208,7 +208,7 @@ class AgentClient:
         """Leave the agent: it runs its jobs to their end, then ends. Waits for that if it has none, then cleans up.
 
         Args:
-            timeout_s: Seconds to wait at most. Jobs that run on are not waited for longer.
+            timeout_s: Seconds to wait at most. Jobs that keep running are not waited for longer.
         """
         self.stop()
         if self._process is not None:

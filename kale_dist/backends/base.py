@@ -68,7 +68,7 @@ class Plan:
 class Backend(Protocol):
     """How a job runs: plans, submits, watches, reads logs, cancels.
 
-    Results travel through the store and images are resolved before; waiting belongs to `watch`.
+    Results go through the store and images are resolved before; waiting belongs to `watch`.
     """
 
     @property
@@ -156,7 +156,7 @@ class Prepares(Protocol):
     """A backend that has to look at where a job will run before it can plan it."""
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle what the specification leaves open, and look whether the job could run.
+        """Fill in what the specification leaves open, and check whether the job could run.
 
         Args:
             spec: As the call gave it.
@@ -368,7 +368,7 @@ class Place(Protocol):
     """What a part is called: `container`, `pod`."""
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle what the specification leaves open, and look whether the job could run; see `Prepares`."""
+        """Fill in what the specification leaves open, and check whether the job could run; see `Prepares`."""
 
     def plan(self, spec: JobSpec) -> Plan:
         """What `start` creates. Pure."""

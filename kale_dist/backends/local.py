@@ -105,7 +105,7 @@ class LocalBackend:
     def logs(
         self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
     ) -> Iterator[LogLine]:
-        """Lines of the log, of those there are only the last `tail`; with `follow` until the job has ended."""
+        """Lines of the log, only the last `tail` of those so far; with `follow` until the job has ended."""
         reader = self._reader(ref)
         return job_reader.lines(
             reader.open_log(),

@@ -421,7 +421,7 @@ class Follower:
                 return False
             if verdict.cause is FailureCause.LOST and not self.look.gone:
                 with contextlib.suppress(BackendError):
-                    # The other pods would hold their GPUs for ever.
+                    # The other pods would hold their GPUs forever.
                     self._place.kill(self._handle, 0.0)
         has_checkpoint = self._status.status().checkpoint_epoch is not None
         if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):

@@ -81,7 +81,7 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
         )
         verdict = Verdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
     if canceller and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
-        # The head only knows that it was told to end.
+        # The head only knows that it got SIGTERM.
         return dataclasses.replace(
             verdict, state=StateName.CANCELLED, cause=FailureCause.USER, is_lost=False, is_suspended=False,
             reason=f"The job was cancelled by {canceller}",

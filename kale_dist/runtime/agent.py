@@ -108,7 +108,7 @@ class Agent:
         return listener
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error of our own: no job may wait for ever because of it."""
+        """An error of our own: no job may wait forever because of it."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         told = f"The agent that ran the job failed: {type(error).__name__}: {error}"

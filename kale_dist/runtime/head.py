@@ -189,7 +189,7 @@ class Head:
         self._job.fail(FailureCause.LOST, reason)
 
     def relay_leaves(self, reason: str) -> None:
-        """The pod of one was told to end."""
+        """The pod of one got SIGTERM."""
         self._pod.loop.call_later(LOST_AFTER_S, lambda: self._job.fail(FailureCause.LOST, reason))
 
     # -- requests, in the server's threads: `byte_server.Handler` ------------------------------------------------------
@@ -237,7 +237,7 @@ class Head:
         self.writer.close(lambda: self._written.set_result(None))
 
     async def _wait_for_relays(self, ended_at: float) -> None:
-        """Stay while relays are leaving, or may still come and have to be told."""
+        """Stay while relays are leaving, or may still come and have to learn of the end."""
         relays = self._relays
         while relays is not None:
             waited_s = time.monotonic() - ended_at
@@ -255,7 +255,7 @@ class Head:
         limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._store_works else order.collect_wait_s
         while self._is_awaited(verdict):
             if time.monotonic() - ended_at >= limit_s:
-                # The files are closed: this is for who reads the pod's log.
+                # The files are closed: this is for a reader of the pod's log.
                 kept = (
                     f"They are in {order.store}/jobs/{order.job}"
                     if self._store_works

@@ -131,7 +131,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """Asks the library. Calls may take long, also for ever where a GPU has failed: not for the agent's own thread.
+    """Asks the library. Calls may take long, also forever where a GPU has failed: not for the agent's own thread.
 
     Args:
         library: What `ctypes.CDLL` gives for it.

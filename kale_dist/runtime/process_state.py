@@ -18,7 +18,7 @@ from kale_dist.runtime import processes, torch_flags
 
 
 def apply(state: ProcessState, modules: pathlib.Path) -> None:
-    """Take over what the notebook's process had. Nothing may have been unpickled before.
+    """Apply the state of the notebook's process. Nothing may have been unpickled before.
 
     Args:
         state: The notebook's state.

@@ -7,7 +7,7 @@ head sends only `M`. Before anything else:
     relay  {"op": "hello", "agent": n, "version": v, "nonce": a}
     head   {"op": "challenge", "nonce": b, "mac": ...}     so that a relay runs nothing for a head without the key
     relay  {"op": "proof", "mac": ...}
-    head   {"op": "welcome"}, or {"op": "over"} where the run has begun without this relay
+    head   {"op": "welcome"}, or {"op": "over"} where the run has started without this relay
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Op(enum.StrEnum):
     REFUSED = "refused"
     """Relay to head: it cannot run its ranks; `reason`."""
     LEAVING = "leaving"
-    """Relay to head: its pod was told to end; `reason`."""
+    """Relay to head: its pod got SIGTERM; `reason`."""
     SPAWN = "spawn"
     """Head to relay: start a rank; `attempt`, `port`, `seed`."""
     SIGNAL = "signal"

@@ -61,7 +61,7 @@ class Owner(Protocol):
         ...
 
     def relay_leaves(self, reason: str) -> None:
-        """The pod of one was told to end; a sentence that names it."""
+        """The pod of one got SIGTERM; a sentence that names it."""
         ...
 
 
@@ -206,7 +206,7 @@ class HeadsRelays:
 
     @property
     def never_came(self) -> int:
-        """How many may still come, and have to be told that the run is over."""
+        """How many may still come and have to learn that the run is over."""
         return sum(not relay.has_joined for relay in self._relays.values())
 
     def explain_loss(self) -> str:

@@ -324,7 +324,7 @@ def _shared_generator(loader: DataLoader[Any], group: Group) -> torch.Generator:
 
 
 class CountedCollate:
-    """A collate function that tells along with the batch how many items went in. Travels to worker processes.
+    """A collate function that tells along with the batch how many items went in. It is sent to worker processes.
 
     Args:
         collate: The loader's own.

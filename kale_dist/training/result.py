@@ -60,7 +60,7 @@ def one_optimizer(optimizer: Any) -> Any:
 
 
 def state_of(value: Any) -> Any:
-    """What has to travel for an object of `state=`: its state_dict, or the contents of a list, dict or set."""
+    """What has to be sent of an object of `state=`: its state_dict, or the contents of a list, dict or set."""
     if callable(getattr(value, "state_dict", None)):
         return on_cpu(value.state_dict())
     return copy.copy(value)

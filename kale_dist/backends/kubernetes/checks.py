@@ -272,7 +272,7 @@ def _dry_pods(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
     try:
         if not may(cluster, "", "pods", "create"):
             return []
-    except Exception:  # noqa: BLE001 - what cannot be learnt here shows when the job runs
+    except Exception:  # noqa: BLE001 - what cannot be checked here shows when the job runs
         return []
     found = []
     for pod in _example_pods(job):
@@ -471,5 +471,5 @@ def _lookup(read: Callable[[], Any]) -> Any:
     """What is read; `_MISSING` if it does not exist, None if this user may not know."""
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 - what cannot be learnt here shows when the job runs
+    except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs
         return _MISSING if api.status_of(error) == api.NOT_FOUND else None

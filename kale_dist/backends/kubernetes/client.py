@@ -149,7 +149,7 @@ def _unchecked(api: _Api) -> _Api:
 
 
 class _TimedRest(rest.RESTClientObject):
-    """Gives each request a limit; the client's own have none, and wait for ever behind a silent proxy."""
+    """Gives each request a limit; the client's own have none, and wait forever behind a silent proxy."""
 
     def request(  # type: ignore[override]
         self, method: str, url: str, *, _request_timeout: Any = None, **options: Any

@@ -35,7 +35,7 @@ from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec
 
 INPUT_BYTES = 600_000
-"""A snapshot up to this size travels in the Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
+"""A snapshot up to this size is part of the Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
 
 _SECRET_BYTES = 1_000_000
 CLAIM_SCHEME = "pvc://"

@@ -259,7 +259,7 @@ class _State:
         self.followed: Collection[str] = ()
         """Jobs whose deleted pods are remembered."""
         self.problems: dict[str, str] = {}
-        """Kind of object to why nothing can be learnt of it now."""
+        """Kind of object to why nothing is known of it now."""
         self.lacks_events = False
         self.listed: set[str] = set()
         """Kinds of which all objects are known: a job whose pods were not listed yet only seems to have none."""
