@@ -1,4 +1,4 @@
-"""Before a job is created: what its specification leaves open is settled, and the cluster is asked whether it would run."""
+"""Prepares a job on a cluster: fills in what its specification leaves open, and asks the cluster whether it would run."""
 
 from __future__ import annotations
 
