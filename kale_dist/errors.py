@@ -94,7 +94,8 @@ def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
         try:
             return verb(*args, **kwargs)
         except ConfigError as error:
-            raise error.with_traceback(None) from None
+            error.__traceback__ = None
+            raise
 
     return call
 
