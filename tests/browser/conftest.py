@@ -13,7 +13,8 @@ REQUIRED = bool(os.environ.get("KALE_DIST_REQUIRE_BROWSER"))
 collect_ignore_glob = [] if REQUIRED or importlib.util.find_spec("playwright") else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
+# Not for the session: as long as Playwright runs, no other asyncio loop can run in this thread.
+@pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A JupyterLab; skips where what it needs is not installed."""
     for package in ("jupyterlab", "playwright", "axe_playwright_python"):
@@ -25,7 +26,7 @@ def server(tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(server, tmp_path_factory):
     """A Chromium in the server's network."""
     from playwright.sync_api import expect
@@ -35,7 +36,7 @@ def browser(server, tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kernel_6(server):
     """The name of a kernel with ipykernel 6, whose front ends have no subshells."""
     folder = server.folder.parent / "data" / "kernels" / "kernel6"
