@@ -141,7 +141,9 @@ def _number(step: str, place: str, value: Any) -> float:
             number = item()
         except (RuntimeError, ValueError, TypeError):
             raise ConfigError(
-                step, f"{f'returned{place} has' if place else 'returned a tensor of'} shape {shape}, not one element", "Reduce it first: .mean().item()"
+                step,
+                f"{f'returned{place} has' if place else 'returned a tensor of'} shape {shape}, not one element",
+                "Reduce it first: .mean().item()",
             ) from None
         if isinstance(number, numbers.Real):
             return float(number)
