@@ -1,4 +1,4 @@
-"""One call from a notebook trains a PyTorch model on every core of the machine, and hands the trained model back.
+"""One call trains a PyTorch model from a notebook on many processes: on this machine, in containers or on a cluster.
 
     import kale_dist as kd
 
@@ -89,5 +89,5 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def __dir__() -> list[str]:
-    # Modules of the package that happen to be imported are not what somebody looks for who completes a name.
+    # Completion does not offer modules of the package that happen to be imported.
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

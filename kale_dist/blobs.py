@@ -1,6 +1,6 @@
 """Bytes on their way between notebook and ranks: blobs named by their content, and single files of many buffers.
 
-A *blob* is a run of bytes whose name is its SHA-256. Who holds the name can check the bytes, two equal blobs are one,
+A *blob* is a run of bytes whose name is its SHA-256. The name is enough to check the bytes, two equal blobs are one,
 and a blob never changes: it is written under a temporary name, made read-only and renamed, and never truncated, so
 that a process which has mapped it keeps what it mapped.
 

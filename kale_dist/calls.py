@@ -1,4 +1,4 @@
-"""The verbs: they put the steps of a call in order, and only that."""
+"""The verbs: each calls the steps of a call in order."""
 
 from __future__ import annotations
 
@@ -71,14 +71,13 @@ def distribute(
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
 
-    Returns when everything the training needs is captured and before anything has started: later cells cannot change
-    the job.
+    Returns when a snapshot has been taken, before anything has started: later cells do not affect the job.
 
     Args:
         model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
             `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets.
-        train_data_loader: A DataLoader; its samples are shared out to the processes. `batch_size` is per process.
-        criterion: The loss, such as `nn.CrossEntropyLoss()`. None if a `train_step` needs none.
+        train_data_loader: A DataLoader; its samples are divided among the processes. `batch_size` is that of each process.
+        criterion: The loss, such as `nn.CrossEntropyLoss()`. None if `train_step` needs none.
         optimizer: Over the model's parameters. Its state goes with it and comes back. Several: a dict of them.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)` trains one epoch and returns a
             number or a dict of numbers, or nothing. It may use anything that the notebook defines. Left out: the usual
@@ -89,7 +88,7 @@ def distribute(
         epochs: How often the training data is passed over.
         number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
             one pod if `processes_per_pod` is more.
-        cuda: Whether each process gets a GPU. None: if there are enough, which is said; in containers, if their
+        cuda: Whether each process gets a GPU. None: if there are enough, and a line says so; in containers, if their
             `resources` have GPUs.
         train_args: Anything; given to `train_step` as `args`.
         eval_args: Anything; given to `eval_step` as `args`.
@@ -98,11 +97,11 @@ def distribute(
         precision: `"bf16"` or `"fp16"` for mixed precision; None for the model's own.
         clip_norm: Gradients are scaled down to this norm before each step of the optimizer.
         split_batches: Whether `batch_size` is that of all processes together.
-        shard: False for an iterable dataset that shares itself out.
+        shard: False for an iterable dataset that divides itself among the processes.
         eval_sharding: `"samples"`: each process evaluates its share. `"none"`: each evaluates all, for metrics that are
             not means, such as F1.
         checkpoint_every: Epochs between checkpoints; None for none.
-        seed: Of rank 0; rank r gets `seed + r`. None: a random one.
+        seed: The seed of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
         on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
             `kd.Docker(...)` or `kd.Kubernetes(...)`, which say what images, resources and volumes to use. None: the
@@ -112,14 +111,14 @@ def distribute(
         timeout_s: Seconds from the start of the processes after which the job fails; None for no limit.
         stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
         stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
-        max_restarts: How often all processes are started again, from the last checkpoint, after one was lost (a signal,
-            an exit, a stall). Never after an exception, nor for lack of memory.
-        detach: Whether a job on this machine runs on when the notebook's kernel ends. In containers and on a cluster all
-            jobs do.
+        max_restarts: How often the job restarts and resumes from its last checkpoint after a process was lost (a signal,
+            an exit, a stall). Not after an exception or out of memory.
+        detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
+            all jobs do.
         strategy: How gradients are exchanged; None for `AllReduce()`.
         state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
             lists, dicts and sets.
-        **unknown: Words of other libraries, and typing errors: they are refused with the right word.
+        **unknown: Refused. The error names the argument that was probably meant.
 
     Returns:
         The job. `job.result()` is rank 0's `TrainingResult`.
@@ -149,7 +148,7 @@ def distribute(
 
 
 def _refuses_the_functions_own(verb: Callable[P, R]) -> Callable[P, R]:
-    """Look at what was given, before the defaults stand beside it."""
+    """Check the arguments that were given, before defaults are added."""
 
     @functools.wraps(verb)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -197,7 +196,7 @@ def launch(
         stall_warn_s: Likewise.
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
-            stall); `context().attempt` tells. Never after an exception, nor for lack of memory.
+            stall); `context().attempt` tells. Not after an exception or out of memory.
         detach: As for `distribute`.
         **kwargs: The function's keyword arguments.
 
@@ -256,7 +255,7 @@ def check(*args: Any, **kwargs: Any) -> None:
 
 
 def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
-    """The arguments of whichever verb they are for, checked."""
+    """The arguments of `distribute` or `launch`, checked."""
     first = args[0] if args else None
     training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
     verb: Any = distribute if training else launch
@@ -359,7 +358,7 @@ def _named_backend(argument: str, name: Any) -> Backend:
 
 
 def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
-    """A training and its surroundings, settled."""
+    """A training, and where and how it runs."""
     from torch.nn.parameter import is_lazy
 
     # Weights and their gradients, of which each process has its own.
@@ -375,7 +374,7 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
 def _function_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[Call, Run]:
-    """A function's call and its surroundings, settled."""
+    """A function's call, and where and how it runs."""
     checks.check_function(fn, args, kwargs, launch)
     run = placing.settle(options)
     return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run

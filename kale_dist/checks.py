@@ -48,7 +48,7 @@ _NEIGHBOURS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How and where a call runs, whatever it runs. Fields as arguments of `distribute`."""
+    """How and where a call runs, for all verbs. Fields as arguments of `distribute`."""
 
     number_of_processes: int | None = None
     cuda: bool | None = None
@@ -112,7 +112,7 @@ def unknown_word(word: str, verb: Callable[..., Any]) -> ConfigError:
 
 
 def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) -> str:
-    """What somebody meant who wrote this word; a sentence. `own` are arguments besides those of the verb."""
+    """A sentence that names the argument that was probably meant; `own` are those besides the verb's."""
     if any(word == field.name for field in dataclasses.fields(Kubernetes)):
         return f"It belongs to the place: on=kd.Kubernetes({word}=...)"
     signature = inspect.signature(verb).parameters

@@ -298,7 +298,7 @@ def _each(backend: Backend, refs: Iterable[JobRef]) -> Iterator[JobStatus]:
 
 
 def _better(backend: Backend, status: JobStatus) -> JobStatus:
-    """What is known of one's own job beyond what the cluster says of it: how far it is, and whether it was cancelled."""
+    """The status of the user's own job with what only this machine knows: its progress, and whether it was cancelled."""
     ref = JobRef.parse(status.ref)
     if _is_mine(ref):
         with contextlib.suppress(JobNotFoundError):
@@ -308,7 +308,7 @@ def _better(backend: Backend, status: JobStatus) -> JobStatus:
 
 
 def _seen(ref: JobRef) -> JobStatus:
-    """A job as this machine last saw it; asks nobody."""
+    """A job as this machine last saw it, without a request."""
     return JobReader(ref.record_name, lambda _: True).status()
 
 

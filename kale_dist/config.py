@@ -1,4 +1,4 @@
-"""Settings that hold for all calls: from a file, and from the environment, which beats it. Arguments of a call beat both."""
+"""Settings for all calls, from a file and from the environment, which overrides it. Arguments of a call override both."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Config:
     """Settings. An empty one is not set. Each can be a line of the file, and a variable such as `KALE_DIST_IMAGE`."""
 
     on: str = ""
-    """Where calls run that do not say it: `local`, `docker` or `kubernetes`."""
+    """Where calls without `on=` run: `local`, `docker` or `kubernetes`."""
     docker: Docker = dataclasses.field(default_factory=Docker)
-    """Arguments of `kd.Docker` that hold for all calls: a table in the file, a JSON object in the environment."""
+    """Arguments of `kd.Docker` for all calls: a table in the file, a JSON object in the environment."""
     kubernetes: Kubernetes = dataclasses.field(default_factory=Kubernetes)
     """Likewise, of `kd.Kubernetes`."""
     image: str = ""

@@ -1,6 +1,6 @@
-r"""What notebook and worker agree on: files, the log's format, events, the order, signed requests. Standard library only.
+r"""The formats that notebook and worker share: files, the log, events, the order, signed requests. Standard library only.
 
-Nothing here knows how bytes travel. The same order reaches an agent through a socket on this machine, a mounted Secret
+Nothing here depends on how bytes are sent. The same order reaches an agent through a socket on this machine, a mounted Secret
 or a container's archive; the same blocks stand in a job's log, come over a connection and appear on a head's stdout.
 
 **Blocks.** Each begins at the start of a line. Numbers are hexadecimal, but attempt and rank are decimal:
@@ -123,7 +123,7 @@ class FailureCause(enum.StrEnum):
     LOST = "lost"
     """A pod or container of the job was lost while the head lived; another run may end otherwise."""
     SUSPENDED = "suspended"
-    """The head was told to end (SIGTERM): the job was suspended or deleted, or its pod evicted."""
+    """The head got SIGTERM: the job was suspended or deleted, or its pod evicted."""
     NOT_STARTED = "not-started"
     """The agent could not start the ranks (versions, damaged snapshot, no process to be had)."""
 
@@ -679,7 +679,7 @@ class InputFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """Everything the agents of a job are told: the same for all of them, whatever the backend. Made by `orders.order_of`."""
+    """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
     version: int = VERSION
     job: str
@@ -772,7 +772,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What one rank is told by its agent: the order, and its own place in it."""
+    """What one rank gets from its agent: the order, and which rank it is."""
 
     order: Order
     """With this agent's own folder, store, key and process."""
@@ -834,5 +834,5 @@ def sign_request(key: bytes, method: str, path: str, body_digest: str = "") -> s
 
 
 def check_request(key: bytes, method: str, path: str, body_digest: str, mac: str) -> bool:
-    """Whether a request bears the right signature; takes the same time whatever is wrong with it."""
+    """Whether a request has the right signature. Takes the same time for all wrong ones."""
     return hmac.compare_digest(sign_request(key, method, path, body_digest).encode(), mac.encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Checks what jobs need, before one fails for the lack of it: `kale-dist doctor`.
+"""Checks what jobs need, before one fails: `kale-dist doctor`.
 
 Nothing is changed, and CUDA is initialised in a process that ends at once, never in the caller's.
 """

@@ -192,7 +192,7 @@ def explained(doing: str) -> Iterator[None]:
         doing: As in `explain`.
 
     Raises:
-        BackendError: What was raised inside, explained.
+        BackendError: The error that was raised inside, explained.
     """
     import docker.errors
     import requests

@@ -1,7 +1,7 @@
 """Every error of kale_dist, and why they form one tree.
 
-A caller who wants to be safe against all of them catches `KaleDistError`. Below it the tree follows the walk of the
-data, so that the class alone tells how far a call came: nothing was touched (`ConfigError`), the snapshot could not be
+Catch `KaleDistError` to catch all of them. Below it the tree follows the steps of a call, so that the class alone tells how
+far the call came: nothing was touched (`ConfigError`), the snapshot could not be
 taken (`SnapshotError`), the place to run refused (`BackendError`), or the job itself ended badly (`JobError`).
 
     KaleDistError
@@ -20,7 +20,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
         JobFailedError                its cause is the first failing rank's own exception
         JobTimeoutError               the job ran into `timeout_s` or `stall_timeout_s`
         JobCancelledError
-        WaitTimeoutError (TimeoutError)   only the waiting ended; the job runs on
+        WaitTimeoutError (TimeoutError)   only the waiting ended; the job keeps running
         ResultUnavailableError        there is, or there can be, no result to read
       RankError                       in the place of an exception, where a rank died without one
       RemoteError                     in the place of an exception that could not be pickled or loaded
@@ -50,12 +50,12 @@ class KaleDistError(Exception):
     """Root of all errors that kale_dist raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it: the user's own lines and the message, for where in the library helps nobody."""
+        """What IPython shows of it: the user's own lines and the message, without the library's lines."""
         return tracebacks.for_notebook(self)
 
 
 class KaleDistWarning(UserWarning):
-    """Something a user should know about a call that goes on all the same."""
+    """Something a user should know about a call that continues anyway."""
 
 
 def warn(sentence: str) -> None:
@@ -94,7 +94,8 @@ def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
         try:
             return verb(*args, **kwargs)
         except ConfigError as error:
-            raise error.with_traceback(None) from None
+            error.__traceback__ = None
+            raise
 
     return call
 
@@ -211,7 +212,7 @@ class JobCancelledError(JobError):
 
 
 class WaitTimeoutError(JobError, TimeoutError):
-    """The wait ended before the job did. The job runs on."""
+    """The wait ended before the job did. The job keeps running."""
 
 
 class ResultUnavailableError(JobError):

@@ -1,8 +1,8 @@
-"""What an interrupt means while somebody waits for a job.
+"""What an interrupt does while a call waits for a job.
 
 In a notebook the stop button is pressed to get the cell back: the first interrupt ends the waiting, and only a second
-one within `SECOND_WITHIN_S` ends the job. In a script, and in a kernel that nobody can type into, the first one ends
-the job, as Ctrl-C would end any program. Nothing is ever asked.
+one within `SECOND_WITHIN_S` ends the job. In a script, and in a kernel without a front end, the first one ends
+the job, as Ctrl-C ends any program. There is no prompt.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Job(Generic[R]):
 
     @property
     def status(self) -> JobStatus:
-        """What is known now. Does not wait.
+        """The status now. Does not wait.
 
         Raises:
             JobNotFoundError: The job was deleted.
@@ -151,9 +151,9 @@ class Job(Generic[R]):
             The final status.
 
         Raises:
-            WaitTimeoutError: The time was over first; the job runs on.
-            KeyboardInterrupt: In a notebook the job runs on, and a second interrupt within 10 s cancels it; elsewhere
-                the first one does.
+            WaitTimeoutError: The time was over first; the job keeps running.
+            KeyboardInterrupt: In a notebook the job keeps running, and a second interrupt within 10 s cancels it;
+                elsewhere the first one does.
         """
         status = self._wait(timeout)
         if status.state is StateName.SUCCEEDED:
@@ -226,7 +226,7 @@ class Job(Generic[R]):
         return optimizer
 
     def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
-        """This job's weights, whatever happened to the model since.
+        """This job's weights, even if the model has changed since.
 
         Args:
             partial: Do not wait: take the last checkpoint of a job that runs or has failed.
@@ -267,7 +267,7 @@ class Job(Generic[R]):
         return self._passed_on(self._backend.logs(self._ref, follow=follow, ranks=wanted, tail=tail))
 
     def stream_logs(self) -> None:
-        """Print the log as it comes, each line behind its rank, until the job has ended."""
+        """Print the log until the job has ended, each line after its rank."""
         with self._interruptible():
             for line in self._backend.logs(self._ref, follow=True):
                 print(line, flush=True)  # noqa: T201 - this is what it is for
@@ -279,7 +279,7 @@ class Job(Generic[R]):
         self._backend.cancel(self._ref)
 
     def retry(self) -> Job[R]:
-        """Submit the same call once more, with the same snapshot: what the notebook has changed since does not matter.
+        """Submit the same call again with the same snapshot, not with what the notebook has changed since.
 
         Returns:
             The new job. This one is left as it is.
@@ -294,7 +294,7 @@ class Job(Generic[R]):
         return self._again(self)
 
     def delete(self) -> None:
-        """Cancel if need be and remove every trace: log, results, and what of its snapshot no other job needs."""
+        """Cancel if need be; remove log, results and the parts of its snapshot that no other job needs. A store keeps its files."""
         self._backend.delete(self._ref)
 
     # -- Kale's names -------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Job(Generic[R]):
     # -- display ------------------------------------------------------------------------------------------------------
 
     def subscribe(self, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
-        """Have every new status told to `callback`, in a thread of the library. Returns the end of the subscription."""
+        """Call `callback` with every new status, in a thread of the library. Returns a function that ends the subscription."""
         return self._watcher.subscribe(self._ref, callback)
 
     def __repr__(self) -> str:
@@ -472,7 +472,7 @@ class _Trained:
 
     def fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
-        # A handle from `attach` has no model in the notebook; one is only built for whoever asks for it.
+        # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
         if self.targets is not None and (self._spec.kind == "training" or self._has_models()):
             self._load()
 

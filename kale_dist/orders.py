@@ -1,4 +1,4 @@
-"""The one place where a job's order is made: what its agents are told, whatever the backend."""
+"""Makes a job's order, which tells its agents what to do, for all backends."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Recipe:
     def digest(self, base_digest: str, python: str) -> str:
         """Name of what this recipe makes of a base: equal recipes on equal bases have equal ones.
 
-        The base counts by its digest, whatever it is called; the builder, where it is chosen by itself, by the choice.
+        The base counts by its digest, not by its name; a builder that is chosen automatically counts as the one chosen.
 
         Args:
             base_digest: `sha256:...` of the base's manifest.

@@ -1,4 +1,4 @@
-"""What one rank asks for: cores, memory, GPUs and whatever else a cluster has. Pure."""
+"""What one rank asks for: cores, memory, GPUs and other resources of a cluster. Pure."""
 
 from __future__ import annotations
 

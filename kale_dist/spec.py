@@ -53,8 +53,8 @@ class Policy:
     detach: bool = False
     """Whether the job outlives the notebook."""
     max_restarts: int = 0
-    """How often all ranks are started again, from the last checkpoint, after one was lost. Never after an exception of
-    the user's code, and never for lack of memory."""
+    """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
+    and not after running out of memory."""
 
     def __post_init__(self) -> None:
         for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):

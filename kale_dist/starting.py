@@ -1,4 +1,4 @@
-"""How a checked call becomes a job: its agent's start in the background, snapshot, specification, plan, submission.
+"""Starts a checked call as a job: its agent's start in the background, snapshot, specification, plan, submission.
 
 When `start` returns, the snapshot is complete and nothing has started.
 """
@@ -44,7 +44,7 @@ _jobs_lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What is to run on every rank."""
+    """The call that runs on every rank."""
 
     fn: Callable[..., Any] | None
     """None for the training loop: its import takes long, and so begins after the agent's start."""
@@ -85,7 +85,7 @@ def start(call: Call, run: Run) -> Job[Any]:
             spec = run.backend.prepare(spec, submit=True)
         for note in run.notes:
             _say(f"[kale-dist] {note}")
-        # Before the submission: whoever turns warnings into errors gets no job that nobody holds.
+        # Before the submission: if warnings are errors, no job is submitted without a handle.
         for warning in (*run.warnings, *captured.snapshot.notes, *_data_warnings(call, run), *_disk_warnings()):
             warn(warning)
         given = call.kwargs
@@ -148,7 +148,7 @@ def handle(
     targets: weights.Targets | None = None,
     originals: Originals | None = None,
 ) -> Job[Any]:
-    """A new handle of a job, which `known` gives from now on while somebody holds it.
+    """A new handle of a job, which `known` gives from now on while it is referenced.
 
     Args:
         backend: The job's.
@@ -210,7 +210,7 @@ def _free_name(label: str) -> str:
 
 
 def _data_warnings(call: Call, run: Run) -> Iterator[str]:
-    """What of a training's data travels badly, or not at all."""
+    """Parts of a training's data that are too large to send, or are not sent."""
     if call.kind != "training" or run.backend.name == "local":
         return
     for argument in ("train_data_loader", "eval_data_loader"):

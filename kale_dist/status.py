@@ -1,4 +1,4 @@
-"""What is known of a job at one moment, and the pure reduction of events to it. No clock, no I/O."""
+"""A job's status at one moment, and the pure reduction of events to it. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Usage:
     memory_limit_bytes: int | None = None
     """Limit of the container, which all its ranks share, in bytes; None where it has none."""
     gpu_percent: int | None = None
-    """How busy the rank's GPU is, in per cent, whoever keeps it busy; the mean where it has several."""
+    """How busy the rank's GPU is, in per cent, by all processes together; the mean if it has several."""
     gpu_memory_bytes: int | None = None
-    """Memory of its GPUs that it uses, in bytes; what is used by all where the driver does not tell by whom."""
+    """Memory of its GPUs that it uses, in bytes; that of all processes if the driver does not tell them apart."""
     gpu_memory_limit_bytes: int | None = None
     """Memory that its GPUs have, in bytes."""
     node: str | None = None
     """The machine; None where the agent cannot know, as in a container of Docker's."""
     time: float = 0.0
-    """Seconds since 1970. What has hardly changed since is not told anew."""
+    """Seconds since 1970. Values that have hardly changed are not sent again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class ReplicaStatus:
     error: str | None = None
     """`Type: text` of its exception."""
     in_collective: bool | None = None
-    """Whether it waited in a collective when last looked at; None if nobody looked."""
+    """Whether it waited in a collective when last looked at; None if it was not examined."""
     progress: RankProgress | None = None
     usage: Usage | None = None
     """None until its agent has looked for the first time."""
@@ -107,7 +107,7 @@ class JobStatus:
     notes: tuple[str, ...] = ()
     checkpoint_epoch: int | None = None
     failed_rank: int | None = None
-    """The rank that failed first; None if none has, or if nobody could tell."""
+    """The rank that failed first; None if none has, or if it is unknown."""
 
     def __repr__(self) -> str:
         """One line: a status is often the last value of a notebook's cell."""

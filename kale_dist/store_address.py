@@ -12,7 +12,7 @@ from kale_dist.wording import shorten, show
 
 
 def check(argument: str, value: Any) -> str:
-    """Where bytes travel: empty for None, `pvc://claim/folder`, or a URL.
+    """Where snapshots, checkpoints and results are stored: empty for None, `pvc://claim/folder`, or a URL.
 
     Args:
         argument: What gave it, for the error: `store`, or the setting's place.

@@ -1,4 +1,4 @@
-"""Frozen settings of each strategy, as the notebook names them. No torch; the code is in `training.strategies`."""
+"""Frozen settings of each strategy, as arguments of a call. No torch; the code is in `training.strategies`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests of code that uses kale_dist, and of backends: a backend without processes, and what every backend keeps.
+"""For tests of code that uses kale_dist, and of backends: a backend without processes, and tests for every backend.
 
 `FakeBackend` goes where a backend's name goes: `kd.launch(fn, on=FakeBackend())`. `BackendConformance` is a set of
 pytest tests; a backend's own tests inherit from it. Blobs in memory are `blobs.MemoryStore`.
@@ -95,7 +95,7 @@ class FakeRun:
         self.event(EventKind.STATE, state=StateName.FAILED, reason=reason, cause=FailureCause.ERROR)
 
     def lines(self, wanted: Callable[[LogLine], bool], tail: int | None, *, follow: bool) -> Iterator[LogLine]:
-        """The wanted lines, of those there are only the last `tail`; with `follow` until the end."""
+        """The wanted lines, only the last `tail` of those so far; with `follow` until the end."""
         read = 0
         if tail is not None:
             read = len(self._lines)

@@ -1,4 +1,4 @@
-"""What a notebook shows of an error of this library: the user's own lines, and no others. Standard library only."""
+"""Shortens tracebacks of this library's errors in notebooks to the user's own lines. Standard library only."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _APPEARS_WHOLE = frozenset({"abfs", "abfss", "adl", "az", "gcs", "gs", "oci", "o
 class UrlStore:
     """Blobs and files below a URL.
 
-    Whatever goes wrong there is a `StoreError` that names the URL, without user, password and query.
+    All errors are `StoreError`s that name the URL, without user, password and query.
 
     Args:
         url: Such as `s3://bucket/folder` or `file:///mnt/share/kale`.
@@ -183,7 +183,7 @@ class UrlStore:
 
     @contextlib.contextmanager
     def _asking(self, doing: str) -> Iterator[None]:
-        """Word whatever goes wrong: each protocol's package has errors of its own."""
+        """Turn all errors into `StoreError`s: each protocol's package has its own."""
         try:
             yield
         except KaleDistError:

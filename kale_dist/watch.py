@@ -1,6 +1,6 @@
-"""Waiting: one thread a backend follows its unfinished jobs, and tells whoever wants to know.
+"""Waiting: one thread for each backend follows its unfinished jobs and calls their subscribers.
 
-Nobody else polls. A backend that `Wakes` says when to look; others, and jobs of other processes, are looked at every
+Only this thread polls. A backend that `Wakes` says when to look; others, and jobs of other processes, are looked at every
 `_SOON_S` while they change and less often while they do not.
 """
 
@@ -24,7 +24,7 @@ _GATHER_S = 0.02
 
 @dataclasses.dataclass(slots=True)
 class _Watched:
-    """A job that somebody follows."""
+    """A job that has subscribers."""
 
     callbacks: list[Callable[[JobStatus], None]]
     interval_s: float = _SOON_S
@@ -101,7 +101,7 @@ class Watcher:
                 left = _LATE_S if deadline is None else min(_LATE_S, deadline - time.monotonic())
                 if left <= 0:
                     raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it runs on", str(ref))
-                # In slices: a job that somebody else deletes ends no other way.
+                # In slices: a job that another process deletes ends no other way.
                 if not ended.wait(left):
                     status = self.backend.status(ref)
                     if status.is_final:
@@ -143,7 +143,7 @@ class Watcher:
         try:
             status = self.backend.status(ref)
         except KaleDistError:
-            # Deleted. Whoever waits for it asks the backend itself and gets this error.
+            # Deleted. A caller that waits for it asks the backend itself and gets this error.
             with self._condition:
                 self._jobs.pop(ref, None)
             return

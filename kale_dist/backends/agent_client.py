@@ -1,4 +1,4 @@
-"""The notebook's side of an agent: start one, hand it jobs, be told when a job's files change.
+"""The notebook's side of an agent: starts one, gives it jobs, and learns when a job's files change.
 
 A backend uses it so:
 
@@ -100,7 +100,7 @@ class AgentClient:
 
     Args:
         on_wake: Called with a job's name when files of that job have changed, at most every 20 ms a job.
-        on_end: Called once when the connection ends, whatever the reason.
+        on_end: Called once when the connection ends, for any reason.
     """
 
     def __init__(self, on_wake: Callable[[str], None] | None = None, on_end: Callable[[], None] | None = None) -> None:
@@ -208,7 +208,7 @@ class AgentClient:
         """Leave the agent: it runs its jobs to their end, then ends. Waits for that if it has none, then cleans up.
 
         Args:
-            timeout_s: Seconds to wait at most. Jobs that run on are not waited for longer.
+            timeout_s: Seconds to wait at most. Jobs that keep running are not waited for longer.
         """
         self.stop()
         if self._process is not None:

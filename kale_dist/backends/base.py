@@ -68,7 +68,7 @@ class Plan:
 class Backend(Protocol):
     """How a job runs: plans, submits, watches, reads logs, cancels.
 
-    Results travel through the store and images are resolved before; waiting belongs to `watch`.
+    Results go through the store and images are resolved before; waiting belongs to `watch`.
     """
 
     @property
@@ -156,7 +156,7 @@ class Prepares(Protocol):
     """A backend that has to look at where a job will run before it can plan it."""
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle what the specification leaves open, and look whether the job could run.
+        """Fill in what the specification leaves open, and check whether the job could run.
 
         Args:
             spec: As the call gave it.
@@ -208,7 +208,7 @@ class Selects(Protocol):
     """A backend whose jobs lie in namespaces and have labels."""
 
     def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
-        """Jobs of this library, oldest first, whoever submitted them.
+        """Jobs of this library from all users, oldest first.
 
         Args:
             namespace: None for the configured one, `*` for all.
@@ -221,7 +221,7 @@ class Surveys(Protocol):
     """A backend that tells in one request how all of its jobs are, and follows none of them."""
 
     def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
-        """Jobs of this library, oldest first, whoever submitted them: how they are as far as the place itself knows.
+        """The statuses of this library's jobs from all users, oldest first, as far as the place itself knows them.
 
         Args:
             namespace: None for the configured one, `*` for all.
@@ -368,7 +368,7 @@ class Place(Protocol):
     """What a part is called: `container`, `pod`."""
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle what the specification leaves open, and look whether the job could run; see `Prepares`."""
+        """Fill in what the specification leaves open, and check whether the job could run; see `Prepares`."""
 
     def plan(self, spec: JobSpec) -> Plan:
         """What `start` creates. Pure."""

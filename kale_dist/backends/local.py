@@ -1,7 +1,7 @@
 """The local backend: ranks are processes of this machine, run by an agent that the notebook's process starts.
 
-A job's folder is the truth. This process's own agent only says when to look again; a job of another process is read
-from its files alone, so `attach` needs no connection to anything.
+A job's folder holds everything about it. This process's agent only says when to look again. A job of another process is
+read from its files alone, so `attach` needs no connection.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LocalBackend:
     def logs(
         self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
     ) -> Iterator[LogLine]:
-        """Lines of the log, of those there are only the last `tail`; with `follow` until the job has ended."""
+        """Lines of the log, only the last `tail` of those so far; with `follow` until the job has ended."""
         reader = self._reader(ref)
         return job_reader.lines(
             reader.open_log(),

@@ -51,7 +51,7 @@ class FollowedBackend:
         self._listeners.append(callback)
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle what a specification leaves open, and look whether the job could run."""
+        """Fill in what a specification leaves open, and check whether the job could run."""
         return self.place.prepare(spec, submit=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
@@ -86,13 +86,12 @@ class FollowedBackend:
     def status(self, ref: JobRef) -> JobStatus:
         """What heads have said, and what the place says of pods whose agents say nothing (yet)."""
         job = self._reader(ref)
-        status = job.status()
-        if status.is_final:
+        if (status := job.status()).is_final:
             return status
         follower = self._follow(ref)
         follower.wait_for_look()
         return verdict.overlay(
-            status,
+            job.status(),
             follower.look,
             job.record().spec,
             self.place.noun,
@@ -103,7 +102,7 @@ class FollowedBackend:
     def logs(
         self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
     ) -> Iterator[LogLine]:
-        """Lines of all ranks, of those there are only the last `tail`; with `follow` until the job has ended."""
+        """Lines of all ranks, only the last `tail` of those so far; with `follow` until the job has ended."""
         job = self._reader(ref)
         if not job.status().is_final:
             self._follow(ref)
@@ -218,7 +217,7 @@ class FollowedBackend:
         return self.place.volumes()
 
     def close(self) -> None:
-        """Follow no job any more. They run on."""
+        """Stop following jobs. They keep running."""
         with self._lock:
             followers, self._followers = list(self._followers.values()), {}
         for follower in followers:

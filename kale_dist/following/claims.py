@@ -1,4 +1,4 @@
-"""What the processes of one machine agree on in a job's folder: who follows it, and that its user cancelled it."""
+"""Files in a job's folder that processes of one machine share: who follows the job, and that its user cancelled it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def identity() -> str:
 
 
 def mark_cancelled(files: JobFiles) -> None:
-    """Write down that this user cancelled a job: it is then not started again, in whatever way its pods end."""
+    """Record that this user cancelled a job: it is then not restarted, however its pods end."""
     with contextlib.suppress(OSError):
         (files.folder / _CANCELLED).write_text(identity())
 
 
 def canceller(files: JobFiles) -> str:
-    """Who cancelled a job on this machine; empty if nobody did."""
+    """Who cancelled a job on this machine; empty if it was not cancelled."""
     try:
         return (files.folder / _CANCELLED).read_text() or "its user"
     except OSError:

@@ -1,10 +1,10 @@
 """Follows one unfinished job from this process: copies what its heads say, decides how it ended, starts its next run.
 
-All that is learnt goes into the job's folder on this machine, so that every reader of a job reads files. One process
-follows a job at a time (a lock in its folder); the others read, and one of them takes over when that one ends.
+Everything it learns is written into the job's folder on this machine, so that every reader of a job reads files. One
+process follows a job at a time (a lock in its folder); the others read, and one of them takes over when it ends.
 
-A head's UID is the run. A run that lost pods through no fault of the job is followed by another one, from the last
-checkpoint, as long as `max_restarts` allows it; a suspended run by one that costs nothing. The next run's object is named
+A head's UID identifies the run. If a run lost pods through no fault of the job, another one resumes from the last
+checkpoint, as long as `max_restarts` allows it; after a suspended run another one starts, which does not count. The next run's object is named
 `<name>-2`: if that name is taken, the follower of another machine was first, and its run is followed.
 """
 
@@ -41,7 +41,7 @@ from kale_dist.spec import JobSpec
 LOOK_S = 1.0
 """How often a place is looked at that has not said that something changed."""
 
-FIRST_LOOK_S = 3.0
+FIRST_LOOK_S = 10.0
 """How long a first question about a job waits for a place that is slow to answer."""
 
 LOCK_S = 2.0
@@ -148,8 +148,10 @@ class Follower:
         return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
 
     def wait_for_look(self) -> None:
-        """Wait until the place was looked at once: what a new process shows first is then up to date."""
+        """Wait for the first look, and for the end of a run that has ended: what a new process shows first is then true."""
         self._looked.wait(FIRST_LOOK_S)
+        # Not a second time: large results take a while.
+        self._looked.set()
 
     def wake(self) -> None:
         """Look at once."""
@@ -235,7 +237,9 @@ class Follower:
             self.look, self.problem = self._place.look(self._handle), ""
         except BackendError as error:
             self.problem = f"{error}"
-        self._looked.set()
+        has_ended = self.look.head is not None and self.look.head.state == "ended"
+        if self.problem or (self.look.fresh and not has_ended):
+            self._looked.set()
         if (self.look, self.problem) != before:
             self._on_change()
 
@@ -421,7 +425,7 @@ class Follower:
                 return False
             if verdict.cause is FailureCause.LOST and not self.look.gone:
                 with contextlib.suppress(BackendError):
-                    # The other pods would hold their GPUs for ever.
+                    # The other pods would hold their GPUs forever.
                     self._place.kill(self._handle, 0.0)
         has_checkpoint = self._status.status().checkpoint_epoch is not None
         if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
@@ -447,7 +451,7 @@ class Follower:
         return self._run.first_attempt + last - free
 
     def _plan_run(self, reason: str, *, uid: str = "", is_free: bool = False) -> None:
-        """End the present run and write down the next one, so that it is begun whatever happens to this process.
+        """End the present run and record the next one, so that it starts even if this process ends.
 
         Args:
             reason: Why the present run ended.

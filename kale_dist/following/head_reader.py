@@ -1,7 +1,7 @@
-"""Brings what the head of one run says into its copy here, in a thread: by a connection, else from the head's stdout.
+"""Copies the log and events of one run's head to this machine, in a thread: over a connection, else from the head's stdout.
 
 A connection is first, because stdout is only a bounded copy of a fast log. Stdout is read where no connection is allowed
-or none stands for a while, and at the end for what is missing. That a stream ends means nothing: the end is the head's
+or none stands for a while, and at the end for what is missing. The end of a stream means nothing: the end is the head's
 verdict, with the number of its last line.
 """
 
@@ -59,7 +59,7 @@ class HeadReader:
         place: Where the run is.
         handle: The run.
         client: For requests to the head; None where this user has no key.
-        copy: Where to; nobody else appends to it meanwhile.
+        copy: Where to write; no other thread appends to it meanwhile.
         has_ended: Whether the head's container has ended or is gone.
         on_change: Called when it has ended, or what it says about itself has changed.
         clock: Time.
@@ -131,7 +131,7 @@ class HeadReader:
             self._on_change()
 
     def _read_once(self) -> None:
-        """Read until the stream ends, whatever ends it."""
+        """Read until the stream ends, for any reason."""
         if self._client is None or self._only_stdout:
             with contextlib.suppress(BackendError):
                 self._read_stdout(follow=True, missing=self._only_stdout)

@@ -107,7 +107,7 @@ class LogReader:
 
     def _records(self) -> Iterator[LogRecord]:
         while True:
-            # Asked before reading: once a run has begun, nothing is added to the one before.
+            # Asked before reading: once a run has started, nothing is added to the one before.
             is_over = self._job.run(self._number + 1).run_facts.exists()
             yield from self._records_of_run()
             if not is_over:
@@ -167,7 +167,7 @@ def lines(
     is_final: Callable[[], bool],
     wait: Callable[[], None] | None,
 ) -> Iterator[LogLine]:
-    """Lines of a log, of those there are only the last `tail`.
+    """Lines of a log; only the last `tail` of the lines so far.
 
     Args:
         log: At its first line.
@@ -248,7 +248,7 @@ class JobReader:
             # Asked first: an agent that has ended since has written all that it had to say by then.
             agent_lives = self._status.is_final or self._lives(self.record())
             while True:
-                # Asked before reading: once a run has begun, nothing is added to the one before.
+                # Asked before reading: once a run has started, nothing is added to the one before.
                 is_over = self._files.run(self._number + 1).run_facts.exists()
                 self._read_events()
                 if not is_over:

@@ -1,4 +1,4 @@
-"""Brings what one run leaves behind to this machine: outcomes, the checkpoint, the last words of pods that failed."""
+"""Fetches the results of one run: outcomes, the checkpoint, the last output of pods that failed."""
 
 from __future__ import annotations
 

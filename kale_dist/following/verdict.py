@@ -1,8 +1,8 @@
-"""How a job stands and how it ended, from what its head said and what its place sees. Pure.
+"""Decides a job's state and how it ended, from its head's messages and what its place sees. Pure.
 
-Whom to believe, in this order: the head's final state event; the termination message of its container; the state of its
-container; the state of the object. The object's own word comes last because a PyTorchJob is Failed as soon as one worker
-ends badly, while its head lives.
+The sources, most trusted first: the head's final state event; the termination message of its container; the state of its
+container; the state of the object. The object's state comes last because a PyTorchJob is Failed as soon as one worker
+ends badly, while its head still runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
         )
         verdict = Verdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
     if canceller and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
-        # The head only knows that it was told to end.
+        # The head only knows that it got SIGTERM.
         return dataclasses.replace(
             verdict, state=StateName.CANCELLED, cause=FailureCause.USER, is_lost=False, is_suspended=False,
             reason=f"The job was cancelled by {canceller}",

@@ -1,4 +1,4 @@
-"""What is kept on this machine between builds, in `$XDG_CACHE_HOME/kale-dist/` (or `~/.cache/kale-dist/`).
+"""Files kept on this machine between builds, in `$XDG_CACHE_HOME/kale-dist/` (or `~/.cache/kale-dist/`).
 
 bases/ manifests/ packed/   what bases answered, manifests by digest, names of layers; all of it can be made again
 locks/<tag>                 held while an image is made

@@ -109,7 +109,7 @@ def _look_up(registry: Registry, repository: str, tag: str) -> Made | None:
         config = json.loads(b"".join(registry.blob(repository, str(manifest["config"]["digest"]))))
         return Made.of(tag, digest, manifest, config)
     except RefusedError as error:
-        # Somebody may delete it between the list and the look.
+        # Another process may delete it between the list and the look.
         if error.status == _ABSENT:
             return None
         raise

@@ -84,7 +84,7 @@ class RefusedError(ImageError):
 
 
 class _Patience(urllib3.Retry):
-    """Waits as long as a registry asks, but not for ever."""
+    """Waits as long as a registry asks, but not forever."""
 
     def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
         wait_s = super().get_retry_after(response)

@@ -28,7 +28,7 @@ INDEXES = (OCI_INDEX, DOCKER_INDEX)
 MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
 CONFIGS = (OCI_CONFIG, DOCKER_CONFIG)
 ACCEPTED = (*MANIFESTS, *INDEXES)
-"""What a registry is told that is understood here."""
+"""Media types for the `Accept` header of requests to a registry."""
 
 _VARIANTS = {"arm64": "v8"}
 """Variants that go without saying."""

@@ -1,7 +1,7 @@
 """Packages for an image: uv resolves them against what the base has, and unpacks only what is missing.
 
-uv is told what the base has by stubs: bare metadata in the folder that it installs into, so that it takes what is met as
-met, also what is in no index (`torch 2.13.0+cpu`). The stubs are removed before the packages are packed. Packages lie in
+uv learns what the base has from stubs: bare metadata in the folder that it installs into, so that it takes these packages
+as installed, also those that no index has (`torch 2.13.0+cpu`). The stubs are removed before the packages are packed. Packages lie in
 folders of their own, and one `.pth` file in the base's site directory puts them before the base's packages and after the
 standard library, in every interpreter that is started in the image. PYTHONPATH would put them before the standard library.
 """
@@ -155,7 +155,7 @@ def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
         lines = ["Metadata-Version: 2.1", f"Name: {one.name}", f"Version: {one.version}"]
         for requirement in _requirements(one):
             extras = re.findall(r"extra\s*==\s*['\"]([\w.-]+)['\"]", str(requirement.marker or ""))
-            # A base's torch works as it is, whatever its metadata asks for beyond that.
+            # A base's torch works as it is, even if its metadata asks for more.
             if _KEPT.fullmatch(one.name) and not extras and not _is_met(requirement, facts):
                 continue
             lines += [*(f"Provides-Extra: {extra}" for extra in extras), f"Requires-Dist: {requirement}"]

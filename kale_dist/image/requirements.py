@@ -83,7 +83,7 @@ def read(source: str | pathlib.Path) -> Requirements:
     """What a requirements file, or the text of one, says.
 
     Args:
-        source: A path; or text, which is whatever has more than one line or is a requirement. `-r` within it names
+        source: A path, or text: anything that has more than one line or is a requirement. `-r` within it names
             other files, relative to it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The pods of a job: what they ask for, see and are told. Pure."""
+"""The pods of a job: their requests, volumes and environment. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kale_dist.spec import JobSpec, Volume, VolumeKind
 
 _USER = "kale-dist"
 _GRACE_S = 60
-"""A head that is told to end writes its checkpoint first."""
+"""A head that gets SIGTERM writes its checkpoint first."""
 
 _DEFAULT_CPU = 1.0
 _DEFAULT_MEMORY_GIB = 2.0

@@ -109,7 +109,7 @@ def input_secret_name(object_: str) -> str:
 
 
 def own_labels(job: str) -> dict[str, str]:
-    """The recommended labels, which every object of a job has, whatever the run."""
+    """The recommended labels, which every object of a job has, in all its runs."""
     return {
         "app.kubernetes.io/name": "kale-dist",
         "app.kubernetes.io/managed-by": MANAGED_BY,

@@ -106,7 +106,7 @@ def run_notebook(
         parameters: Values for names that its cell tagged `parameters` assigns. They are put into a cell after it.
         output: Where the executed notebook goes; None for `NAME.executed.ipynb` in the working folder. It is saved after
             every cell, and its folder is made.
-        kernel: An installed kernel's name; None for the interpreter that runs this, whatever the notebook names.
+        kernel: An installed kernel's name; None for the interpreter that runs this, even if the notebook names another one.
         timeout_s: Seconds that a cell may take; None for no limit.
         on: Where jobs run whose calls do not say so; None for the configured place.
         stream: Where to show what cells print, what ranks log, and a progress bar; None for standard output.
@@ -250,7 +250,7 @@ class _Client(NotebookClient):
             return f"{self._where()} failed: the kernel died"
         except CellTimeoutError:
             return f"{self._where()} failed: it took more than {self.timeout:g} s"
-        except Exception as error:  # noqa: BLE001 - whatever stopped the kernel is told to the user, who waits for it
+        except Exception as error:  # noqa: BLE001 - the waiting user has to see why the kernel stopped
             return f"{self._where()} failed: {type(error).__name__}: {error}"
         finally:
             self._flush()

@@ -1,4 +1,4 @@
-"""`kale-dist run --in-cluster`: the notebook itself runs in a pod of the cluster, and comes back from there.
+"""`kale-dist run --in-cluster`: the notebook itself runs in a pod of the cluster, and is brought back.
 
 It is an ordinary job of `launch` with one process, whose function executes the notebook. So it needs no other rights, and
 is checked, queued, explained and found again as any job is.
@@ -132,7 +132,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
                 for line in job.logs(follow=True):
                     if line.rank is not None and line.stream is Stream.STDOUT:
                         terminal.line(facts.clean(line.text))
-                    # How the process itself fails is told in the end.
+                    # Why the process itself failed is reported at the end.
                     elif line.rank is None and not line.text.startswith("Rank 0 "):
                         terminal.line(facts.clean(str(line)))
         finally:

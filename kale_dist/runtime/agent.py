@@ -23,7 +23,7 @@ _REMEMBERED = 100
 """Jobs that have ended, and cancels that came before their jobs."""
 
 _MAX_UNSENT_BYTES = 1 << 20
-"""A peer that does not read is told no more than this."""
+"""At most this much is buffered for a peer that does not read."""
 
 _LOOK_EACH_S = 0.1
 
@@ -108,7 +108,7 @@ class Agent:
         return listener
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error of our own: no job may wait for ever because of it."""
+        """An error of our own: no job may wait forever because of it."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         told = f"The agent that ran the job failed: {type(error).__name__}: {error}"

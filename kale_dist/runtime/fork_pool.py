@@ -184,7 +184,7 @@ class ForkPool:
     def _drop(self, rank: NearRank, end: End) -> None:
         if rank in self._spares:
             self._spares.remove(rank)
-            # A spare that dies by itself would be replaced for ever if whatever killed it stays.
+            # Without a delay, spares would be replaced in a fast loop if the cause of their deaths persists.
             self.refill(delay_s=5.0)
         rank.has_ended(end)
 

@@ -1,4 +1,4 @@
-"""Models that a function of `launch` was given as arguments: what they have learnt goes back with its value."""
+"""Models that a function of `launch` was given as arguments: their trained weights go back with its value."""
 
 from __future__ import annotations
 

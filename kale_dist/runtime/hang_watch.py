@@ -1,4 +1,4 @@
-"""Looks at the stacks of a job's ranks: when nothing moves, and when a rank has ended while others go on."""
+"""Looks at the stacks of a job's ranks: when nothing moves, and when a rank has ended while others still run."""
 
 from __future__ import annotations
 

@@ -28,19 +28,19 @@ LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
 
 STRAGGLER_LIMIT_S = 60.0
-"""How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait else."""
+"""How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait otherwise."""
 
 LOST_AFTER_S = 1.0
-"""A relay that is told to end may be followed by the head itself: then the job was suspended or deleted."""
+"""If the head gets SIGTERM this soon after a relay did, the job was suspended or deleted."""
 
 TERM_GRACE_S = 25.0
-"""From SIGTERM to SIGKILL for ranks when the pod is told to end: a last checkpoint has to be written in it."""
+"""From SIGTERM to SIGKILL for ranks when the pod gets SIGTERM: time to write a last checkpoint."""
 
 DRAIN_LIMIT_S = 60.0
 """How long the pod's log may take to be written out at the end."""
 
 TERM_DRAIN_LIMIT_S = 8.0
-"""The same when the pod is told to end."""
+"""The same when the pod got SIGTERM."""
 
 STDOUT_OUTCOMES_BYTES = 1_000_000
 """Outcomes ride in stdout, rank 0's first, up to this much together."""
@@ -108,7 +108,7 @@ class Head:
         verdict = self._job.verdict or Verdict(StateName.FAILED, None, "")
         for task in tasks:
             task.cancel()
-        # Whatever hangs from here on, the pod ends.
+        # The pod ends even if something hangs from here on.
         signal.alarm(int(self._pod.order.collect_wait_s + STRAGGLER_LIMIT_S + DRAIN_LIMIT_S + 60))
         message = ending.termination_message(verdict)
         ending.write_termination(self._pod.place.termination_log, message)
@@ -126,7 +126,7 @@ class Head:
         return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
 
     def told_to_end(self) -> None:
-        """The pod is told to end (SIGTERM)."""
+        """The pod got SIGTERM."""
         again, self._is_told_to_end = self._is_told_to_end, True
         reason = (
             f"Pod {socket.gethostname()} was told to end (SIGTERM): the job was suspended or deleted, or the pod was "
@@ -138,7 +138,7 @@ class Head:
         try:
             await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job cannot start and has to say why
+        except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
             told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
             self._job.fail(FailureCause.NOT_STARTED, told)
             return
@@ -189,7 +189,7 @@ class Head:
         self._job.fail(FailureCause.LOST, reason)
 
     def relay_leaves(self, reason: str) -> None:
-        """The pod of one was told to end."""
+        """The pod of one got SIGTERM."""
         self._pod.loop.call_later(LOST_AFTER_S, lambda: self._job.fail(FailureCause.LOST, reason))
 
     # -- requests, in the server's threads: `byte_server.Handler` ------------------------------------------------------
@@ -237,7 +237,7 @@ class Head:
         self.writer.close(lambda: self._written.set_result(None))
 
     async def _wait_for_relays(self, ended_at: float) -> None:
-        """Stay while relays are leaving, or may still come and have to be told."""
+        """Stay while relays are leaving, or may still come and have to learn of the end."""
         relays = self._relays
         while relays is not None:
             waited_s = time.monotonic() - ended_at
@@ -255,7 +255,7 @@ class Head:
         limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._store_works else order.collect_wait_s
         while self._is_awaited(verdict):
             if time.monotonic() - ended_at >= limit_s:
-                # The files are closed: this is for who reads the pod's log.
+                # The files are closed: this is for a reader of the pod's log.
                 kept = (
                     f"They are in {order.store}/jobs/{order.job}"
                     if self._store_works

@@ -1,7 +1,7 @@
 """One job with all its attempts, judged by the agent that is its head: from the order to the last event.
 
 When a rank is lost and the order allows another attempt, all ranks are ended, and once none is left all are started
-again. What a job's own code raises, a lack of memory, a deadline, a lost pod and a cancel end the job at once.
+again. What a job's own code raises, running out of memory, a deadline, a lost pod and a cancel end the job at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class JobRun:
         self.seed = secrets.randbits(31) if order.seed is None else order.seed
         """That of rank 0."""
         self.verdict: Verdict | None = None
-        """How the job ends, as soon as that is settled."""
+        """How the job ends, as soon as that is decided."""
         self._loop = loop
         self._pool = pool
         self._writer = writer
@@ -100,7 +100,7 @@ class JobRun:
         return [RankRun(rank, self._writer, self.rank_changed, self._moved) for rank in range(self.order.world_size)]
 
     def start(self) -> None:
-        """Start the ranks. What cannot be done is told as an event of the job, never raised."""
+        """Start the ranks. Failures are reported as events of the job, never raised."""
         self._writer.event(EventKind.STATE, state=str(StateName.STARTING), reason="", cause="")
         if self.order.note:
             self._writer.say(self.order.note)
@@ -161,7 +161,7 @@ class JobRun:
         self._writer.event(EventKind.USAGE, rank, **fields)
 
     def cancel(self, cause: FailureCause, reason: str, grace_s: float) -> None:
-        """End the job, whatever it is at; a job that is ending already is only hastened.
+        """End the job, in any state. If it is ending already, shorten its grace.
 
         Args:
             cause: Why.
@@ -174,7 +174,7 @@ class JobRun:
             self._timers.append(self._loop.call_later(grace_s, self._kill))
 
     def fail(self, cause: FailureCause, reason: str) -> None:
-        """End the job as failed; nothing if its fate is settled already. After a stall it may be tried again."""
+        """End the job as failed; nothing if that is decided already. After a stall it may be tried again."""
         if self.verdict is None:
             self._conclude(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
 
@@ -247,7 +247,7 @@ class JobRun:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _conclude(self, verdict: Verdict, grace_s: float = FAILURE_GRACE_S) -> None:
-        """The job's fate is settled, or that of its attempt: let those go that are done, end the others."""
+        """The end of the job, or of its attempt, is decided: let those go that are done, end the others."""
         if verdict.may_restart and self._loss is None and self.attempt < self.order.max_restarts:
             self._loss = verdict
         else:

@@ -253,7 +253,7 @@ class _Places:
     def __init__(self, store: blobs.Store, verify: bool) -> None:  # noqa: FBT001
         self._store = store
         self._verify = verify
-        # Packs of small buffers are read many times; large buffers are mapped anew for everyone who asks.
+        # Packs of small buffers are read many times; large buffers are mapped again for each caller.
         self._pack = functools.cache(self._open)
 
     def view(self, blob: str, offset: int, size: int) -> memoryview:

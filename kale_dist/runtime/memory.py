@@ -1,4 +1,4 @@
-"""Memory of processes and containers: what is used, the limit, and whether the kernel has killed for want of it.
+"""Memory of processes and containers: what is used, the limit, and whether the kernel has killed because of it.
 
 Standard library only.
 """

@@ -25,7 +25,7 @@ PIPE_BYTES = 1 << 18
 READ_BYTES = 1 << 16
 
 MAX_LAST_READ_BYTES = 4 << 20
-"""How much is read of a pipe once its rank has ended: a process it left behind could write for ever."""
+"""How much is read of a pipe once its rank has ended: a process it left behind could write forever."""
 
 ANSWER_S = 0.15
 """Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
@@ -62,7 +62,7 @@ class Listener(Protocol):
         ...
 
     def ended(self, end: End) -> None:
-        """Its process is over, whoever still holds its pipes. Nothing follows."""
+        """Its process is over, even if other processes still hold its pipes. Nothing follows."""
         ...
 
 
@@ -170,8 +170,8 @@ class NearRank:
         """Give it its work, as soon as it has a process.
 
         Args:
-            listener: Who hears of it.
-            assignment: What it is told.
+            listener: Gets its output and events.
+            assignment: What it is to do.
             port: The socket that rank 0's store listens on; closed here once it is the rank's.
             is_held: Whether its output is held to a rate.
         """
@@ -198,7 +198,7 @@ class NearRank:
         self._was_signalled = True
         processes.signal_group(self.pid, number)
         if number == signal.SIGTERM:
-            # A stopped process gets no other signal before it goes on.
+            # A stopped process gets no other signal before it continues.
             processes.signal_group(self.pid, signal.SIGCONT)
 
     def ask_stacks(self) -> None:

@@ -54,7 +54,7 @@ def notebook(
 
     Returns:
         The notebook as far as it was executed, and how it went, as JSON: it tells of failures, and is empty if
-        the program ended without a word.
+        the program ended without a result.
 
     Raises:
         ImageError: The image lacks what executes notebooks.

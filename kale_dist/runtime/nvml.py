@@ -131,7 +131,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """Asks the library. Calls may take long, also for ever where a GPU has failed: not for the agent's own thread.
+    """Asks the library. Calls may take long, also forever where a GPU has failed: not for the agent's own thread.
 
     Args:
         library: What `ctypes.CDLL` gives for it.
@@ -158,7 +158,7 @@ class Nvml:
     def _read_gpu(self, index: int) -> Gpu:
         device = ctypes.c_void_p()
         if not self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device)):
-            # One that has failed keeps its place, for GPUs are told apart by it.
+            # One that has failed keeps its place, because GPUs are identified by it.
             return Gpu(uuid="", percent=None, used_bytes=None, total_bytes=None)
         uuid, busy, memory = ctypes.create_string_buffer(_UUID_BYTES), _Utilization(), _Memory()
         has_uuid = self._call("nvmlDeviceGetUUID", device, uuid, ctypes.c_uint(_UUID_BYTES))

@@ -152,7 +152,7 @@ def read(
         header, buffers = blobs.open_container(path)
     except StoreError as error:
         raise ResultUnavailableError(f"Rank {rank} of {job} has left no outcome: {error}", job) from error
-    # The first buffer is what can run code: from here on it is a copy that nobody else can write to.
+    # The first buffer is what can run code: from here on it is a copy that no other process can write to.
     data = bytes(buffers[0]) if buffers else b""
     if not _has_signature(header, [data, *buffers[1:]], key, job, attempt, rank):
         raise SnapshotDamagedError(

@@ -26,7 +26,7 @@ FLOOD_IN_HAND_BYTES = 16 << 20
 """It may write this much at once."""
 
 FLOOD_TAIL_BYTES = 64 << 10
-"""Of what is too much, the end is kept: a rank's last words."""
+"""If there is too much, the end is kept: a rank's last lines."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
@@ -157,7 +157,7 @@ class LineCutter:
 def _boundary(line: bytes) -> int:
     """Where to cut a line that is too long, not within a character."""
     cut = MAX_LINE_BYTES
-    while cut > MAX_LINE_BYTES - 4 and line[cut] & 0xC0 == 0x80:  # noqa: PLR2004 - bytes of UTF-8 that go on a character
+    while cut > MAX_LINE_BYTES - 4 and line[cut] & 0xC0 == 0x80:  # noqa: PLR2004 - bytes of UTF-8 that continue a character
         cut -= 1
     return cut
 

@@ -145,7 +145,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reducers.make_typed_storage, (storage._untyped_storage, storage.dtype)  # noqa: SLF001
 
     def _function_reduce(self, obj: types.FunctionType) -> Reduced:
-        """As cloudpickle's, but a function that was given to `torch.compile` travels as it was before."""
+        """As cloudpickle's, but a function that was given to `torch.compile` is sent as it was before."""
         reduced = super()._function_reduce(obj)
         original = getattr(obj, "_torchdynamo_orig_callable", None)
         if reduced is NotImplemented or original is None:
@@ -154,7 +154,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reduced if settings is None else (reducers.make_compiled, (settings, original))
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        """As cloudpickle's, but functions that share a variable of the function around them go on sharing it."""
+        """As cloudpickle's, but functions that share a variable of the function around them keep sharing it."""
         code, base_globals, name, defaults, _ = super()._function_getnewargs(func)
         return code, base_globals, name, defaults, self._cells(func)
 

@@ -220,7 +220,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         return asyncio.run(_main(place, launched))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is our own fault and has to be told as that
+    except Exception as error:  # noqa: BLE001 - any error here is our own fault and has to be reported as such
         traceback.print_exc()
         told = f"kale_dist: the pod's agent failed: {type(error).__name__}: {error}"
         ending.write_termination(place.termination_log, told.encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Brings a snapshot's blobs, and the checkpoint to resume from, into a pod, whichever way they come. Blocks: for a thread."""
+"""Brings a snapshot's blobs, and the checkpoint to resume from, into a pod, from any source. Blocks: for a thread."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kale_dist.runtime import processes, torch_flags
 
 
 def apply(state: ProcessState, modules: pathlib.Path) -> None:
-    """Take over what the notebook's process had. Nothing may have been unpickled before.
+    """Apply the state of the notebook's process. Nothing may have been unpickled before.
 
     Args:
         state: The notebook's state.
@@ -72,7 +72,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             "TORCHELASTIC_RUN_ID": order.job,
             "TORCHELASTIC_RESTART_COUNT": str(assignment.attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
-            # Who makes a store from the environment shall join rank 0's, not open another at the same port.
+            # Code that makes a store from the environment must join rank 0's, not open another at the same port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )

@@ -121,7 +121,7 @@ def end_orphans(limit_s: float, spare: int = 0) -> None:
     """Kill children that are not the forkserver: what ranks have left behind in sessions of their own.
 
     Args:
-        limit_s: Seconds to go on until no child is left.
+        limit_s: Seconds to continue until no child is left.
         spare: Process id of the forkserver, if it is to live.
     """
     deadline = time.monotonic() + limit_s

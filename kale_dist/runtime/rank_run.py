@@ -1,4 +1,4 @@
-"""One rank of a running job, as the head sees it, near or far: what it says is recorded, how it ended is known."""
+"""One rank of a running job, as the head sees it, in its own pod or in another: records its output and events, and how it ended."""
 
 from __future__ import annotations
 

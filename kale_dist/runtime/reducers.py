@@ -25,7 +25,7 @@ from kale_dist.runtime.references import References
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """The surroundings of one load."""
+    """What one load needs beyond its bytes."""
 
     storage: Callable[[int], memoryview]
     """The bytes of a tensor storage by its number; each call gives memory of its own."""
@@ -59,7 +59,7 @@ def loading(surroundings: Loading) -> Iterator[None]:
 
 
 def make(index: int, module: str, qualname: str, constructor: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Make a function or class that travels by value, give it its number, and its name in `__main__`."""
+    """Make a function or class that is sent by value, give it its number, and its name in `__main__`."""
     now = _current.get()
     # A class that its own metaclass or base keeps in a registry is in the pickle twice; made again, it would register
     # itself again.
@@ -75,7 +75,7 @@ def make(index: int, module: str, qualname: str, constructor: Callable[..., Any]
 
 
 def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[types.CellType, ...] | None) -> Any:
-    """Make a function of which only the code travels.
+    """Make a function of which only the code is sent.
 
     Args:
         code: The code.
@@ -112,7 +112,7 @@ def make_new_type(name: str, module: str, supertype: Any) -> Any:
 
 
 def make_compiled(context: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """A function that `torch.compile` was called on; it is compiled anew at its first call."""
+    """A function that `torch.compile` was called on; it is compiled again at its first call."""
     return context(function)
 
 
@@ -240,7 +240,7 @@ def make_bare(cls: type) -> Any:
 
 
 def make_error(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception with these `args`, whatever arguments its constructor takes."""
+    """An exception with these `args`, even if its constructor takes other arguments."""
     error = cls.__new__(cls, *args)
     error.args = args
     return error

@@ -1,4 +1,4 @@
-"""Numbers for the functions and classes that travel by value, the same on both sides.
+"""Numbers for the functions and classes that are sent by value, the same on both sides.
 
 A function of a cell has no module from which a rank could import it, so the rank makes a second one from its code.
 Were that second one sent back by value, the notebook would get a third, with globals of its own. Its number is sent

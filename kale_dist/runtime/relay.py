@@ -1,4 +1,4 @@
-"""The agent of any pod but the first: spawns ranks when it is told, forwards what they say, dies with its connection."""
+"""The agent of all pods but the first: spawns ranks on the head's request, forwards their output, ends with its connection."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Relay:
         self._server: ByteServer | None = None
 
     def told_to_end(self) -> None:
-        """The pod is told to end: the head decides what that means for the job."""
+        """The pod got SIGTERM: the head decides what that means for the job."""
         self._is_told_to_end = True
         reason = "it was told to end (SIGTERM): it was evicted, or the job was deleted or suspended"
         if self._channel.is_open:
@@ -193,7 +193,7 @@ class Relay:
         try:
             host = await self._fetch_from if self._pod.order.source is Source.STREAM else ""
             await asyncio.to_thread(pod_input.bring, self._pod, fetch_from=host)
-        except Exception as error:  # noqa: BLE001 - whatever it is, this pod's ranks cannot start and it has to say why
+        except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
             told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
             self._channel.say(Op.REFUSED, reason=told)
             return

@@ -1,4 +1,4 @@
-"""What a head and its relays say to each other: frames over one connection, after a proof of the job's key.
+"""The protocol between a head and its relays: frames over one connection, after a proof of the job's key.
 
 A frame is `length kind rank payload`. Kinds of the relay's frames: `M` a message of a rank or of the relay itself (JSON),
 `O` finished lines of a rank (how many, and the body), `E` its events, `S` its stacks, `F` bytes of its outcome file. A
@@ -7,7 +7,7 @@ head sends only `M`. Before anything else:
     relay  {"op": "hello", "agent": n, "version": v, "nonce": a}
     head   {"op": "challenge", "nonce": b, "mac": ...}     so that a relay runs nothing for a head without the key
     relay  {"op": "proof", "mac": ...}
-    head   {"op": "welcome"}, or {"op": "over"} where the run has begun without this relay
+    head   {"op": "welcome"}, or {"op": "over"} where the run has started without this relay
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Op(enum.StrEnum):
     REFUSED = "refused"
     """Relay to head: it cannot run its ranks; `reason`."""
     LEAVING = "leaving"
-    """Relay to head: its pod was told to end; `reason`."""
+    """Relay to head: its pod got SIGTERM; `reason`."""
     SPAWN = "spawn"
     """Head to relay: start a rank; `attempt`, `port`, `seed`."""
     SIGNAL = "signal"
@@ -179,5 +179,5 @@ def sign(key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str)
 
 
 def is_signed(mac: object, key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str) -> bool:
-    """Whether a proof is right; takes the same time whatever is wrong with it."""
+    """Whether a proof is right. Takes the same time for all wrong ones."""
     return hmac.compare_digest(sign(key, role, agent, relays_nonce, heads_nonce).encode(), str(mac).encode())

@@ -61,7 +61,7 @@ class Owner(Protocol):
         ...
 
     def relay_leaves(self, reason: str) -> None:
-        """The pod of one was told to end; a sentence that names it."""
+        """The pod of one got SIGTERM; a sentence that names it."""
         ...
 
 
@@ -161,7 +161,7 @@ class HeadsRelays:
         key: Its secret.
         files: The job's folder.
         host: Address to listen on; empty for all.
-        owner: Who is told.
+        owner: Called when relays are ready, refuse, leave or are lost.
         say: Writes a line into the log.
 
     Raises:
@@ -206,7 +206,7 @@ class HeadsRelays:
 
     @property
     def never_came(self) -> int:
-        """How many may still come, and have to be told that the run is over."""
+        """How many may still come and have to learn that the run is over."""
         return sum(not relay.has_joined for relay in self._relays.values())
 
     def explain_loss(self) -> str:
@@ -232,7 +232,7 @@ class HeadsRelays:
         relay.channel.say(Op.SPAWN, run.rank, attempt=attempt, port=port, seed=seed)
 
     def end(self) -> None:
-        """The run is over: the relays may leave, and who comes later is told."""
+        """The run is over: relays may leave, and those that come later learn of it."""
         self._is_over = True
         for relay in self._relays.values():
             if relay.channel is not None:

@@ -65,7 +65,7 @@ def files_of_class(cls: type) -> Iterator[str]:
 def format_error(error: BaseException) -> str:
     """An exception's traceback as Python prints it, without the frames of kale_dist, cells named as the user knows them.
 
-    Never raises, whatever the exception's own methods do.
+    Never raises, even if the exception's own methods do.
     """
     try:
         described = traceback.TracebackException.from_exception(error)

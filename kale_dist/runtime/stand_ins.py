@@ -1,7 +1,7 @@
 """What a rank has in place of a notebook's pictures, terminal and GPU.
 
-Pictures go to the notebook as events. What needs somebody at a keyboard, or a GPU that the rank does not have, fails
-with a sentence that says so.
+Pictures go to the notebook as events. Code that needs a keyboard, or a GPU that the rank does not have, fails with
+an error that says so.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kale_dist.contract import Order, PodVariable
 from kale_dist.runtime import memory, nvml
 
 LOOK_EACH_S = 0.5
-"""How soon what was measured is told."""
+"""How soon a measurement is sent."""
 
 MEASURE_EACH_S = 2.0
 

@@ -1,4 +1,4 @@
-"""A rank, from the fork to its end. The only code that runs the user's function, whatever the backend.
+"""A rank, from the fork to its end. The only code that runs the user's function, on all backends.
 
 It tells its agent over the control socket: `received` for its assignment, `running` before the call, `done` after the outcome was written. Then it
 waits for `go`, because others may still need its store or its end of a connection.
@@ -96,7 +96,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             value = value if models is None else models.with_weights(value)
             kept.advise()
             outcome.write_success(files.outcome(attempt, rank), value=value, references=references, **place)
-        except BaseException as raised:  # noqa: BLE001 - whatever the user's code raises is the outcome
+        except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = raised
             _print_error(raised)
             outcome.write_failure(files.outcome(attempt, rank), error=raised, references=references, **place)
@@ -193,7 +193,7 @@ class _Control:
 
 
 def _reset_signals() -> None:
-    """What a fresh Python has, whatever the forkserver was started with."""
+    """What a fresh Python has, independent of how the forkserver was started."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)

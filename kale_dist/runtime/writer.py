@@ -1,7 +1,7 @@
 """The one writer of a job's folder: log with its index, events, progress, and a bounded copy on stdout.
 
-A thread writes, so that the agent's loop never waits for a disk. Lines get their numbers as they are written: what a slow
-or full disk keeps out never had any, and a line says how much of whom it was. Events are never dropped.
+A thread writes, so that the agent's loop never waits for a disk. Lines get their numbers as they are written. If a disk is
+slow or full, lines are dropped before they have numbers, and a line says how many of which rank. Events are never dropped.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def _flat(buffer: Any) -> memoryview:
 
 
 def _cell_sources(codes: Iterable[types.CodeType], classes: Iterable[type]) -> dict[str, tuple[str, str]]:
-    """Texts of the cells (or scripts) from which code travels by value.
+    """Texts of the cells (or scripts) from which code is sent by value.
 
     Args:
         codes: Code of functions.

@@ -30,7 +30,7 @@ class Found:
 def examine(dataset: Any) -> Found:
     """Look through a dataset's attributes, and those of datasets within it. Reads no file.
 
-    A dataset that has as many rows in memory as it has samples reads no files, whatever paths it remembers.
+    A dataset that has as many rows in memory as it has samples reads no files, even if it has paths.
     """
     seen: dict[int, Any] = {}
     paths: dict[str, None] = {}

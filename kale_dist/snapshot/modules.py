@@ -1,4 +1,4 @@
-"""Local modules of a call: which files of the notebook's own code travel, found without running any of it."""
+"""Local modules of a call: finds which files of the notebook's own code to send, without running any of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from kale_dist.errors import SnapshotError
 
 MAX_PACKAGE_BYTES = 64 << 20
-"""A package folder up to this size travels whole; of a larger one its Python files and what their texts name."""
+"""A package folder up to this size is sent whole; of a larger one, its Python files and the files that they name."""
 
 _NEVER = frozenset({"kale_dist", "cloudpickle", "torch", "__main__", "__mp_main__"})
 """Top-level names that are in every rank."""
@@ -55,7 +55,7 @@ class ModuleFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalModules:
-    """What travels, and what the user should know about it."""
+    """What is sent, and what the user should know about it."""
 
     files: tuple[ModuleFile, ...]
     notes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The notebook's pickler: numbers what travels by value, and notes which modules and sources the call needs."""
+"""The notebook's pickler: numbers objects that are sent by value, and notes which modules and sources the call needs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class CapturePickler(TensorPickler):
         self.modules: set[str] = set()
         """Names of modules that the call refers to."""
         self.codes: list[types.CodeType] = []
-        """Code of functions that travel by value."""
+        """Code of functions that are sent by value."""
         self.classes: list[type] = []
-        """Classes that travel by value."""
+        """Classes that are sent by value."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for every object that is not a plain builtin one."""

@@ -38,7 +38,7 @@ class Feed:
     """The sampler that notes what each batch holds; None for a stream."""
     is_stream: bool = False
     is_agreed: bool = False
-    """Whether ranks ask each other before each batch, because nobody knows how many there will be."""
+    """Whether ranks ask each other before each batch, because their number is not known."""
     counts_items: bool = False
     """Whether a stream's batches are collated from items, which are then counted."""
     shares_seeds: bool = False
@@ -68,11 +68,11 @@ class Feed:
         self.passes = 0
 
     def end(self) -> None:
-        """The call has ended: leave a pass that was not finished. An iterator that the step keeps goes on later."""
+        """The call has ended: leave a pass that was not finished. An iterator that the step keeps continues later."""
         self.change_to(None)
 
     def change_to(self, batches: Batches | None) -> None:
-        """Another pass, or none, gives the next batch. The one before may go on after it: loops may be nested.
+        """Another pass, or none, gives the next batch. The one before may continue after it: loops may be nested.
 
         Raises:
             KaleDistError: Not all ranks changed at the same batch.
@@ -324,7 +324,7 @@ def _shared_generator(loader: DataLoader[Any], group: Group) -> torch.Generator:
 
 
 class CountedCollate:
-    """A collate function that tells along with the batch how many items went in. Travels to worker processes.
+    """A collate function that tells along with the batch how many items went in. It is sent to worker processes.
 
     Args:
         collate: The loader's own.

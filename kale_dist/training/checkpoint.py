@@ -37,7 +37,7 @@ class Checkpoint:
     optimizer: dict[str, Any] | None
     scheduler: dict[str, Any] | None
     resume: dict[str, Any] | None = None
-    """What a training needs beyond these states to go on where it was (`resume`); None where nobody has asked for it."""
+    """What a training needs beyond these states to resume (`resume`); None if the job cannot restart."""
     left_out: tuple[str, ...] = ()
     """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
@@ -185,11 +185,11 @@ class Trained:
     state: tuple[Any, ...]
     """Objects of `state=`."""
     loaders: tuple[Any, ...]
-    """Their generators, and those of their samplers, go on where they were."""
+    """Their generators, and those of their samplers, continue where they were."""
 
 
 def is_wanted() -> bool:
-    """Whether this job may be started again, so that its checkpoints have to hold all that a training goes on from."""
+    """Whether this job may be started again, so that its checkpoints have to hold all that a training needs to resume."""
     return context.context().max_restarts > 0
 
 
@@ -242,7 +242,7 @@ class Resumption:
             group.say(f"{f'Attempt {place.attempt + 1}' if place.attempt else 'New run'}: the training {what}.")
 
     def restore_rest(self, scaler: Any) -> None:
-        """Set what comes last: the scaler, then the generators of random numbers, from which nobody may draw before."""
+        """Set what comes last: the scaler, then the generators of random numbers, which must not be used before."""
         if self._resume is None:
             return
         if scaler is not None and self._resume["scaler"] is not None:
@@ -277,7 +277,7 @@ class Resumption:
             # A set cannot be said in JSON: it was left out, and the log named it.
             if state is not None:
                 load_state(value, state)
-        # Steps change these too: one that never calls model.train() goes on in the mode that the evaluation has left.
+        # Steps change these too: one that never calls model.train() continues in the mode that the evaluation has left.
         for name, module in trained.model.named_modules():
             module.training = name not in resume["evaluating"]
         for name, parameter in trained.model.named_parameters():
@@ -287,7 +287,7 @@ class Resumption:
 
 
 def _misfit(found: Checkpoint, trained: Trained) -> str:
-    """Why a checkpoint cannot be taken up, as the end of a sentence; empty if it can."""
+    """Why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can."""
     if found.resume is None:
         return "it holds only what a result needs"
     modules = [("model", trained.model, found.model)]

@@ -1,4 +1,4 @@
-"""Stand-ins for a loader's dataset and samplers: this rank's share in length and content, the original in all else."""
+"""Stand-ins for a loader's dataset and samplers: they have this rank's share, and otherwise behave as the original."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = ("_kale_inner", "_kale_length", "_kale_share")
 
 
 class View:
-    """Passes everything on to the object behind it: attributes, indexing, `isinstance`. Only its length is its own.
+    """Passes everything on to the object behind it: attributes, indexing, `isinstance`. Only its length is different.
 
     Args:
         inner: The object behind.
@@ -76,7 +76,7 @@ class View:
         return self._kale_inner + other
 
     def _kale_frozen_length(self) -> int | None:
-        """The length as a number that can travel; None where there is none."""
+        """The length as a number that can be sent; None where there is none."""
         try:
             return len(self)
         except (TypeError, NotImplementedError):
@@ -309,7 +309,7 @@ def _drawn_ahead(source: Iterator[Any], size: int, group: Group) -> Iterator[tup
         current = ahead
         if group.rank == 0:
             ahead = list(itertools.islice(items, size))
-        # Apart: a list of whole numbers travels as it is.
+        # Apart: a list of whole numbers is sent as it is.
         last = bool(group.send([int(not ahead)])[0])
         chunk = group.send(current)
         if chunk:

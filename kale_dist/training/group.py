@@ -36,7 +36,7 @@ class Group:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to exchange anything with."""
+        """Whether this is the only rank."""
         return self.world_size == 1
 
     def say(self, text: str) -> None:
@@ -90,7 +90,7 @@ class Group:
         """What rank `source` gives as `value`, which the other ranks' own value plays no part in.
 
         Args:
-            value: Whole numbers in a list travel as they are, anything else is pickled.
+            value: Whole numbers in a list are sent as they are, anything else is pickled.
             source: The rank that speaks.
         """
         if self.is_alone:

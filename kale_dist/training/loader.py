@@ -239,7 +239,7 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
 
 
 def _shared_states(group: Group) -> Any:
-    """Rank 0's generator states for a pass over a stream; rank 0 itself goes on elsewhere."""
+    """Rank 0's generator states for a pass over a stream; rank 0 itself continues elsewhere."""
     states = group.send(generator_states() if group.rank == 0 else None)
     if group.rank == 0:
         random.random()  # noqa: S311 - moves the state, or every epoch would be shuffled alike

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from kale_dist.training.group import Group
 
 _NAMED = 5
-"""As many names are told."""
+"""At most this many names are listed."""
 
 _DEPTH = 6
 """How far functions that call each other are followed."""
@@ -63,7 +63,7 @@ class Captured:
         for function in self._functions:
             for name, value in _reached(function, seen, _DEPTH):
                 found.setdefault(name, value)
-        # One object under two names is told once.
+        # One object under two names is listed once.
         by_identity = {id(value): name for name, value in reversed(found.items()) if not isinstance(value, _PLAIN)}
         wanted = {name: value for name, value in found.items() if by_identity.get(id(value), name) == name}
         return {name: self._mark(value, 2) for name, value in wanted.items()}

@@ -36,7 +36,7 @@ class Optimizers:
         return {key: value for optimizer in self.named.values() for key, value in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by name, and the groups of all, by which it is told whether a state fits."""
+        """The states by name, and the groups of all, which show whether a state fits."""
         states = {name: optimizer.state_dict() for name, optimizer in self.named.items()}
         return {
             "named": states,
@@ -60,7 +60,7 @@ def one_optimizer(optimizer: Any) -> Any:
 
 
 def state_of(value: Any) -> Any:
-    """What has to travel for an object of `state=`: its state_dict, or the contents of a list, dict or set."""
+    """What has to be sent of an object of `state=`: its state_dict, or the contents of a list, dict or set."""
     if callable(getattr(value, "state_dict", None)):
         return on_cpu(value.state_dict())
     return copy.copy(value)

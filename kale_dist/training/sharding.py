@@ -1,7 +1,7 @@
 """How samples are divided over ranks, and the sentence that says so. Pure: takes sizes, not tensors.
 
 A pass over n samples is cut into chunks, one for each step of all ranks: `batch_size` x ranks samples in the order of
-the sampler. Each chunk is divided as evenly as can be, so all ranks take the same number of steps and only the last
+the sampler. Each chunk is divided as evenly as possible, so all ranks take the same number of steps and only the last
 chunk can be uneven.
 """
 
@@ -16,7 +16,7 @@ from kale_dist.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """How a number of samples is cut into steps and shared out."""
+    """How a number of samples is cut into steps and divided among ranks."""
 
     samples: int
     """Samples of one pass that are used (those that `drop_last` leaves out are not counted)."""

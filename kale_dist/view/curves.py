@@ -99,7 +99,7 @@ def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
         for name, value in row.values:
-            # What a step returned is an average over ranks, whichever rank sent it.
+            # What a step returned is an average over ranks, no matter which rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))

@@ -1,4 +1,4 @@
-"""What both pictures of a job say, in words and numbers: state, progress (per cent, rate, time left), table of ranks."""
+"""The words and numbers that both pictures of a job show: state, progress (per cent, rate, time left), table of ranks."""
 
 from __future__ import annotations
 

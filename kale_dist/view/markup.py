@@ -183,7 +183,7 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
     if not table.rows:
         return ""
     cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
-    # The number of a rank names its row: at its left, whatever it is made of.
+    # The number of a rank names its row: it is the row's header.
     aligned = ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
     head = "".join(
         f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'

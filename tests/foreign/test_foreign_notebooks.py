@@ -192,12 +192,14 @@ def train_gan(generator, discriminator, epochs, lr=2e-3):
     return {"rank": rank, "generator": generator}
 # ---
 import kale_dist as kd
+before = {name: value.clone() for name, value in G.state_dict().items()}
 job = kd.launch(train_gan, G, D, epochs=20, number_of_processes=2)
 results = job.results()
 assert [r["rank"] for r in results] == [0, 1]
 first, second = (r["generator"].state_dict() for r in results)
 assert all(torch.equal(first[k], second[k]) for k in first)
-assert any(not torch.equal(first[k], G.state_dict()[k]) for k in first)
+assert any(not torch.equal(first[k], before[k]) for k in first)
+assert all(torch.equal(first[k], G.state_dict()[k]) for k in first)
 with torch.no_grad():
     center = results[0]["generator"](torch.randn(500, 4)).mean(0)
 assert center[0] > 0.5 and center[1] < 0, center

@@ -114,17 +114,17 @@ def test_a_ranks_own_traceback_stays_as_it_is(notebook):
 
 def test_everything_is_shown_where_the_user_asks_for_it(notebook):
     notebook.good("%xmode --show")
-    everything = notebook("helper(-1)").traceback
+    everything = notebook("kd.launch(print, Closed())").traceback
     notebook.good("%xmode --hide")
-    assert "kale_dist/checks.py" in everything
+    assert "kale_dist/snapshot" in everything
     assert shown(notebook("%tb"))
 
 
 def test_the_error_itself_stays_whole(notebook):
-    code = "try:\n    helper(-1)\nexcept Exception as error:\n    kept = error\n    raise"
+    code = "try:\n    kd.launch(print, Closed())\nexcept Exception as error:\n    kept = error\n    raise"
     shown(notebook(code))
     notebook.good("import traceback\nwhole = ''.join(traceback.format_exception(kept))")
-    assert "kale_dist/checks.py" in notebook.good("print(whole)")
+    assert "kale_dist/snapshot" in notebook.good("print(whole)")
 
 
 def test_a_defect_of_the_library_is_shown_whole(notebook):
@@ -136,9 +136,10 @@ def test_a_defect_of_the_library_is_shown_whole(notebook):
     assert "kale_dist/calls.py" in reply.traceback
 
 
-def test_a_script_shows_everything(tmp_path):
+def test_a_script_shows_its_own_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import kale_dist as kd\nkd.launch(print, number_of_processes=-1)\n")
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert "kale_dist/checks.py" in ended.stderr
+    assert "script.py" in ended.stderr
+    assert "kale_dist/" not in ended.stderr
     assert ended.stderr.endswith("ConfigError: number_of_processes: -1 is less than 1. Give an int of 1 or more\n")

@@ -1,4 +1,4 @@
-"""Files into a container and out of it, as the engine's API takes and gives them: tar streams that are never whole."""
+"""Copies files into a container and out of it as the engine's API does it: in tar streams, never whole in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kale_dist.errors import StoreError
 _PIECE_BYTES = 1 << 20
 
 OnProgress = Callable[[int, int], None]
-"""Is told of the bytes that are there and of all there are."""
+"""Called with the bytes that have arrived and with the total."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def save_file(stream: Iterable[bytes], path: pathlib.Path, on_progress: OnProgre
     Args:
         stream: The archive.
         path: Where to.
-        on_progress: Is told how far it is.
+        on_progress: Called with the progress.
 
     Raises:
         StoreError: There is no file in it, it was cut, or the disk is full.

@@ -1,4 +1,4 @@
-"""What the engine is asked for: the containers of one run of a job, from its specification. Pure."""
+"""Makes the requests for the containers of one run of a job, from its specification. Pure."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def source_of(spec: JobSpec) -> Source:
 
 
 def make_order(spec: JobSpec, run: int, torch_flags: Any = ()) -> Order:
-    """What the agents of a run are told."""
+    """The order that the agents of a run get."""
     return order_of(
         spec,
         job=object_name(spec.name, run),

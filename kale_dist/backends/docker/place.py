@@ -66,7 +66,7 @@ class DockerPlace:
     noun = "container"
 
     def __init__(self) -> None:
-        # Of what has ended nothing changes any more: it is asked for once.
+        # Containers that have ended do not change: each is inspected once.
         self._ended: dict[str, Part] = {}
         self._bridged: set[str] = set()
 
@@ -151,7 +151,7 @@ class DockerPlace:
             if identifier in self._ended:
                 parts.append(self._ended[identifier])
             elif state in (*_ENDED, "paused"):
-                # Somebody may remove it between the list and the look.
+                # Another process may remove it between the list and the look.
                 with explained(f"looking at a container of {handle.ref}"), contextlib.suppress(docker.errors.NotFound):
                     parts.append(self._inspect(engine, identifier))
             else:

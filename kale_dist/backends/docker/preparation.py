@@ -1,4 +1,4 @@
-"""Before a job's containers are made: its image, whether the engine can run it, and what the doctor says of the engine."""
+"""Prepares a job on an engine: gets its image, checks whether the engine can run it, and examines the engine for the doctor."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def ensure_image(engine: Engine, image: str, say: Callable[[str], None] = for_jo
     Args:
         engine: Where.
         image: Its reference. Credentials are those of `docker login`.
-        say: Is told of the pull.
+        say: Called when the image is pulled.
 
     Raises:
         BackendError: There is none, or it cannot be pulled; says what to do.

@@ -1,4 +1,4 @@
-"""What would keep a job from running, asked of the cluster before anything is created there.
+"""Asks the cluster, before anything is created there, what would keep a job from running.
 
 Three dry runs (`dry_run="All"`) ask the cluster itself: of the PyTorchJob, of its Secret, and, where this user may create
 pods, of one pod of each kind as the operator would make it. They answer for rights, schema, names, the quota of one pod,
@@ -257,7 +257,7 @@ def _dry_runs(cluster: Cluster, spec: JobSpec, job: dict[str, Any]) -> list[Find
             found += _warnings(create(dry_run="All", _request_timeout=_TIMEOUT_S))
         except Exception as error:
             seen = api.look_up(error, doing)
-            # Rights are told with all others; a name that is taken is an error of its own class, at the submission.
+            # Missing rights are reported with all others; a name that is taken has its own error class, at the submission.
             if seen.name in ("rights", "job-exists", "object-exists"):
                 continue
             if not api.status_of(error):
@@ -272,7 +272,7 @@ def _dry_pods(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
     try:
         if not may(cluster, "", "pods", "create"):
             return []
-    except Exception:  # noqa: BLE001 - what cannot be learnt here shows when the job runs
+    except Exception:  # noqa: BLE001 - what cannot be checked here shows when the job runs
         return []
     found = []
     for pod in _example_pods(job):
@@ -471,5 +471,5 @@ def _lookup(read: Callable[[], Any]) -> Any:
     """What is read; `_MISSING` if it does not exist, None if this user may not know."""
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 - what cannot be learnt here shows when the job runs
+    except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs
         return _MISSING if api.status_of(error) == api.NOT_FOUND else None

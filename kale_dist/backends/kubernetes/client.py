@@ -49,7 +49,7 @@ class Cluster:
     """A cluster that has answered, and a namespace in it. Safe to use from threads."""
 
     api: client.ApiClient = dataclasses.field(repr=False)
-    """Reads its kubeconfig again whenever that was written anew: jobs run for longer than a login holds."""
+    """Reads its kubeconfig again whenever the file was rewritten: jobs may run longer than a login is valid."""
     core: client.CoreV1Api = dataclasses.field(repr=False)
     custom: client.CustomObjectsApi = dataclasses.field(repr=False)
     authorization: client.AuthorizationV1Api = dataclasses.field(repr=False)
@@ -119,7 +119,7 @@ def own_namespace() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """Where credentials come from. A kubeconfig that was written anew is another source."""
+    """Where credentials come from. A kubeconfig that was rewritten is another source."""
 
     files: str = ""
     """Paths of the kubeconfig as `$KUBECONFIG` has them; empty for the pod's service account."""
@@ -149,7 +149,7 @@ def _unchecked(api: _Api) -> _Api:
 
 
 class _TimedRest(rest.RESTClientObject):
-    """Gives each request a limit; the client's own have none, and wait for ever behind a silent proxy."""
+    """Gives each request a limit; the client's own have none, and wait forever behind a silent proxy."""
 
     def request(  # type: ignore[override]
         self, method: str, url: str, *, _request_timeout: Any = None, **options: Any
@@ -179,7 +179,7 @@ class _Client(client.ApiClient):
         self._renewing = threading.Lock()
 
     def renew(self) -> None:
-        """Take other credentials over, if the kubeconfig was written anew. One that cannot be read changes nothing."""
+        """Use the new credentials if the kubeconfig was rewritten. One that cannot be read changes nothing."""
         if not self._source.files:
             return
         with self._renewing:
@@ -233,7 +233,7 @@ def _source(config: Config, context: str) -> _Source:
 
 
 def _stamps(files: Iterable[str]) -> tuple[tuple[int, int], ...]:
-    """What changes when a file is written anew, of those that are there."""
+    """Values that change when one of these files is rewritten, for those that exist."""
     stamps = []
     for file in files:
         with contextlib.suppress(OSError, ValueError):

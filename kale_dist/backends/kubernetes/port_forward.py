@@ -26,7 +26,7 @@ from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.errors import BackendError
 
 SILENT_S = 20.0
-"""Limit of each piece. When a pod is killed, a connection into it may not end, but fall silent for ever (tried)."""
+"""Limit of each piece. When a pod is killed, a connection into it may not end, but stay silent forever (tried)."""
 
 _CONTAINER = "pytorch"
 _SEND_BYTES = 128 * 1024
@@ -90,7 +90,7 @@ class PodConnection:
 
         Raises:
             ConnectionError: The pod, its port or the API server has gone.
-            TimeoutError: Nobody took it in time.
+            TimeoutError: The peer did not take it in time.
         """
         del flags
         view = memoryview(data).cast("B")

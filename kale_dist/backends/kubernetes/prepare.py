@@ -1,4 +1,4 @@
-"""Before a job is created: what its specification leaves open is settled, and the cluster is asked whether it would run."""
+"""Prepares a job on a cluster: fills in what its specification leaves open, and asks the cluster whether it would run."""
 
 from __future__ import annotations
 
@@ -145,8 +145,12 @@ def _image(spec: JobSpec, configured: Config, own: SelfPod | None) -> str:
 
 def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
     """The image by its digest, made now if it has to be."""
-    # It needs packages that only an image needs.
-    from kale_dist.image import base
+
+    def ask(image: str) -> bytes:
+        # It needs packages that a job without an image of its own does not need.
+        from kale_dist.image import base
+
+        return errand.ask(cluster, spec, image, base.COMMAND, base.ENVIRONMENT)
 
     secrets = []
     if spec.recipe is not None or not spec.image:
@@ -162,7 +166,7 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
         cuda=spec.cuda,
         in_engine=False,
         pull_secret_jsons=tuple(secrets),
-        ask=lambda image: errand.ask(cluster, spec, image, base.COMMAND, base.ENVIRONMENT),
+        ask=ask,
     )
 
 

@@ -40,7 +40,7 @@ class Sink(Protocol):
         """An object was `ADDED`, `MODIFIED` or `DELETED`."""
 
     def troubled(self, error: Exception | None, *, is_watch: bool) -> None:
-        """Nothing can be learnt now, because of this error; None whenever a list or watch has begun well.
+        """Why nothing is known now; None whenever a list or watch has started.
 
         Args:
             error: What went wrong.
@@ -64,7 +64,7 @@ class ResourceWatch:
         self._stopped = threading.Event()
         self._response: urllib3.BaseHTTPResponse | None = None
         self._version: str | None = None
-        """Where to go on from; None if all has to be listed."""
+        """Where to continue; None if all has to be listed."""
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -94,7 +94,7 @@ class ResourceWatch:
                     self._stopped.wait(_POLL_S)
                     continue
                 self._watch()
-            except Exception as error:  # noqa: BLE001 - a watch that ends by whatever a server sends would hide it
+            except Exception as error:  # noqa: BLE001 - a watch that ended because of a server's answer would hide it
                 if self._stopped.is_set():
                     return
                 status = getattr(error, "status", None)

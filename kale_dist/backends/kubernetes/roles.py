@@ -1,4 +1,4 @@
-"""What a user of this library has to be allowed in a namespace, and what is lost without each. Pure."""
+"""The permissions that a user of this library needs in a namespace, and what does not work without each. Pure."""
 
 from __future__ import annotations
 

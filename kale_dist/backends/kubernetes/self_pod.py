@@ -66,7 +66,7 @@ def find(cluster: Cluster) -> SelfPod | None:
     plain = SelfPod(namespace=namespace, name=name, run_as_user=os.getuid(), fs_group=os.getgid())
     with contextlib.suppress(Exception):
         pod: Any = cluster.core.read_namespaced_pod(name, namespace)
-        # The kubeconfig may be that of another cluster, where a pod of this name is somebody else's.
+        # The kubeconfig may be that of another cluster, where a pod of this name is another user's.
         if uid in ("", pod.metadata.uid):
             return describe(pod, container, plain, cluster)
     return plain

@@ -35,7 +35,7 @@ from kale_dist.snapshot import process
 from kale_dist.spec import JobSpec
 
 INPUT_BYTES = 600_000
-"""A snapshot up to this size travels in the Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
+"""A snapshot up to this size is part of the Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
 
 _SECRET_BYTES = 1_000_000
 CLAIM_SCHEME = "pvc://"
@@ -88,7 +88,7 @@ def settings_of(spec: JobSpec, *, submitter: str = "", run: int = 1) -> PodSetti
 
 
 def order_of(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "") -> Order:
-    """What the agents are told."""
+    """The order that the agents get."""
     claim, folder = claim_of(spec)
     return orders.order_of(
         spec,

@@ -1,4 +1,4 @@
-"""What the cluster says of one job, as frozen values made of the API's plain objects. Pure."""
+"""The state of one job's objects on the cluster, as frozen values made from the API's plain objects. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ContainerView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PodView:
-    """One pod. Pods are told apart by UID: a deleted name comes back."""
+    """One pod. Pods are distinguished by UID, because a deleted pod's name is used again."""
 
     uid: str
     name: str

@@ -1,4 +1,4 @@
-"""What happens to the jobs of a namespace: one set of watches for all jobs of this process. Never polls while it may watch.
+"""Watches the jobs of a namespace: one set of watches for all jobs of this process. Polls only where it may not watch.
 
 Three `ResourceWatch`es (PyTorchJobs, pods, events) feed one `_State`, from which `view` makes a frozen `JobView`. While a
 job waits under a quota a fourth one looks at the quotas: when room becomes free the job is touched, because the operator's
@@ -259,7 +259,7 @@ class _State:
         self.followed: Collection[str] = ()
         """Jobs whose deleted pods are remembered."""
         self.problems: dict[str, str] = {}
-        """Kind of object to why nothing can be learnt of it now."""
+        """Kind of object to why nothing is known of it now."""
         self.lacks_events = False
         self.listed: set[str] = set()
         """Kinds of which all objects are known: a job whose pods were not listed yet only seems to have none."""

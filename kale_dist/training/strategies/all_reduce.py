@@ -2,14 +2,14 @@
 
 Each parameter has a hook that runs when its gradient is complete. Gradients are copied into buckets, which are summed
 over ranks in a fixed order, each as soon as it is full (Li et al., PyTorch Distributed, VLDB 2020, section 3.2); what
-is left is exchanged when the backward pass ends, whatever made the loss: `model(x)`, `model.loss(x)` or a function of
+is left is exchanged when the backward pass ends, however the loss was computed: `model(x)`, `model.loss(x)` or a function of
 global names. A parameter that this rank did not use takes part with zeros; one that no rank used keeps `grad` None.
 
 Averaging is idempotent (the mean of equal gradients is that gradient), so any number of backward passes may precede
 a step. The weight of a rank's batch is a factor on its gradients before they are added up (`Pace.factor`).
 
-Ranks that do not do the same are told apart by a few control numbers in the last bucket: nothing is ever averaged
-between different steps without an error. On a GPU these numbers are read when the next backward pass begins (or the
+A few control numbers in the last bucket show whether ranks do different things: gradients of different steps are never
+averaged without an error. On a GPU these numbers are read when the next backward pass begins (or the
 epoch ends), so that no step waits for the GPU; only a rank in which a parameter has no gradient has to wait for them,
 because they tell whether another rank has one.
 """
@@ -149,7 +149,7 @@ class GradientExchange:
         self._scale_handles.clear()
 
     def _refresh(self) -> None:
-        """Lay out the buckets anew if parameters came, were frozen or unfrozen."""
+        """Lay out the buckets again if parameters came, were frozen or unfrozen."""
         flags = [p.requires_grad for p in self._parameters.values()]
         if flags == self._flags:
             return
@@ -400,10 +400,10 @@ class GradientExchange:
         return id(gradient) != identity or gradient._version < version  # noqa: SLF001
 
     def check_untouched(self, but: Tensor | None = None) -> None:
-        """While gradients are held back: nobody may have changed or dropped them.
+        """While gradients are held back, the user's code must not have changed or dropped them.
 
         Raises:
-            KaleDistError: Somebody has, so the accumulated gradient would be wrong.
+            KaleDistError: It has, so the accumulated gradient would be wrong.
         """
         for key, mark in self._marks.items():
             parameter = self._parameters[key]

@@ -1,4 +1,4 @@
-"""How gradients travel: dense ones side by side in flat buffers, sparse ones by rows."""
+"""How gradients are sent: dense ones side by side in flat buffers, sparse ones by rows."""
 
 from __future__ import annotations
 

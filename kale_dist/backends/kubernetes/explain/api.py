@@ -100,7 +100,7 @@ def _rights(groups: dict[str, str], doing: Doing) -> dict[str, str]:
 
 
 def _answer(error: BaseException) -> tuple[str, str, str, str]:
-    """Message, reason, fields that are wrong, and seconds after which to try again, from whichever library's error."""
+    """Message, reason, fields that are wrong, and seconds after which to try again, from any library's error."""
     body = getattr(error, "body", None) or getattr(error, "resp_body", None) or b""
     text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body)
     headers = getattr(error, "headers", None) or getattr(error, "resp_headers", None) or {}
