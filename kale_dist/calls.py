@@ -256,7 +256,8 @@ def check(*args: Any, **kwargs: Any) -> None:
 
 def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     """The arguments of `distribute` or `launch`, checked."""
-    training = "model" in kwargs or (bool(args) and checks.is_model(args[0]))
+    first = args[0] if args else None
+    training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
     verb: Any = distribute if training else launch
     try:
         bound = inspect.signature(verb).bind(*args, **kwargs)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -110,15 +111,16 @@ def unknown_word(word: str, verb: Callable[..., Any]) -> ConfigError:
     return ConfigError(word, f"{verb.__name__}() has no argument of this name", _suggestion(word, verb))
 
 
-def _suggestion(word: str, verb: Callable[..., Any]) -> str:
-    """A sentence that names the argument that was probably meant."""
+def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) -> str:
+    """A sentence that names the argument that was probably meant; `own` are those besides the verb's."""
     if any(word == field.name for field in dataclasses.fields(Kubernetes)):
         return f"It belongs to the place: on=kd.Kubernetes({word}=...)"
+    signature = inspect.signature(verb).parameters
+    known = [*own, *(name for name, parameter in signature.items() if not parameter.kind.name.startswith("VAR_"))]
     if word in _NEIGHBOURS:
-        return _NEIGHBOURS[word]
-    known = [
-        name for name, parameter in inspect.signature(verb).parameters.items() if parameter.kind.name != "VAR_KEYWORD"
-    ]
+        remedy = _NEIGHBOURS[word]
+        alone = re.fullmatch(r"Use `(\w+)`", remedy)
+        return f"`{alone[1]}` is an argument of distribute()" if alone and alone[1] not in known else remedy
     return closest(word, known).strip() or f"Its arguments are listed by help({verb.__name__})"
 
 
@@ -142,8 +144,9 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ve
         inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as error:
         accepted = inspect.signature(fn).parameters
-        hints = [f"{name}: {_suggestion(name, verb)}. " for name in kwargs if name not in accepted]
-        remedy = f"{''.join(hint for hint in hints if 'help(' not in hint)}It is {describe(fn)}"
+        hints = [f"{name}: {_suggestion(name, verb, accepted)}" for name in kwargs if name not in accepted]
+        told = [hint if hint.endswith("?") else f"{hint}." for hint in hints if "help(" not in hint]
+        remedy = " ".join([*told, f"It is {describe(fn)}"])
         raise ConfigError("fn", f"it cannot be called with these arguments ({error})", remedy) from None
     except ValueError:
         pass  # Some functions written in C have no signature.

@@ -124,6 +124,9 @@ def _check_model(model: Any) -> None:
 
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise ConfigError("model", f"{model.__name__} is a class", f"Make one: {model.__name__}()")
+    if isinstance(model, list | tuple):
+        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
+        raise ConfigError("model", f"it is a {type(model).__name__}, not one model", remedy)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError("model", f"{show(model)} is not a torch.nn.Module", "Pass the model object")
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
@@ -315,17 +318,23 @@ def _check_order(argument: str, step: Any) -> None:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
         return
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [p.name for p in taken]
     roles = [next((role for role, words in _ROLES.items() if name.lower() in words), None) for name in names]
     wrong = [name for name, role, place in zip(names, roles, expected, strict=False) if role not in (None, place)]
     if not wrong or (len(names) < len(expected) and not set(roles) <= set(expected)):
         return
-    passed = ", ".join(role if role in expected else name for name, role in zip(names, roles, strict=True))
-    call = ", ".join(expected)
+    # What a step gets besides comes from `args`; what has a default, and all after it, can be left out.
+    given = [role if role in expected else f"args[{p.name!r}]" for p, role in zip(taken, roles, strict=True)]
+    while taken[len(given) - 1].default is not inspect.Parameter.empty and given[-1] not in expected:
+        given.pop()
+    others = [f"{p.name!r}: ..." for p, value in zip(taken, given, strict=False) if value not in expected]
+    passed, call = ", ".join(given), ", ".join(expected)
+    source = f", with {argument.replace('step', 'args')}={{{', '.join(others)}}}" if others else ""
     raise ConfigError(
         argument,
         f"{describe(step)} has other arguments than ({call}), with which it is called, or another order",
-        f"Write it as def {argument}({call}), or wrap it: def {argument}({call}): return {title(step)}({passed})",
+        f"Write it as def {argument}({call}), or wrap it: def {argument}({call}): return {title(step)}({passed}){source}",
     )
 
 
@@ -350,8 +359,12 @@ def _check_returned(argument: str, step: Any) -> None:
     for node in own:
         if isinstance(node, ast.Return) and node.value is not None:
             values = made.get(node.value.id, [node.value]) if isinstance(node.value, ast.Name) else [node.value]
-            kinds = {_KINDS.get(type(value)) or _kind_of_constant(value) for value in values}
-            if len(kinds) == 1 and (kind := kinds.pop()):
+            kind = _kind_of(values)
+            if kind is None and len(values) == 1 and isinstance(whole := values[0], ast.Dict | ast.Tuple):
+                parts = whole.values if isinstance(whole, ast.Dict) else whole.elts
+                each = (_kind_of(made.get(part.id, [part]) if isinstance(part, ast.Name) else [part]) for part in parts)
+                kind = next((f"{found} among its numbers" for found in each if found), None)
+            if kind:
                 shown = ast.unparse(node.value)
                 raise ConfigError(
                     argument,
@@ -368,8 +381,11 @@ def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
             yield from _own_nodes(node)
 
 
-def _kind_of_constant(value: ast.expr) -> str | None:
-    return "text" if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+def _kind_of(values: list[ast.expr]) -> str | None:
+    """What is no number, if all that a name stands for is of one such kind."""
+    texts = (isinstance(value, ast.Constant) and isinstance(value.value, str) for value in values)
+    kinds = {"text" if is_text else _KINDS.get(type(value)) for is_text, value in zip(texts, values, strict=True)}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:

@@ -23,6 +23,9 @@ _NAMED = 5
 _DEPTH = 6
 """How far functions that call each other are followed."""
 
+_LOOKED_INTO = 32
+"""Longer lists and dicts count as changed by their length alone."""
+
 _SKIPPED = (types.ModuleType, type, DataLoader, Dataset, Sampler, LRScheduler, torch.amp.GradScaler, torch.device)
 _CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (int, float, str, bool, type(None))
@@ -78,7 +81,10 @@ class Captured:
         if isinstance(value, torch.optim.Optimizer):
             return [self._mark(part, 0) for state in value.state.values() for part in state.values()]
         if isinstance(value, _CONTAINERS):
-            return id(value), len(value)
+            if not depth or isinstance(value, set) or len(value) > _LOOKED_INTO:
+                return id(value), len(value)
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            return id(value), [(name, self._mark(part, depth - 1)) for name, part in parts]
         if depth and (type(value).__module__ == "__main__" or hasattr(value, "state_dict")):
             return [(name, self._mark(part, depth - 1)) for name, part in getattr(value, "__dict__", {}).items()]
         return (id(value),)

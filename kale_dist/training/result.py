@@ -141,13 +141,15 @@ def _number(step: str, place: str, value: Any) -> float:
             number = item()
         except (RuntimeError, ValueError, TypeError):
             raise ConfigError(
-                step, f"returned{place} has shape {shape}, not one element", "Reduce it first: .mean().item()"
+                step,
+                f"{f'returned{place} has' if place else 'returned a tensor of'} shape {shape}, not one element",
+                "Reduce it first: .mean().item()",
             ) from None
         if isinstance(number, numbers.Real):
             return float(number)
     raise ConfigError(
         step,
-        f"returned{place} is {_shown(value)}, a {type(value).__name__}",
+        f"{f'returned{place} is' if place else 'returned'} {_shown(value)}, a {type(value).__name__}",
         "Return a number, or a dict of numbers such as {'loss': 0.5, 'accuracy': 0.9}",
     )
 

@@ -158,7 +158,17 @@ def as_in_the_examples(args, model, device, train_loader, optimizer, epoch):
 def test_a_step_with_its_arguments_in_another_order_is_refused_by_name():
     error = refused_training(train_step=as_in_the_examples)
     assert "as_in_the_examples(args, model, device, train_loader, optimizer, epoch)" in error.problem
-    assert "return as_in_the_examples(args, model, device, data_loader, optimizer, epoch)" in error.remedy
+    call = "return as_in_the_examples(args, model, device, data_loader, optimizer, args['epoch'])"
+    assert error.remedy.endswith(f"{call}, with train_args={{'epoch': ...}}")
+
+
+def of_the_references(model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None):
+    pass
+
+
+def test_what_a_step_of_others_has_a_default_for_is_left_out_of_the_call_that_fits_it():
+    error = refused_training(train_step=of_the_references)
+    assert "(model, criterion, optimizer, data_loader, device, args['epoch'], args), with" in error.remedy
 
 
 def of_the_tutorial(dataloader, model, loss_fn, optimizer):
@@ -181,6 +191,18 @@ def returns_text(model, data_loader, criterion, optimizer, device, args):
     return f"loss {3}"
 
 
+def returns_lists_by_name(model, data_loader, criterion, optimizer, device, args):
+    losses = []
+    return {"best": 0.5, "loss": losses}
+
+
+def returns_a_number_and_a_list(model, data_loader, criterion, optimizer, device, args):
+    best, losses = 0.5, []
+    losses = [best]
+    result = best, [loss for loss in losses]  # noqa: C416 - as it is written
+    return result  # noqa: RET504
+
+
 def returns_a_mean(model, data_loader, criterion, optimizer, device, args):
     losses = []
 
@@ -194,6 +216,8 @@ def returns_a_mean(model, data_loader, criterion, optimizer, device, args):
 def test_a_step_that_plainly_returns_no_number_is_refused():
     assert "returns a list (`return losses`" in refused_training(train_step=returns_a_list).problem
     assert "returns text" in refused_training(train_step=returns_text).problem
+    assert "returns a list among its numbers" in refused_training(train_step=returns_lists_by_name).problem
+    assert "returns a list among its numbers" in refused_training(train_step=returns_a_number_and_a_list).problem
     Training(**arguments(train_step=returns_a_mean))
 
 
@@ -542,6 +566,28 @@ def test_words_of_other_libraries_are_answered_with_ours(word, said):
     assert said in refused(kale_dist.render, Net(), None, None, None, **{word: 2}).remedy
     if word != "xyzzy":
         assert said in refused(kale_dist.launch, takes_two, 1, **{word: 2}).remedy
+
+
+def trains(steps, epochs=1):
+    pass
+
+
+def test_a_misspelt_argument_of_the_function_is_answered_with_its_own_and_those_of_distribute_are_said_to_be_so():
+    assert "max_epochs: Use `epochs`. It is trains(" in refused(kale_dist.launch, trains, 1, max_epochs=2).remedy
+    assert "step: Did you mean 'steps'? It is trains(" in refused(kale_dist.launch, trains, step=2).remedy
+    said = refused(kale_dist.launch, takes_two, 1, max_epochs=2).remedy
+    assert said == "max_epochs: `epochs` is an argument of distribute(). It is takes_two(a, b=1)"
+
+
+def test_several_models_are_a_training_for_render_and_check():
+    nets = {"one": Net(), "two": Net()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+    step = lambda model, data_loader, criterion, optimizer, device, args: 0.5  # noqa: E731
+    plan = kale_dist.render(nets, a_loader(), None, optimizers, step, number_of_processes=2)
+    assert plan.spec.topology.number_of_processes == 2
+    error = refused(kale_dist.render, list(nets.values()), a_loader(), None, None)
+    assert error.argument == "model"
+    assert "Pass several as a dict" in error.remedy
 
 
 def test_a_mistake_costs_no_input_or_output(tmp_path, monkeypatch):

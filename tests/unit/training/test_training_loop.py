@@ -107,10 +107,10 @@ def test_what_a_step_may_return(returned, metrics):
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
-        ("good", "returned is 'good', a str"),
+        ("good", "returned 'good', a str"),
         ({"loss": [1]}, r"returned\['loss'\] is \[1\], a list"),
         ({1: 2.0}, "a metric whose name is 1"),
-        (torch.ones(3), r"has shape \(3,\), not one element"),
+        (torch.ones(3), r"returned a tensor of shape \(3,\), not one element"),
     ],
 )
 def test_what_a_step_may_not_return(returned, problem):
@@ -413,6 +413,20 @@ def test_what_a_step_changes_and_does_not_come_back_is_named_once(ranks):
         return 0.5
 
     assert "left behind" not in said_by(lambda: fit(train_step=quiet), ranks)
+
+
+records, weights, tables = {"best": 0.0}, {"mean": torch.zeros(2)}, [{"lr": 0.1}]
+
+
+def test_what_a_step_writes_into_a_dict_or_list_of_the_same_length_is_named(ranks):
+    def step(model, loader, *_):
+        for _batch in loader:
+            weights["mean"].add_(1)
+        records["best"] = 0.9
+        tables[0]["lr"] += 0.1
+        return 0.5
+
+    assert "left behind in the ranks: records, tables, weights." in said_by(lambda: fit(train_step=step), ranks)
 
 
 def test_a_step_without_metrics_is_told_how_to_return_them(ranks):
