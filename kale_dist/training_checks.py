@@ -343,7 +343,8 @@ def _check_returned(argument: str, step: Any) -> None:
     inner = inspect.unwrap(getattr(step, "func", step))
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
-    except (OSError, TypeError, SyntaxError, IndentationError):
+    # SystemError: Python 3.11 loses count of its parser's depth after a RecursionError of other code.
+    except (OSError, TypeError, SyntaxError, SystemError):
         return
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef):

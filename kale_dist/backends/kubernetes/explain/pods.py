@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -261,4 +262,8 @@ def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return cut(lines[-1].strip()) if lines else ""
+    said = lines[-1].strip() if lines else ""
+    # An agent's verdict is JSON with a sentence in it.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        said = str(json.loads(said)["message"])
+    return cut(said)
