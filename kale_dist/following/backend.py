@@ -148,9 +148,13 @@ class FollowedBackend:
         Raises:
             BackendError: The place does not answer, and there is no record that could be listed without it.
         """
-        known = [JobRef.parse(ref) for ref in records.refs(self.name) if "/" not in ref.partition("://")[2]]
+        recorded = records.refs(self.name)
+        known = [JobRef.parse(ref) for ref in recorded if "/" not in ref.partition("://")[2]]
+        # Places tell the age of jobs in whole seconds; records know the order of this user's own.
+        order = {ref: number for number, ref in enumerate(recorded)}
         try:
-            known += [ref for ref in self.place.list(None, {}) if ref not in known]
+            there = sorted(self.place.survey(None, {}), key=lambda job: (job.created or 0.0, order.get(job.ref, -1)))
+            known += [ref for ref in (JobRef.parse(job.ref) for job in there) if ref not in known]
         except BackendError:
             if not known:
                 raise

@@ -314,6 +314,9 @@ class ScriptedPlace:
     def list(self, namespace, labels):
         return []
 
+    def survey(self, namespace, labels):
+        return []
+
     def adopt(self, ref, *, trust):
         raise NotImplementedError
 
