@@ -164,7 +164,7 @@ class FollowedBackend:
         """Jobs of this library at the place, oldest first, from all users."""
         if namespace is None and not labels:
             return self.list()
-        return self.place.list(namespace, labels or {})
+        return [JobRef.parse(job.ref) for job in self.survey(namespace=namespace, labels=labels)]
 
     def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
         """How all jobs of the place are, oldest first, as far as the place itself knows: none of them is followed."""

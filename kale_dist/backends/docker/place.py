@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records
-from kale_dist.backends.base import Connection, JobRef, Look, Part, Plan, RunHandle
+from kale_dist.backends.base import BRIDGE, Connection, JobRef, Look, Part, Plan, RunHandle
 from kale_dist.backends.docker import archive, containers, engines, preparation
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
@@ -42,21 +42,6 @@ _CONFLICT = 409
 _ENDED = ("exited", "dead", "removing")
 _WORDS = 20
 _FRAME = struct.Struct(">BxxxI")
-
-# Bridges its standard streams to a port of its own container.
-_BRIDGE = """
-import os, socket, sys, threading
-peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-def up():
-    while data := os.read(0, 1 << 16):
-        peer.sendall(data)
-    peer.shutdown(socket.SHUT_WR)
-threading.Thread(target=up, daemon=True).start()
-while data := peer.recv(1 << 16):
-    view = memoryview(data)
-    while view:
-        view = view[os.write(1, view):]
-"""
 
 
 class DockerPlace:
@@ -173,15 +158,8 @@ class DockerPlace:
         """Nothing: a run is some containers, and no object of its own."""
         return {}
 
-    def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
-        """All jobs on the engine, oldest first."""
-        if namespace is not None or labels:
-            argument = "namespace" if namespace is not None else "labels"
-            raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
-        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
-
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """How the jobs that `list` gives are: the first container of a job's newest run decides."""
+        """How the jobs on the engine are, oldest first: the first container of a job's newest run decides."""
         if namespace is not None or labels:
             argument = "namespace" if namespace is not None else "labels"
             raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
@@ -252,7 +230,7 @@ class DockerPlace:
                 # Rootless engines and those in a virtual machine have networks that this machine does not see.
                 self._bridged.add(engine.url)
         with explained(f"connecting to {name}"):
-            made = engine.api.exec_create(name, ["python3", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
+            made = engine.api.exec_create(name, ["python3", "-c", BRIDGE, str(PORT + 2)], stdin=True)["Id"]
             return _Bridge(engine.api.exec_start(made, socket=True))
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:

@@ -206,10 +206,6 @@ class KubernetesPlace:
 
     # -- jobs of other machines -----------------------------------------------------------------------------------------
 
-    def list(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobRef]:
-        """Jobs that the cluster has, submitted by any user, oldest first; see `survey`."""
-        return [JobRef.parse(status.ref) for status in self.survey(namespace, labels)]
-
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
         """How the jobs of a namespace are by their objects alone, oldest first.
 

@@ -20,6 +20,7 @@ import certifi
 import websocket
 from websocket import ABNF
 
+from kale_dist.backends.base import BRIDGE
 from kale_dist.backends.kubernetes.client import CONNECT_S, Cluster
 from kale_dist.backends.kubernetes.explain import api as answers
 from kale_dist.backends.kubernetes.explain.api import Doing
@@ -37,20 +38,6 @@ _FORWARD_CHANNELS = (0, 1)
 _PORT_BYTES = 2
 """Each channel of a port-forward begins with its port's number."""
 _SHOWN = 300
-
-_RELAY = """
-import os, socket, sys, threading
-port = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-def up():
-    while data := os.read(0, 1 << 17):
-        port.sendall(data)
-    port.shutdown(socket.SHUT_WR)
-threading.Thread(target=up, daemon=True).start()
-while data := port.recv(1 << 17):
-    view = memoryview(data)
-    while view:
-        view = view[os.write(1, view):]
-"""
 
 
 class PodConnection:
@@ -291,7 +278,7 @@ def _forward(cluster: Cluster, namespace: str, pod: str, port: int, timeout_s: f
 
 
 def _relay(cluster: Cluster, namespace: str, pod: str, port: int, container: str, timeout_s: float) -> PodConnection:
-    words = ("python3", "-c", _RELAY, str(port))
+    words = ("python3", "-c", BRIDGE, str(port))
     flags = [(name, "true") for name in ("stdin", "stdout", "stderr")]
     query = [("container", container), *flags, ("tty", "false"), *(("command", word) for word in words)]
     socket = _open(cluster, namespace, f"{pod}/exec", query, timeout_s)

@@ -311,9 +311,6 @@ class ScriptedPlace:
         self.removed.append(handle.run)
         self.runs.pop(self.number(handle), None)
 
-    def list(self, namespace, labels):
-        return []
-
     def survey(self, namespace, labels):
         return []
 
