@@ -1,6 +1,7 @@
 """The command line: look after jobs from any terminal, and run whole notebooks.
 
-Exit codes: 0; 1 if something failed; 2 for a mistake in the command; 130 after Ctrl-C; 141 if the reader of a pipe left.
+Exit codes: 0; 1 if something failed; 2 for a mistake in the command; 130 after Ctrl-C; 141 if the reader of a pipe left. Those
+of `launch` are the script's own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import functools
 import json
 import os
 import pathlib
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import __version__, backends, checks, doctor, image_cli, records, view, wording
+from kale_dist import __version__, backends, checks, doctor, image_cli, launch_cli, records, view, wording
 from kale_dist.backends.base import Adopts, Backend, JobRef, Selects, Surveys
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
@@ -48,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            options = _parser().parse_args(arguments)
+            words, after = launch_cli.split(sys.argv[1:] if arguments is None else arguments)
+            parser = _parser()
+            options, unknown = parser.parse_known_args(words)
+            if unknown:
+                launch_cli.refuse(options, unknown)
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            options.arguments = after
             code: int = options.command(options)
         finally:
             sys.stdout.flush()
@@ -112,12 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     examine.add_argument("--json", action="store_true", help="as JSON")
     place(examine, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
     examine.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
+    launch_cli.add_command(commands)
     image_cli.add_command(commands)
     run = command("run", "execute a notebook, and show its jobs' logs and progress")
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
     out = "where the executed notebook goes (NAME.executed.ipynb)"
     run.add_argument("-o", "--output", type=pathlib.Path, metavar="OUT", help=out)
-    value: dict[str, Any] = {"nargs": 2, "action": _NameAndValue, "default": {}, "metavar": ("NAME", "VALUE")}
+    value: dict[str, Any] = {"nargs": 2, "action": launch_cli.NameAndValue, "default": {}, "metavar": ("NAME", "VALUE")}
     run.add_argument("-p", "--parameters", **value, help="a value for the cell tagged `parameters`")
     run.add_argument("--kernel", metavar="NAME", help="an installed kernel (the Python that runs this command)")
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a cell may take (no limit)")
@@ -153,16 +160,6 @@ def _pairs(text: str) -> dict[str, str]:
     if not all(separator for _, separator, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,NAME=VALUE")
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-class _NameAndValue(argparse.Action):
-    """A name and its value. Written as NAME=VALUE, the next word would be taken for the value."""
-
-    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
-        name, value = values
-        if "=" in name:
-            raise argparse.ArgumentError(self, f"{name!r} is no name. Write it as NAME VALUE, with a blank")
-        setattr(namespace, self.dest, getattr(namespace, self.dest) | {name: value})
 
 
 def _find(text: str) -> tuple[Backend, JobRef]:
@@ -478,7 +475,7 @@ def _run(options: argparse.Namespace) -> int:
         run_notebook = functools.partial(execution.run_notebook, kernel=options.kernel)
     if options.json is not None:
         documents.check_target("--json", options.json, options.notebook)
-    with _interrupted_by_sigterm():
+    with launch_cli.interrupted_by_sigterm():
         result = run_notebook(
             options.notebook,
             parameters={name: wording.parse(value) for name, value in options.parameters.items()},
@@ -495,20 +492,6 @@ def _run(options: argparse.Namespace) -> int:
     if result.interrupted:
         return _INTERRUPTED
     return _FAILURE if result.failure else 0
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM do what Ctrl-C does: CI servers, `timeout` and pods send it, and nothing would be cleaned up."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # in another thread than the main one
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

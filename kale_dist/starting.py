@@ -26,6 +26,7 @@ from kale_dist.placing import Run
 from kale_dist.runtime.given_models import models_in, together
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Captured, Originals, capture
+from kale_dist.snapshot.modules import Script
 from kale_dist.spec import JobSpec
 from kale_dist.strategies import Strategy
 
@@ -53,6 +54,8 @@ class Call:
     label: str
     kind: str
     strategy: Strategy
+    script: Script | None = None
+    """A script whose files are sent along."""
 
 
 def _training_loop() -> Callable[..., TrainingResult]:
@@ -110,7 +113,8 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
     Raises:
         SnapshotError: Something cannot be sent to other processes.
     """
-    captured = capture(call.fn or _training_loop(), call.args, dict(call.kwargs), store=store, label=call.label)
+    fn = call.fn or _training_loop()
+    captured = capture(fn, call.args, dict(call.kwargs), store=store, label=call.label, script=call.script)
     if captured.snapshot.compiled and run.backend.name != "local":
         raise SnapshotError(
             f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "

@@ -49,6 +49,9 @@ LOAD_ONLY_PREFIXES = (
 MAX_SOCKET_PATH_BYTES = 107
 """Linux keeps a socket's path in 108 bytes, the last of them zero."""
 
+_TAKE_S = 60.0
+"""Seconds in which a new agent confirms its first order; it takes 0.2 s on an idle machine."""
+
 STALE_AFTER_S = 60.0
 """A folder without a live agent belongs to an agent that is still starting; once it is this old it is removed."""
 
@@ -107,6 +110,7 @@ class AgentClient:
         self._on_wake = on_wake
         self._on_end = on_end
         self._lock = threading.Lock()
+        self._taken = threading.Condition(self._lock)
         self._untaken: dict[str, Order] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -191,6 +195,18 @@ class AgentClient:
                 self._untaken.pop(order.job, None)
             raise
 
+    def wait_until_taken(self, job: str) -> None:
+        """Wait until the agent has confirmed an order: only then may this process end without the job.
+
+        Raises:
+            BackendUnavailableError: It does not (`retryable`).
+        """
+        with self._taken:
+            if self._taken.wait_for(lambda: job not in self._untaken or not self.alive, _TAKE_S) and self.alive:
+                return
+            self._untaken.pop(job, None)
+        raise BackendUnavailableError("The agent that runs jobs on this machine has not started", retryable=True)
+
     def cancel(self, job: str, grace_s: float = 5.0) -> None:
         """End a job: SIGTERM to its ranks, SIGKILL after `grace_s`. A job that has ended is left as it is.
 
@@ -247,6 +263,8 @@ class AgentClient:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5.0)
         self._socket = None
+        with self._taken:
+            self._taken.notify_all()
         with contextlib.suppress(OSError):
             connection.close()
         if self._folder is not None and process.returncode is not None:
@@ -260,8 +278,9 @@ class AgentClient:
         job = message.get("job", "")
         match message.get("op"):
             case Op.TAKEN:
-                with self._lock:
+                with self._taken:
                     self._untaken.pop(job, None)
+                    self._taken.notify_all()
             case Op.WAKE if self._on_wake is not None:
                 self._on_wake(job)
 

@@ -179,6 +179,8 @@ class LocalBackend:
                 self._write_record(spec, client)
                 try:
                     client.take(dataclasses.replace(order, note=note))
+                    if order.detach:
+                        client.wait_until_taken(order.job)
                 except BackendUnavailableError:
                     if last_try:
                         raise

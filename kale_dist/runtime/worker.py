@@ -227,9 +227,12 @@ def _flush_output() -> None:
 
 
 def _print_error(error: BaseException) -> None:
-    """The traceback into the rank's own output, as the notebook will show it."""
+    """The traceback into the rank's own output, as the notebook will show it; of `sys.exit`, what Python prints."""
     with contextlib.suppress(Exception):
-        sys.stderr.write(sources.format_error(error))
+        if not isinstance(error, SystemExit):
+            sys.stderr.write(sources.format_error(error))
+        elif not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
 
 
 def _safe_text(error: BaseException) -> str:

@@ -63,7 +63,13 @@ class Captured:
 
 
 def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, store: blobs.Store, label: str
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    store: blobs.Store,
+    label: str,
+    script: modules.Script | None = None,
 ) -> Captured:
     """Take a snapshot of a call. When this returns, nothing that happens in the notebook can change it.
 
@@ -73,6 +79,7 @@ def capture(
         kwargs: Its keyword arguments. Keywords and `fn`'s own name are what paths to unpicklable things begin with.
         store: Where the blobs go.
         label: What is called, for people.
+        script: A script whose files are sent along.
 
     Raises:
         NotSerializableError: Something cannot be pickled; names the path to it and a remedy.
@@ -87,7 +94,7 @@ def capture(
     with _Writer(store) as writer:
         storages = writer.place(pickler.storages)
         buffers = writer.place([(_flat(buffer),) for buffer in pickler.buffers])
-        local = modules.collect(pickler.modules)
+        local = modules.collect(pickler.modules, script)
         # One file may lie under several names; its bytes are read and kept once.
         files = [(file.path, writer.put((file.read(),)), file.mode) for file in local.files]
         texts = writer.put((json.dumps(_cell_sources(pickler.codes, pickler.classes)).encode(),))

@@ -64,14 +64,29 @@ class LocalModules:
     here."""
 
 
-def collect(names: Iterable[str]) -> LocalModules:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """A script that runs elsewhere."""
+
+    path: pathlib.Path | None
+    """Its file; None for a module that is run by its name."""
+    module: str = ""
+    """The name of the module."""
+    words: tuple[str, ...] = ()
+    """Its arguments. Those that name files are sent with it."""
+
+
+def collect(names: Iterable[str], script: Script | None = None) -> LocalModules:
     """The local modules among `names`, and those that they import, whole packages at a time.
 
     Args:
         names: Modules that a call refers to. Names that are no modules are passed over.
+        script: A script that is sent, too, with the modules that it imports and the files that it names.
     """
     collector = _Collector()
     waiting = sorted(set(names))
+    if script is not None:
+        waiting += [script.module] if script.path is None else collector.add_script(script.path, script.words)
     seen = set(waiting)
     while waiting:
         added = collector.add(waiting.pop())
@@ -100,7 +115,7 @@ class _Collector:
         # The live module is compared by its own name, its package is taken once.
         self._compared.add(name)
         self.notes += notes_on_edits(name)
-        spec = _find(top)
+        spec = find(top)
         if top in self._taken or spec is None:
             return []
         self._taken.add(top)
@@ -111,6 +126,35 @@ class _Collector:
             added = [file for folder in folders for file in self._package(top, folder)]
         return [found for file in added for found in _imports(file)]
 
+    def add_script(self, path: pathlib.Path, words: Iterable[str]) -> list[str]:
+        """Take in a script, and return the names that it imports.
+
+        Files that its text or `words` name are sent, too, if they lie below its folder or the current one.
+        """
+        script = self._file("", path.parent, path)
+        # An option and its value may be one word: --config=base.yaml.
+        named = sorted({*_literals(path), *words, *(word.partition("=")[2] for word in words)})
+        files = {script.path: script}
+        size = 0
+        for folder in dict.fromkeys((path.parent.resolve(), pathlib.Path.cwd().resolve())):
+            places = [folder / name for name in named if _plain(name) and ".." not in pathlib.PurePath(name).parts]
+            for file in (file for place in places for file in _below(place)):
+                made = self._file("", folder, file)
+                size += 0 if made.path in files else file.stat().st_size
+                files.setdefault(made.path, made)
+                if size > MAX_PACKAGE_BYTES:
+                    self.notes.append(
+                        f"{path.name} names files of more than {MAX_PACKAGE_BYTES >> 20} MiB, such as {file}: none of "
+                        "them is sent. Put them on a volume"
+                    )
+                    return self._script_alone(script)
+        self._keep(list(files.values()))
+        return list(_imports(script))
+
+    def _script_alone(self, script: ModuleFile) -> list[str]:
+        self._keep([script])
+        return list(_imports(script))
+
     def has_taken(self, name: str) -> bool:
         """Whether a name is that of a local module, or within one."""
         return name.partition(".")[0] in self._taken
@@ -118,7 +162,7 @@ class _Collector:
     def _is_local(self, top: str) -> bool:
         if top in _NEVER or top in sys.stdlib_module_names or top in sys.builtin_module_names:
             return False
-        spec = _find(top)
+        spec = find(top)
         if spec is None:
             return False
         places = list(spec.submodule_search_locations or (spec.origin or "",))
@@ -171,7 +215,7 @@ class _Collector:
         return new
 
 
-def _find(name: str) -> importlib.machinery.ModuleSpec | None:
+def find(name: str) -> importlib.machinery.ModuleSpec | None:
     """Where a top-level module is or would come from; nothing is run."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):

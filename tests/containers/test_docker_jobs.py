@@ -432,3 +432,18 @@ def test_an_engine_that_is_not_there_is_told_with_a_remedy(on, monkeypatch):
         flat.launch(hang, number_of_processes=1, **on)
     assert "DOCKER_HOST" in str(caught.value)
     assert not records.exists(f"docker.{on['name']}")
+
+
+def test_a_script_runs_in_containers_with_its_modules_and_files(on, tmp_path, monkeypatch, capsys):
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "base.yaml").write_text("lr: 0.5")
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nimport beside\n"
+        "print(beside.NAME, open(sys.argv[1]).read(), os.environ['RANK'], __file__.endswith('/train.py'))\n"
+        "sys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = ["train.py", "-n", "2", "--on", "docker", "--name", on["name"], "--set", "image", on["image"]]
+    assert main(["launch", *words, "--", "base.yaml"]) == 3
+    assert sorted(capsys.readouterr().out.splitlines()) == ["beside lr: 0.5 0 True", "beside lr: 0.5 1 True"]

@@ -1,0 +1,244 @@
+"""`kale-dist launch`: existing scripts, modules and functions on every rank, with torchrun's output, exit codes and signals."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kale_dist import backends, calls, scripts, wording
+from kale_dist.contract import LogLine, StateName, Stream
+from kale_dist.errors import ConfigError, KaleDistWarning
+from kale_dist.job import Job
+from kale_dist.view import facts
+
+_END_S = 15.0
+"""Seconds that a cancelled job gets to end before the command does."""
+
+_BY_SIGNAL = 128
+
+_TORCHRUN = {
+    "--nproc-per-node": "Say with --processes how many processes there are in all",
+    "--nnodes": "Say with --processes how many processes there are in all, and with --set processes_per_pod N how many a pod has",
+    "--standalone": "Leave it out",
+    "--max-restarts": "Write it as --set max_restarts N",
+}
+"""Options of torchrun to what to write here. Those of its rendezvous are settled by kale_dist."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `launch`.
+
+    Args:
+        commands: Of the parser that it becomes part of.
+    """
+    what = "run a script, or a function of a module, on several processes"
+    made = commands.add_parser(
+        "launch",
+        help=what,
+        description=f"{what[:1].upper()}{what[1:]}. Its output, exit code and signals are as with torchrun.",
+        usage="kale-dist launch [options] SCRIPT [-- ARGUMENT ...]",
+        epilog="What follows -- goes to the script: kale-dist launch train.py --processes 4 -- --lr 0.1",
+    )
+    made.set_defaults(command=_launch)
+    made.add_argument("script", metavar="SCRIPT", help="a Python file, or module:function")
+    made.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    made.add_argument(
+        "-n", "--processes", type=int, metavar="N", help="in all (here one for each GPU or core, elsewhere two)"
+    )
+    made.add_argument("--on", choices=backends.NAMES, help="where (the configured place, else this machine)")
+    made.add_argument("--name", metavar="NAME", help="the job's (made from the script's)")
+    made.add_argument(
+        "--env",
+        nargs=2,
+        action=NameAndValue,
+        default={},
+        metavar=("NAME", "VALUE"),
+        help="a variable of every process; may be given several times",
+    )
+    made.add_argument(
+        "--set",
+        nargs=2,
+        action=NameAndValue,
+        default={},
+        metavar=("NAME", "VALUE"),
+        help="another argument of kale_dist.launch, Docker or Kubernetes, such as `image registry/torch:2.13` or "
+        '`volumes \'{"/data": "claim"}\'`',
+    )
+    made.add_argument("--detach", action="store_true", help="print the job's reference and return; the job runs on")
+    made.add_argument("--json", action="store_true", help="print how it ended as JSON, and all output to stderr")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words of a command line, and what follows `--`, which are for the script."""
+    words = list(words)
+    if words[:1] != ["launch"] or "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
+    """Say what to write in place of options that `launch` does not have.
+
+    Raises:
+        ConfigError: The command is `launch`.
+    """
+    if options.command is not _launch:
+        return
+    word = unknown[0]
+    option = word.partition("=")[0].replace("_", "-")
+    if option.startswith("--rdzv") or option in ("--node-rank", "--master-addr", "--master-port"):
+        raise ConfigError(word, "processes find each other by themselves", "Leave it out")
+    remedy = (
+        _TORCHRUN.get(option) or f"Arguments of the script follow --: launch {options.script} -- {' '.join(unknown)}"
+    )
+    raise ConfigError(word, "kale-dist launch has no such option", remedy)
+
+
+class NameAndValue(argparse.Action):
+    """A name and its value. Written as NAME=VALUE, the next word would be taken for the value."""
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+        """Add the pair to those given before."""
+        name, value = values
+        if "=" in name:
+            raise argparse.ArgumentError(self, f"{name!r} is no name. Write it as NAME VALUE, with a blank")
+        setattr(namespace, self.dest, getattr(namespace, self.dest) | {name: value})
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[list[int]]:
+    """Have SIGTERM do what Ctrl-C does: CI servers, `timeout` and pods send it, and nothing would be cleaned up.
+
+    Yields:
+        A list that gets the numbers of the signals as they come.
+    """
+    caught: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        caught.append(number)
+        raise KeyboardInterrupt
+
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, interrupt)
+    except ValueError:  # in another thread than the main one
+        yield caught
+        return
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    given = _settings(options)
+    is_function = not options.module and ":" in options.script
+    with interrupted_by_sigterm() as caught:
+        with _warned():
+            job: Job[Any] = (
+                scripts.call(options.script, options.arguments, **given)
+                if is_function
+                else scripts.launch(options.script, options.arguments, as_module=options.module, **given)
+            )
+        if options.detach:
+            print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
+            return 0
+        shown = _Output(sys.stderr if options.json else sys.stdout)
+        try:
+            print(f"[kale-dist] {job.ref}", file=sys.stderr, flush=True)
+            shown.show(job.logs(follow=True))
+            job.exception()
+        except KeyboardInterrupt:
+            job.cancel()
+            _await_end(job)
+            shown.show(job.logs())
+    code = _BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
+    status = job.status
+    value = job.result() if is_function and status.state is StateName.SUCCEEDED else None
+    if options.json:
+        ended = {"ref": job.ref, "name": job.name, "state": status.state, "reason": status.reason, "exit_code": code}
+        print(json.dumps(ended | ({"value": value} if is_function else {}), default=repr))
+    elif value is not None:
+        print(value)
+    if code and not (status.reason and status.reason in shown.last_of_agent):
+        print(f"kale-dist: {job.ref}: {facts.sentence(status, None)}", file=sys.stderr)
+    return code
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the call.
+
+    Raises:
+        ConfigError: There is no setting of a name.
+    """
+    given: dict[str, Any] = {}
+    for name, value in options.set.items():
+        if name not in calls.SETTABLE:
+            near = wording.closest(name, calls.SETTABLE)
+            remedy = f"{near}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
+            raise ConfigError(f"--set {name}", "there is no such argument", remedy)
+        given[name] = wording.parse(value)
+    for name, value in (
+        ("number_of_processes", options.processes),
+        ("on", options.on),
+        ("name", options.name),
+        ("environment", options.env or None),
+        ("detach", options.detach or None),
+    ):
+        if value is not None:
+            given[name] = tuple(value.items()) if name == "environment" else value
+    return given
+
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Say what the call warns of in a line each: here is no line of the user's code that they could point at."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", KaleDistWarning)
+        yield
+    for warning in told:
+        if issubclass(warning.category, KaleDistWarning):
+            print(f"[kale-dist] {warning.message}", file=sys.stderr)
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _await_end(job: Job[Any]) -> None:
+    deadline = time.monotonic() + _END_S
+    while not job.done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+class _Output:
+    """Shows lines of a job where its ranks wrote them, each once, without the rank: as torchrun does.
+
+    Args:
+        stdout: In the place of stdout.
+    """
+
+    def __init__(self, stdout: Any) -> None:
+        self._stdout = stdout
+        self._shown = -1
+        self.last_of_agent = ""
+
+    def show(self, lines: Iterator[LogLine]) -> None:
+        """Print those that were not shown before."""
+        for line in lines:
+            if line.sequence <= self._shown:
+                continue
+            self._shown = line.sequence
+            stream = self._stdout if line.stream is Stream.STDOUT and line.rank is not None else sys.stderr
+            text = line.text
+            if line.rank is None:
+                text = self.last_of_agent = str(line)
+            print(text, end="" if line.continued else "\n", file=stream, flush=True)

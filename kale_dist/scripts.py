@@ -1,0 +1,222 @@
+"""Runs existing scripts as jobs, as torchrun would: `kale-dist launch train.py`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import pathlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kale_dist import calls, checks, placing, starting
+from kale_dist.checks import Options
+from kale_dist.contract import StateName
+from kale_dist.errors import ConfigError, KaleDistError, warn
+from kale_dist.job import Job
+from kale_dist.runtime import script as on_a_rank
+from kale_dist.snapshot import datasets, modules
+from kale_dist.starting import Call
+from kale_dist.strategies import AllReduce
+from kale_dist.wording import closest, parse
+
+_FAILED = 1
+_BY_SIGNAL = 128
+"""A shell's exit code of a program that a signal ended is this and the signal's number."""
+
+
+def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = False, **options: Any) -> Job[None]:
+    """Run a script on every rank, as torchrun does.
+
+    On this machine the script runs from where it is. In containers and on a cluster it is sent, with the local modules
+    that it imports and the files that its text or its arguments name, and runs in a folder that has all of these.
+
+    Args:
+        script: Its path, or the dotted name of a module.
+        arguments: What follows it on the command line.
+        as_module: Whether `script` is a module's name, as for `python -m`.
+        **options: Arguments of `kale_dist.launch`, and of the place where it runs.
+
+    Raises:
+        ConfigError: There is no such script, or an argument is wrong; nothing was started.
+        SnapshotError: A file cannot be read.
+        BackendError: The backend refused.
+    """
+    path = None if as_module else _check_script(script)
+    if as_module:
+        _add_to_path(pathlib.Path.cwd())
+        _check_module(script)
+    elif path is not None:
+        _add_to_path(path.parent)
+    run = placing.settle(Options(**placing.gathered(options)))
+    in_place = run.backend.name == "local"
+    if not in_place:
+        _warn_of_paths(arguments, [volume.mount_path for volume in run.spec.volumes])
+    files = modules.Script(path=path, module=script if as_module else "", words=tuple(arguments))
+    call = Call(
+        fn=on_a_rank.run,
+        args=(script if in_place or path is None else path.name, tuple(arguments)),
+        kwargs={"as_module": as_module, "in_place": in_place},
+        label=path.stem if path is not None else script,
+        kind="call",
+        strategy=AllReduce(),
+        script=None if in_place else files,
+    )
+    return starting.start(call, run)
+
+
+def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]:
+    """Call a module's function on every rank.
+
+    Args:
+        target: `module:function`; the module is looked for in the current folder, too.
+        arguments: Of the function: `--lr 0.1` is `lr=0.1`, `--fast` is `fast=True`, other words go by position. Numbers,
+            lists and the like are read as Python reads them.
+        **options: Arguments of `kale_dist.launch`, and of the place where it runs.
+
+    Raises:
+        ConfigError: There is no such function, or an argument is wrong; nothing was started.
+        SnapshotError: Something cannot be sent.
+        BackendError: The backend refused.
+    """
+    _add_to_path(pathlib.Path.cwd())
+    fn = _function(target)
+    args, kwargs = _words(arguments)
+    checks.check_function(fn, args, kwargs, calls.launch)
+    return calls.launch(functools.partial(fn, *args, **kwargs), **placing.gathered(options))
+
+
+def exit_code(job: Job[Any]) -> int:
+    """The exit code of a job that has ended, as its own script would give it.
+
+    Returns:
+        0; what the failed rank gave `sys.exit`; 128 and its number if a signal ended the rank; else 1.
+    """
+    status = job.status
+    if status.state is StateName.SUCCEEDED:
+        return 0
+    if status.failed_rank is None or status.state is StateName.CANCELLED:
+        return _FAILED
+    try:
+        cause = getattr(job.exception(), "__cause__", None)
+    except KaleDistError:
+        cause = None
+    if isinstance(cause, SystemExit):
+        return cause.code & 0xFF or _FAILED if isinstance(cause.code, int) else _FAILED
+    rank = next((one for one in status.replicas if one.rank == status.failed_rank), None)
+    if rank is None:
+        return _FAILED
+    if rank.signal and rank.signal in signal.Signals.__members__:
+        return _BY_SIGNAL + signal.Signals[rank.signal]
+    return rank.exit_code or _FAILED
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _check_script(script: str) -> pathlib.Path:
+    path = pathlib.Path(script)
+    if path.is_dir():
+        main = path / "__main__.py"
+        remedy = f"Name a file in it, such as {main}" if main.exists() else "Name a file in it"
+        raise ConfigError("script", f"{script!r} is a folder", remedy)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else pathlib.Path()
+        near = closest(path.name, (one.name for one in folder.glob("*.py")))
+        where = f"It was looked for in {folder.absolute()}"
+        raise ConfigError("script", f"there is no file {script!r}", f"{near}{where}")
+    _check_text(path)
+    return path.absolute()
+
+
+def _check_text(path: pathlib.Path) -> None:
+    """A script that is no Python would fail on every rank, minutes later on a cluster."""
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        line = f"line {error.lineno}: " if error.lineno else ""
+        raise ConfigError(
+            "script", f"{path} is no Python that this interpreter can read ({line}{error.msg})", "Mend it"
+        ) from None
+    except ValueError as error:
+        raise ConfigError("script", f"{path} is no Python ({error})", "Name a .py file") from None
+    except OSError as error:
+        raise ConfigError("script", f"{path} cannot be read: {error.strerror}", "Look at its permissions") from None
+
+
+def _check_module(name: str) -> None:
+    top = name.partition(".")[0]
+    if pathlib.Path(name).is_file():
+        raise ConfigError("script", f"{name!r} is a file, and -m takes the name of a module", "Leave out -m")
+    if not all(part.isidentifier() for part in name.split(".")):
+        remedy = "Write it with dots, as package.train, or leave out -m for a file"
+        raise ConfigError("script", f"{name!r} cannot be the name of a module", remedy)
+    if modules.find(top) is None:
+        remedy = f"It was looked for in {pathlib.Path.cwd()} and among the installed packages"
+        raise ConfigError("script", f"there is no module {top!r}", remedy)
+
+
+def _add_to_path(folder: pathlib.Path) -> None:
+    """Put a folder in front, as Python does with that of a script."""
+    text = str(folder)
+    sys.path[:] = [text, *(entry for entry in sys.path if entry != text)]
+    importlib.invalidate_caches()
+
+
+def _function(target: str) -> Callable[..., Any]:
+    name, _, path = target.partition(":")
+    if not path or not all(part.isidentifier() for part in [*name.split("."), *path.split(".")]):
+        remedy = "Write it as module:function, such as train:main"
+        raise ConfigError("script", f"{target!r} names no function of a module", remedy)
+    try:
+        found: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        remedy = f"It was looked for in {pathlib.Path.cwd()} and among the installed packages"
+        raise ConfigError("script", f"{name} cannot be imported: there is no module {error.name!r}", remedy) from None
+    for step in path.split("."):
+        names = [one for one in vars(found) if not one.startswith("_")] if hasattr(found, "__dict__") else []
+        try:
+            found = getattr(found, step)
+        except AttributeError:
+            remedy = closest(step, names).strip() or f"It has: {', '.join(names[:8])}"
+            raise ConfigError("script", f"{name} has no {step!r}", remedy) from None
+    if not callable(found):
+        raise ConfigError("script", f"{target} is no function", "Name a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _words(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a function from the words of a command line."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            args.append(parse(word))
+            continue
+        name, is_given, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if not name.isidentifier() or name in kwargs:
+            problem = "it is given twice" if name in kwargs else "it cannot be the name of an argument"
+            raise ConfigError(word, problem, "Write arguments of the function as --name value")
+        if is_given:
+            kwargs[name] = parse(value)
+        elif rest and not rest[0].startswith("--"):
+            kwargs[name] = parse(rest.pop(0))
+        else:
+            kwargs[name] = True
+    return tuple(args), kwargs
+
+
+def _warn_of_paths(arguments: Sequence[str], mounts: Sequence[str]) -> None:
+    """Absolute paths of this machine name nothing in a container, unless a volume is mounted there."""
+    values = [word.partition("=")[2] or word for word in arguments]
+    there = [value for value in values if value.startswith("/") and pathlib.Path(value).exists()]
+    for path in datasets.uncovered(there, mounts):
+        warn(
+            f"{path} is on this machine, and the script will not see it where it runs. Name it relative to the current "
+            "folder to have it sent, or mount a volume there"
+        )

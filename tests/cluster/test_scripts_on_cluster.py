@@ -1,0 +1,40 @@
+"""`kale-dist launch` on a cluster: a script written for torchrun, with its own module, in two pods."""
+
+import json
+import sys
+
+import pytest
+from on_cluster import IMAGE
+
+from kale_dist.cli import main
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
+TRAIN = """
+import os, sys
+import torch.distributed as dist
+import beside
+
+dist.init_process_group("gloo")
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, os.uname().nodename)
+print(beside.NAME, open(sys.argv[1]).read(), len(set(names)))
+dist.barrier()
+if dist.get_rank() == 1:
+    sys.exit(3)
+dist.barrier()
+"""
+
+
+def test_a_script_runs_in_pods_and_its_exit_code_is_that_of_the_command(namespace, tmp_path, monkeypatch, capsys):
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "base.yaml").write_text("lr: 0.5")
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    small = json.dumps({"cpu": 0.1, "memory": "1Gi"})
+    pods = ["--set", "image", IMAGE, "--set", "namespace", namespace, "--set", "resources", small]
+    assert main(["launch", "train.py", "-n", "2", "--on", "kubernetes", *pods, "--", "base.yaml"]) == 3
+    out = capsys.readouterr()
+    assert out.out.splitlines() == ["beside lr: 0.5 2"] * 2
+    assert "Rank 1 failed: SystemExit: 3" in out.err
