@@ -26,15 +26,15 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
     """Give the control numbers a tensor on the CPU, which gloo sums in every step."""
     import torch
 
-    from kale_dist.training.strategies import all_reduce
+    from kale_dist.training.strategies import ddp
 
-    original = all_reduce.fill_buckets
+    original = ddp.fill_buckets
 
     def fill(*args: Any) -> Any:
         buckets, control = original(*args)
         return buckets, torch.empty(len(control), dtype=torch.float32)
 
-    return mock.patch.object(all_reduce, "fill_buckets", fill)
+    return mock.patch.object(ddp, "fill_buckets", fill)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kale_dist import strategies
     from kale_dist.calls import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
@@ -25,13 +26,11 @@ if TYPE_CHECKING:
     from kale_dist.recipe import Recipe
     from kale_dist.resources import Resources
     from kale_dist.runtime.context import context, report
-    from kale_dist.strategies import AllReduce
     from kale_dist.volumes import Volume
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AllReduce",
     "Docker",
     "Job",
     "KaleDistError",
@@ -50,10 +49,10 @@ __all__ = [
     "render",
     "report",
     "run_notebook",
+    "strategies",
 ]
 
 _HOMES = {
-    "AllReduce": "strategies",
     "Docker": "places",
     "Job": "job",
     "KaleDistError": "errors",
@@ -71,6 +70,7 @@ _HOMES = {
     "render": "calls",
     "report": "runtime.context",
     "run_notebook": "notebook_runner.execution",
+    "strategies": "",
 }
 
 
@@ -78,7 +78,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    # Without a home it is a module of the package itself.
+    module = importlib.import_module(f"{__name__}.{home or name}")
+    value = getattr(module, name) if home else module
     globals()[name] = value
     return value
 

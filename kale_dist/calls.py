@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, names, placing, records, starting
+from kale_dist import backends, checks, names, placing, records, starting, strategies
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Options
@@ -18,7 +18,6 @@ from kale_dist.job import Job, inside
 from kale_dist.places import Kubernetes, Place, word_of
 from kale_dist.placing import Run
 from kale_dist.starting import Call
-from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.training_checks import Training
 from kale_dist.wording import closest
 
@@ -65,7 +64,7 @@ def distribute(
     stall_timeout_s: float | None = 1800.0,
     max_restarts: int = 0,
     detach: bool = False,
-    strategy: Strategy | None = None,
+    strategy: str | strategies.Settings | None = None,
     state: Sequence[Any] = (),
     **unknown: Never,
 ) -> Job[TrainingResult]:
@@ -115,7 +114,8 @@ def distribute(
             an exit, a stall). Not after an exception or out of memory.
         detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
             all jobs do.
-        strategy: How gradients are exchanged; None for `AllReduce()`.
+        strategy: How ranks share the training: a word such as `"ddp"`, or an object of `kd.strategies` with settings;
+            None for `"ddp"`.
         state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
             lists, dicts and sets.
         **unknown: Refused. The error names the argument that was probably meant.
@@ -136,7 +136,7 @@ def distribute(
         model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
         scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
-        shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=AllReduce() if strategy is None else strategy,
+        shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=strategies.resolve(strategy),
         state=state,
     )  # fmt: skip
     options = Options(
@@ -272,8 +272,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
         return _function_call(given["fn"], given["args"], given["kwargs"], Options(**fields))
     if given["unknown"]:
         raise checks.unknown_word(next(iter(given["unknown"])), distribute)
-    if given["strategy"] is None:
-        given["strategy"] = AllReduce()
+    given["strategy"] = strategies.resolve(given["strategy"])
     what = Training(**{field.name: given[field.name] for field in dataclasses.fields(Training)})
     return _training_call(what, Options(**fields))
 
@@ -366,6 +365,7 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
     weights = sum(2 * one.numel() * one.element_size() for one in parameters)
     run = placing.settle(options, rank_bytes=weights)
+    training.check_strategy(run.spec, is_local=run.backend.name == "local")
     kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
     label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
@@ -377,7 +377,7 @@ def _function_call(
     """A function's call, and where and how it runs."""
     checks.check_function(fn, args, kwargs, launch)
     run = placing.settle(options)
-    return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=AllReduce()), run
+    return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=strategies.DDP()), run
 
 
 def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

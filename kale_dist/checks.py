@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kale_dist import names
+from kale_dist import names, strategies
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
 from kale_dist.places import Kubernetes, Place
@@ -115,6 +115,8 @@ def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) ->
     """A sentence that names the argument that was probably meant; `own` are those besides the verb's."""
     if any(word == field.name for field in dataclasses.fields(Kubernetes)):
         return f"It belongs to the place: on=kd.Kubernetes({word}=...)"
+    if (owner := strategies.owner_of(word)) is not None:
+        return f"It is a setting of a strategy: strategy=kd.strategies.{owner.__name__}({word}=...)"
     signature = inspect.signature(verb).parameters
     known = [*own, *(name for name, parameter in signature.items() if not parameter.kind.name.startswith("VAR_"))]
     if word in _NEIGHBOURS:

@@ -14,11 +14,10 @@ _MODULES = (
     "blobs",
     "contract",
     "errors",
-    "strategies",
     "tracebacks",
     "url_store",
 )
-_PACKAGES = ("runtime", "training")
+_PACKAGES = ("runtime", "strategies", "training")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
 

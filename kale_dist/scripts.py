@@ -19,7 +19,7 @@ from kale_dist.job import Job
 from kale_dist.runtime import script as on_a_rank
 from kale_dist.snapshot import datasets, modules
 from kale_dist.starting import Call
-from kale_dist.strategies import AllReduce
+from kale_dist.strategies import DDP
 from kale_dist.wording import closest, parse
 
 _FAILED = 1
@@ -61,7 +61,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         kwargs={"as_module": as_module, "in_place": in_place},
         label=path.stem if path is not None else script,
         kind="call",
-        strategy=AllReduce(),
+        strategy=DDP(),
         script=None if in_place else files,
     )
     return starting.start(call, run)

@@ -6,12 +6,11 @@ import dataclasses
 import math
 from typing import Any, Self
 
-from kale_dist import names
+from kale_dist import names, strategies
 from kale_dist.errors import ConfigError
 from kale_dist.places import ClusterOptions
 from kale_dist.recipe import Recipe
 from kale_dist.resources import Resources
-from kale_dist.strategies import AllReduce, Strategy
 from kale_dist.volumes import Volume, VolumeKind
 
 __all__ = ["ClusterOptions", "JobSpec", "Policy", "Resources", "Topology", "Volume", "VolumeKind"]
@@ -101,7 +100,7 @@ class JobSpec:
     store: str = ""
     """Where snapshots, checkpoints and results are stored: empty (the notebook sends and fetches them itself), `pvc://claim/folder`, or a URL that fsspec opens."""
     cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
-    strategy: Strategy = dataclasses.field(default_factory=AllReduce)
+    strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     policy: Policy = dataclasses.field(default_factory=Policy)
 
     def __post_init__(self) -> None:
@@ -115,7 +114,7 @@ class JobSpec:
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "strategy": strategies.to_json(self.strategy)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -127,7 +126,7 @@ class JobSpec:
         values["resources"] = Resources(**_with_tuples(data["resources"]))
         values["cluster"] = ClusterOptions(**_with_tuples(data["cluster"]))
         values["environment"] = tuple((name, value) for name, value in data["environment"])
-        values["strategy"] = AllReduce(**data["strategy"])
+        values["strategy"] = strategies.from_json(data["strategy"])
         values["recipe"] = Recipe.from_json(data["recipe"]) if data.get("recipe") is not None else None
         values["policy"] = Policy(**data["policy"])
         return cls(**values)

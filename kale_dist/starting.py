@@ -28,7 +28,7 @@ from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Captured, Originals, capture
 from kale_dist.snapshot.modules import Script
 from kale_dist.spec import JobSpec
-from kale_dist.strategies import Strategy
+from kale_dist.strategies import Settings
 
 if TYPE_CHECKING:
     from kale_dist.training.result import TrainingResult
@@ -53,7 +53,7 @@ class Call:
     kwargs: Mapping[str, Any]
     label: str
     kind: str
-    strategy: Strategy
+    strategy: Settings
     script: Script | None = None
     """A script whose files are sent along."""
 

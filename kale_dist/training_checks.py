@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kale_dist import strategies
 from kale_dist.checks import check_count, check_flag, check_returns, describe, title
 from kale_dist.errors import ConfigError
-from kale_dist.strategies import AllReduce, Strategy
+from kale_dist.spec import JobSpec
 from kale_dist.wording import closest, show
 
 STEP_ARGUMENTS = {
@@ -70,7 +71,7 @@ class Training:
     shard: bool = True
     eval_sharding: str = "samples"
     checkpoint_every: int | None = 1
-    strategy: Strategy = dataclasses.field(default_factory=AllReduce)
+    strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     state: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
@@ -109,10 +110,32 @@ class Training:
             near = closest(self.eval_sharding, _EVAL_SHARDINGS)
             remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
             raise ConfigError("eval_sharding", f"there is no way {self.eval_sharding!r}", remedy)
-        strategy: Any = self.strategy
-        if not isinstance(strategy, AllReduce):
-            remedy = "Use kale_dist.AllReduce(), or leave it out"
-            raise ConfigError("strategy", f"{strategy!r} is not a strategy of this version", remedy)
+        # A word becomes its settings here, so that everything behind the call knows only these.
+        object.__setattr__(self, "strategy", strategies.resolve(self.strategy))
+
+    def check_strategy(self, spec: JobSpec, *, is_local: bool) -> None:
+        """Check what the strategy demands, once it is known where and on how many processes the job runs.
+
+        Raises:
+            ConfigError: This cannot be trained so.
+        """
+        self.strategy.check(
+            strategies.Conditions(
+                number_of_processes=spec.topology.number_of_processes,
+                processes_per_pod=spec.topology.processes_per_pod,
+                is_local=is_local,
+                cuda=spec.cuda,
+                model=self.model,
+                criterion=self.criterion,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                accumulate=self.accumulate,
+                precision=self.precision,
+                clip_norm=self.clip_norm,
+                max_restarts=spec.policy.max_restarts,
+                is_ready_made=self.train_step is None,
+            )
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Name to value, as the training loop takes them."""

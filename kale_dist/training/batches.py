@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
 from kale_dist.training.sharding import Pace, Portion
-from kale_dist.training.strategies.all_reduce import GradientExchange
+from kale_dist.training.strategies.protocol import Strategy
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,9 +26,12 @@ class Feed:
     name: str
     """`train` or `eval`."""
     group: Group
+    """The ranks that have different data, in the order of their shards."""
+    row: Group
+    """The ranks that have the same data as this one. The first reads it and sends it to the others."""
     pace: Pace | None = None
     """None for a loader that is not trained on."""
-    exchange: GradientExchange | None = None
+    strategy: Strategy | None = None
     loss: Callable[[], float | None] = lambda: None
     """Gives the latest loss, for the progress."""
     epoch: int = 1
@@ -55,6 +59,21 @@ class Feed:
     def step(self) -> int:
         """The number of the batch in its pass, from 1."""
         return self.current.index if self.current is not None else 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data, rather than gets it from the first of its peers."""
+        return not self.row.rank
+
+    def end_batch(self, *, left: bool = False) -> None:
+        """The batch in hand is done with: join what other ranks have exchanged in it."""
+        if self.strategy is not None and self.pace is not None and self.pace.portion is not None:
+            self.strategy.end_batch(left=left)
+
+    def begin_batch(self) -> None:
+        """Tell the strategy of the batch that `pace` has taken, or that there is none."""
+        if self.strategy is not None and self.pace is not None:
+            self.strategy.begin_batch(weight=self.pace.factor, due=self.pace.is_due)
 
     @property
     def is_training(self) -> bool:
@@ -99,7 +118,7 @@ class Batches:
         self._feed = feed
         # Worker processes are fed at once, and the order is drawn together.
         feed.change_to(None)
-        self._inner = _make(loader, feed, make_iterator)
+        self._inner = _make(loader, feed, make_iterator) if feed.reads else iter(())
         self._begin()
 
     def _begin(self) -> None:
@@ -122,7 +141,8 @@ class Batches:
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
         self._feed.change_to(None)
-        self._inner._reset(loader, first_iter)  # noqa: SLF001
+        if self._feed.reads:
+            self._inner._reset(loader, first_iter)  # noqa: SLF001
         self._begin()
 
     def __getattr__(self, name: str) -> Any:
@@ -141,12 +161,11 @@ class Batches:
             raise StopIteration
         feed = self._feed
         if feed.current is self:
-            if feed.exchange is not None:
-                feed.exchange.settle()
+            feed.end_batch()
         else:
             feed.change_to(self)
         try:
-            portion, batch = self._next_agreed() if feed.is_agreed else self._next_planned()
+            portion, batch = self._next() if feed.row.is_alone else self._next_of_peers()
         except StopIteration:
             self._finish()
             raise
@@ -156,8 +175,7 @@ class Batches:
         feed.samples += portion.local
         if feed.pace is not None:
             feed.pace.take(portion)
-        if feed.exchange is not None:
-            feed.exchange.begin_batch()
+            feed.begin_batch()
         context.mark_progress()
         now = time.monotonic()
         if now - self._told >= context.MIN_INTERVAL_S or self.index in (1, self._steps):
@@ -175,6 +193,7 @@ class Batches:
             self._tell(time.monotonic(), in_hand=0)
         if self._feed.pace is not None:
             self._feed.pace.leave()
+            self._feed.begin_batch()
 
     def pause(self) -> None:
         """The loop was left, or gives way to another, before the loader was exhausted: did all ranks do so here?
@@ -184,12 +203,29 @@ class Batches:
         """
         feed = self._feed
         portion = feed.pace.portion if feed.pace is not None else None
-        if feed.exchange is not None and portion is not None:
+        if feed.strategy is not None and portion is not None:
             is_early = not portion.last
-            feed.exchange.settle(left=is_early and not feed.is_agreed)
-            if is_early and feed.is_agreed:
+            feed.end_batch(left=is_early and not feed.is_agreed)
+            if is_early and feed.is_agreed and feed.reads:
                 self._agree(None, left=True)
         self._tell_rest()
+
+    def _next(self) -> tuple[Portion, Any]:
+        return self._next_agreed() if self._feed.is_agreed else self._next_planned()
+
+    def _next_of_peers(self) -> tuple[Portion, Any]:
+        """The batch that the first of the peers reads, and its random numbers: dropout must be equal on all peers."""
+        feed, sent = self._feed, None
+        if feed.reads:
+            with contextlib.suppress(StopIteration):
+                portion, batch = self._next()
+                sent = portion, batch, torch.get_rng_state()
+        sent = feed.row.send(sent)
+        if sent is None:
+            raise StopIteration
+        portion, batch, random = sent
+        torch.set_rng_state(random)
+        return portion, batch
 
     # -- where every rank knows what comes -------------------------------------------------------------------------
 

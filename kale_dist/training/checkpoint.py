@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -193,7 +193,9 @@ def is_wanted() -> bool:
     return context.context().max_restarts > 0
 
 
-def describe(group: Group, trained: Trained, progress: Progress, scaler: Any) -> dict[str, Any]:
+def describe(
+    group: Group, trained: Trained, progress: Progress, scaler: Any, own_state: dict[str, Any]
+) -> dict[str, Any]:
     """What `Checkpoint.resume` holds. All ranks have to call this.
 
     Args:
@@ -201,9 +203,12 @@ def describe(group: Group, trained: Trained, progress: Progress, scaler: Any) ->
         trained: What is trained.
         progress: How far it is.
         scaler: The loss scaler of the ready-made step, or None.
+        own_state: What the strategy needs in this rank besides.
     """
+    ranks = group.gather((random_states(group.device, trained.loaders), own_state))
     return {
-        "random": group.gather(_random_states(group.device, trained.loaders)),
+        "random": [states for states, _ in ranks],
+        "strategy": [state for _, state in ranks],
         "criterion": trained.criterion.state_dict() if isinstance(trained.criterion, torch.nn.Module) else None,
         "evaluating": [name for name, module in trained.model.named_modules() if not module.training],
         "frozen": [name for name, parameter in trained.model.named_parameters() if not parameter.requires_grad],
@@ -241,13 +246,15 @@ class Resumption:
         if place.attempt or found is not None:
             group.say(f"{f'Attempt {place.attempt + 1}' if place.attempt else 'New run'}: the training {what}.")
 
-    def restore_rest(self, scaler: Any) -> None:
-        """Set what comes last: the scaler, then the generators of random numbers, which must not be used before."""
+    def restore_rest(self, scaler: Any, load_own_state: Callable[[dict[str, Any]], None]) -> None:
+        """Set what comes last: the strategy's state, the scaler, then the generators of random numbers, which must not be used before."""
         if self._resume is None:
             return
+        if own := self._resume["strategy"][self._group.rank]:
+            load_own_state(own)
         if scaler is not None and self._resume["scaler"] is not None:
             scaler.load_state_dict(self._resume["scaler"])
-        _set_random_states(self._group.device, self._trained.loaders, self._resume["random"][self._group.rank])
+        set_random_states(self._group.device, self._trained.loaders, self._resume["random"][self._group.rank])
 
     def _usable(self) -> pathlib.Path | None:
         """Where the last checkpoint is, in rank 0, if there is one that fits."""
@@ -337,7 +344,7 @@ def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
 # -- random numbers --------------------------------------------------------------------------------------------------
 
 
-def _random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any]:
+def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any]:
     """Where this rank's generators are: of random, torch, NumPy if it is loaded, and of the loaders."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -354,7 +361,8 @@ def _random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, An
     return states
 
 
-def _set_random_states(device: torch.device, loaders: Iterable[Any], states: dict[str, Any]) -> None:
+def set_random_states(device: torch.device, loaders: Iterable[Any], states: dict[str, Any]) -> None:
+    """Put the generators where `random_states` found them."""
     version, numbers, gauss = states["random"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(states["torch"])

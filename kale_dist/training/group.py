@@ -5,6 +5,7 @@ That is initial weights, buffers, and the weights after each epoch.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,6 +34,22 @@ class Group:
         self.rank: int = dist.get_rank() if ready else place.rank
         self.world_size: int = dist.get_world_size() if ready else 1
         self._said: set[str] = set()
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The part of the ranks that this rank is in, as a group of its own; this group if it is the only part.
+
+        Args:
+            parts: Ranks, each in one part, in the order that they have in it. The same on all ranks.
+        """
+        if len(parts) == 1:
+            return self
+        mine = copy.copy(self)
+        for ranks in parts:
+            # Every rank has to make every group.
+            made = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine.world, mine.rank, mine.world_size = made, ranks.index(self.rank), len(ranks)
+        return mine
 
     @property
     def is_alone(self) -> bool:
@@ -82,7 +99,7 @@ class Group:
         if not self.is_alone:
             data = tensor.detach()
             whole = data.contiguous()
-            dist.broadcast(whole, src=source, group=self.world)
+            dist.broadcast(whole, group_src=source, group=self.world)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
 
@@ -105,12 +122,12 @@ class Group:
                 kind = 1
                 data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         head = torch.tensor([kind, data.numel()], dtype=torch.int64)
-        dist.broadcast(head, src=source, group=self.world)
+        dist.broadcast(head, group_src=source, group=self.world)
         kind, size = head.tolist()
         if not mine:
             data = torch.empty(size, dtype=torch.uint8 if kind else torch.int64)
         if size:
-            dist.broadcast(data, src=source, group=self.world)
+            dist.broadcast(data, group_src=source, group=self.world)
         if mine:
             return value
         return pickle.loads(data.numpy().tobytes()) if kind else data.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,13 +15,13 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.contract import EventKind
-from kale_dist.errors import ConfigError
+from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.runtime import context
-from kale_dist.strategies import AllReduce, Strategy
+from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.training import checkpoint, loader, supervised
 from kale_dist.training.batches import Feed
 from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
-from kale_dist.training.group import Buffers, Group, copy_where_differing, fingerprint, trained_tensors
+from kale_dist.training.group import Group, copy_where_differing, differing, fingerprint, trained_tensors
 from kale_dist.training.notices import Captured, Losses
 from kale_dist.training.optimizer import OptimizerControl, Schedules
 from kale_dist.training.result import (
@@ -37,8 +38,7 @@ from kale_dist.training.result import (
     state_of,
 )
 from kale_dist.training.sharding import Pace
-from kale_dist.training.strategies.all_reduce import GradientExchange, follow_lazy_modules
-from kale_dist.training.strategies.buckets import sparse_parameters
+from kale_dist.training.strategies.protocol import FullState, Parts, Strategy
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,7 +68,7 @@ def train(
     shard: bool = True,
     eval_sharding: str = "samples",
     checkpoint_every: int | None = 1,
-    strategy: Strategy | None = None,
+    strategy: Settings | None = None,
     seed: int | None = None,
     state: Sequence[Any] = (),
 ) -> TrainingResult:
@@ -99,8 +99,8 @@ def train(
         shard: Whether to divide the training data; False where the dataset does it itself.
         eval_sharding: `samples` (each rank evaluates its share) or `none` (every rank evaluates everything).
         checkpoint_every: Epochs between checkpoints; None or 0 for none. Without a job there are none.
-        strategy: How gradients are exchanged.
-        seed: Seed of rank 0, rank r gets seed + r; None where the rank is seeded already.
+        strategy: How ranks share the training; None for `DDP()`.
+        seed: Seed of the ranks with shard 0 of the data, shard s gets seed + s; None where the rank is seeded already.
         state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
 
     Returns:
@@ -113,8 +113,10 @@ def train(
     place = context.context()
     device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
     group = Group(device)
+    strategy = strategy or DDP()
+    layout = strategy.layout(group.rank, group.world_size)
     if seed is not None:
-        _seed(seed + group.rank)
+        _seed(seed + (group.rank if layout.shard is None else layout.shard))
     if eval_data_loader is train_data_loader:
         # One object cannot give two different shares.
         eval_data_loader = copy.copy(train_data_loader)
@@ -128,7 +130,7 @@ def train(
             state=tuple(state),
             loaders=tuple(data for data in loaders if data is not None),
         )
-        session = Session(group, trained, strategy or AllReduce(), epochs=epochs, precision=precision)
+        session = Session(group, trained, strategy, epochs=epochs, precision=precision)
         session.open(
             stack,
             accumulate=accumulate,
@@ -156,7 +158,8 @@ def train(
             progress = Progress(epochs=epoch, values=values, stopped=stopped)
             if every and (epoch % every == 0 or epoch == epochs or stopped):
                 session.write_checkpoint(progress)
-    return session.result(progress.values, progress.epochs, stopped=progress.stopped)
+        final = session.strategy.full_state()
+    return session.result(progress.values, progress.epochs, final, stopped=progress.stopped)
 
 
 def _seed(seed: int) -> None:
@@ -171,18 +174,19 @@ class Session:
     """The parts of one training, put together."""
 
     control: OptimizerControl
-    exchange: GradientExchange
+    strategy: Strategy
     resumption: Resumption
     _captured: Captured | None = None
 
     def __init__(
-        self, group: Group, trained: Trained, settings: AllReduce, *, epochs: int, precision: str | None
+        self, group: Group, trained: Trained, settings: Settings, *, epochs: int, precision: str | None
     ) -> None:
         self.group = group
         self.trained = trained
         self.epochs = epochs
         self._settings = settings
         self._precision = precision
+        self._strategy_totals: dict[str, float] = {}
         self._structure = Structure.of(trained.model)
         self._losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
 
@@ -205,14 +209,27 @@ class Session:
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
         copy_where_differing(group, list(self.named.items()), prints, "at the start")
-        self.buffers = Buffers(trained.model, group, average=self._settings.average_buffers)
-        pace = Pace(group.world_size, accumulate)
-        roots = [root for root in (trained.model, trained.criterion) if isinstance(root, torch.nn.Module)]
-        modules = [module for root in roots for module in root.modules()]
-        parameters: Any = self.named.values()
-        self.exchange = GradientExchange(group, pace, self._settings, parameters, sparse_parameters(modules))
-        stack.callback(self.exchange.close)
-        follow_lazy_modules(modules, self.exchange)
+        layouts = [self._settings.layout(rank, group.world_size) for rank in range(group.world_size)]
+        self.layout = layouts[group.rank]
+        column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
+        pace = Pace(self.layout.shards, accumulate)
+        self.strategy = _made(self._settings, self.layout)
+        self.strategy.prepare(
+            Parts(
+                model=trained.model,
+                criterion=trained.criterion,
+                optimizer=trained.optimizer,
+                named=self.named,
+                group=group,
+                column=column,
+                row=row,
+                pace=pace,
+                precision=self._precision,
+            ),
+            stack,
+        )
+        self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
+        _follow_lazy_modules((trained.model, trained.criterion), self.strategy)
         scaler = torch.amp.GradScaler(device.type) if is_ready_made and self._precision == "fp16" else None
         schedules = Schedules(group=group, pace=pace, epochs=self.epochs, alone=loader.length(train_loader))
         several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
@@ -221,7 +238,7 @@ class Session:
             trained.model,
             group,
             pace,
-            self.exchange,
+            self.strategy,
             schedules,
             clip_norm=clip_norm,
             precision=self._precision,
@@ -230,19 +247,29 @@ class Session:
         stack.enter_context(self.control.installed())
         stack.enter_context(self._losses.watched(trained.criterion))
         self.train_feed = Feed(
-            name="train", group=group, pace=pace, exchange=self.exchange, loss=self._losses.latest, epochs=self.epochs
+            name="train",
+            group=column,
+            row=row,
+            pace=pace,
+            strategy=self.strategy,
+            loss=self._losses.latest,
+            epochs=self.epochs,
         )
         options: dict[str, Any] = {"argument": "train_data_loader", "shard": shard, "split": split}
         stack.callback(loader.prepare(train_loader, self.train_feed, accumulate=accumulate, **options))
         schedules.here = loader.length(train_loader)
         group.say(self.train_feed.sentence)
-        self.eval_feed = Feed(name="eval", group=group, loss=self._losses.latest, epochs=self.epochs)
+        self.eval_feed = Feed(name="eval", group=column, row=row, loss=self._losses.latest, epochs=self.epochs)
         for eval_loader in eval_loaders:
             options |= {"argument": "eval_data_loader", "shard": shard_eval}
             stack.callback(loader.prepare(eval_loader, self.eval_feed, **options))
             note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
             group.say(f"{self.eval_feed.sentence}; {note}")
-        self.resumption.restore_rest(self.control.scaler)
+        self.resumption.restore_rest(self.control.scaler, self.strategy.load_own_state)
+        if not row.is_alone:
+            # Peers draw alike, or their dropout would differ.
+            states = checkpoint.random_states(device, trained.loaders)
+            checkpoint.set_random_states(device, trained.loaders, row.send(states))
 
     def _move(self) -> None:
         """Bring model, criterion and the optimizer's state to the rank's device."""
@@ -267,8 +294,10 @@ class Session:
         for data in self.trained.loaders:
             _set_epoch(data, epoch - 1)
         self.control.scheduler_calls.clear()
+        if self.layout.shard is None:
+            call_train, call_eval = self.strategy.serve, (lambda: None) if call_eval is not None else None
         trained = self._run("train_step", self.train_feed, epoch, call_train)
-        self.buffers.synchronise()
+        self._report_strategy(epoch)
         values, stop = trained.values, trained.stop
         evaluated: dict[str, float] = {}
         if call_eval is not None:
@@ -313,19 +342,18 @@ class Session:
         is_training = feed is self.train_feed
         if is_training:
             self.control.flush()
-            self.exchange.verify()
-        prints = fingerprint(self.named.values()) if is_training and not self.group.is_alone else []
+            self.strategy.end_epoch()
+        has_replicas = len(self.layout.replicas) > 1
+        prints = fingerprint(self.named.values()) if is_training and has_replicas else []
         outcome = average(self.group, normalise(name, returned), feed.samples, prints)
         if is_training:
-            copy_where_differing(
-                self.group, list(self.named.items()), outcome.extras, f"after epoch {epoch}", _DRIFT_HINT
-            )
-            if returned is None:
+            self._mend_drift(outcome.extras, epoch)
+            if returned is None and self.layout.shard is not None:
                 self.group.say(
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
                     " {'loss': total / len(data_loader)}; they are averaged over the ranks."
                 )
-            if not feed.passes:
+            if not feed.passes and self.layout.shard is not None:
                 self.group.say(
                     "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
                     " divided over the ranks. A loader made in the step over data_loader.dataset gives all ranks the"
@@ -334,6 +362,29 @@ class Session:
         if self.group.rank == 0 and outcome.values:
             context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=feed.name)
         return outcome
+
+    def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
+        """Weights must be equal on all ranks that hold the same ones."""
+        replicas, when = self.layout.replicas, f"after epoch {epoch}"
+        if len(replicas) == self.group.world_size:
+            copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
+        elif len(replicas) > 1 and (positions := differing([prints[rank] for rank in replicas])):
+            raise KaleDistError(
+                f"Weights of {self.layout.part} were not equal on all ranks that hold them {when}"
+                f" ({list(self.named)[positions[0]]}).{_DRIFT_HINT}"
+            )
+
+    def _report_strategy(self, epoch: int) -> None:
+        """Sum the strategy's numbers over the ranks, and send them as metrics of the epoch."""
+        everyone = self.group.gather(self.strategy.metrics())
+        values: dict[str, float] = {}
+        for mine in everyone:
+            for name, value in mine.items():
+                values[name] = values.get(name, 0.0) + value
+        for name, value in values.items():
+            self._strategy_totals[name] = self._strategy_totals.get(name, 0.0) + value
+        if values and not self.group.rank:
+            context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="strategy")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = _PRECISIONS[self._precision]
@@ -364,14 +415,18 @@ class Session:
         files = context.context().files
         if files is None:
             return
-        rest = describe(self.group, self.trained, progress, self.control.scaler) if is_wanted() else None
-        if self.group.rank:
+        rest = None
+        if is_wanted():
+            own = self.strategy.own_state()
+            rest = describe(self.group, self.trained, progress, self.control.scaler, own)
+        state = self.strategy.full_state()
+        if state is None:
             return
         epoch = progress.epochs
         left_out = checkpoint.write(
             files.checkpoint,
-            model=self.trained.model.state_dict(),
-            optimizer=self.trained.optimizer.state_dict(),
+            model=state.model,
+            optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
             epoch=epoch,
             resume=rest,
@@ -387,22 +442,59 @@ class Session:
         )
         context.mark_progress()
 
-    def result(self, values: dict[str, float], epochs: int, *, stopped: bool) -> TrainingResult:
+    def result(
+        self, values: dict[str, float], epochs: int, state: FullState | None, *, stopped: bool
+    ) -> TrainingResult:
         """The outcome, after everything was undone."""
-        if self.group.rank:
+        if state is None:
             return TrainingResult(metrics=values, epochs=epochs, stopped_early=stopped)
-        changed = self._structure.difference(Structure.of(self.trained.model))
+        changed = self._structure.difference(Structure.of(self.trained.model, state.model))
         return TrainingResult(
             metrics=values,
             epochs=epochs,
             stopped_early=stopped,
-            model_state=on_cpu(self.trained.model.state_dict()),
-            optimizer_state=on_cpu(self.trained.optimizer.state_dict()),
+            model_state=on_cpu(state.model),
+            optimizer_state=on_cpu(state.optimizer),
             scheduler_state=None if self.trained.scheduler is None else on_cpu(self.trained.scheduler.state_dict()),
             state=tuple(map(state_of, self.trained.state)),
             model=self.trained.model if changed else None,
             reason=changed,
+            strategy=self._strategy_totals,
         )
+
+
+def _made(settings: Settings, layout: Layout) -> Strategy:
+    """The strategy that settings stand for, whose module is imported here."""
+    module, _, name = settings.home.partition(".")
+    made: Strategy = getattr(importlib.import_module(f"kale_dist.training.strategies.{module}"), name)(settings, layout)
+    return made
+
+
+def _columns(layouts: Sequence[Layout]) -> list[tuple[int, ...]]:
+    """The ranks with the same position among their peers, in the order of their shards; each server alone."""
+    columns: dict[tuple[str, int], list[int]] = {}
+    for rank, one in enumerate(layouts):
+        key = ("server", rank) if one.shard is None else ("position", one.peers.index(rank))
+        columns.setdefault(key, []).append(rank)
+    return [tuple(sorted(ranks, key=lambda rank: (layouts[rank].shard or 0, rank))) for ranks in columns.values()]
+
+
+def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
+    """Have modules that get their shapes in the first forward pass start from equal values.
+
+    Ranks draw from different seeds, so their own initial values would differ.
+    """
+    for module in (module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules()):
+        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            handle: list[Any] = []
+
+            def settle(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
+                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+                    strategy.adopt(module.parameters(recurse=False))
+                    handle.pop().remove()
+
+            # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.
+            handle.append(module.register_forward_pre_hook(settle))
 
 
 def _set_epoch(data: Any, epoch: int) -> None:

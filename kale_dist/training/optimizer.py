@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,7 +22,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
 from kale_dist.training.sharding import Pace
-from kale_dist.training.strategies.all_reduce import GradientExchange
+from kale_dist.training.strategies.protocol import Strategy
 
 _TOTALS = ("total_steps", "T_max", "total_iters")
 """Where torch's schedulers keep the number of calls they are made for."""
@@ -109,7 +110,7 @@ class OptimizerControl:
         model: The model, whose `zero_grad` is held back as well.
         group: The ranks.
         pace: Written by the training loader.
-        exchange: The gradients' exchange.
+        strategy: Completes the gradients.
         schedules: How far a scheduler moves in a batch.
         clip_norm: Largest norm of all gradients together; None for no clipping.
         precision: None, `bf16` or `fp16`.
@@ -122,7 +123,7 @@ class OptimizerControl:
         model: torch.nn.Module,
         group: Group,
         pace: Pace,
-        exchange: GradientExchange,
+        strategy: Strategy,
         schedules: Schedules,
         *,
         clip_norm: float | None = None,
@@ -137,7 +138,7 @@ class OptimizerControl:
         self._model = model
         self._group = group
         self._pace = pace
-        self._exchange = exchange
+        self._strategy = strategy
         self._schedules = schedules
         self._clip_norm = clip_norm
         self._needs_scaler = precision == "fp16" and scaler is None
@@ -161,6 +162,8 @@ class OptimizerControl:
                 if "step" in vars(scheduler_class):
                     _patch(stack, scheduler_class, "step", self._wrap_scheduler_step)
             _patch(stack, torch.amp.GradScaler, "step", self._wrap_scaler_step)
+            stack.callback(setattr, clip_grad, "_get_total_norm", clip_grad._get_total_norm)  # noqa: SLF001
+            clip_grad._get_total_norm = self._total_norm  # noqa: SLF001 - a name that a step has imported calls it, too
             hook = register_optimizer_step_pre_hook(self._before_any_step)
             stack.callback(hook.remove)
             yield
@@ -176,7 +179,7 @@ class OptimizerControl:
             return self.step(closure)
 
         def zero_grad(_: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-            if not self._exchange.has_pending:
+            if not self._strategy.has_pending:
                 self._zero_grad(set_to_none=set_to_none)
 
         # Schedulers look for this mark, and wrap or warn where it is missing.
@@ -211,12 +214,14 @@ class OptimizerControl:
         if self._accumulates:
             self._check_accumulation(closure)
             if not self._pace.is_due:
-                self._exchange.check_untouched()
+                self._strategy.check_held()
                 self._is_held = True
                 return None
         self._is_held = False
         if closure is not None:
-            return self._step(self._averaged(closure))
+            result = self._step(self._averaged(closure))
+            self._done()
+            return result
         self.commit()
         if self.scaler is not None:
             result = self._scaled_step()
@@ -228,12 +233,11 @@ class OptimizerControl:
 
     def commit(self) -> None:
         """Make the gradients those of the whole window on all ranks."""
-        self._exchange.ensure()
-        self._exchange.scale(self._pace.correction)
+        self._strategy.complete(self._pace.correction)
 
     def flush(self) -> None:
         """At the end of the user's step: apply a window that the loop left unfinished."""
-        if self._exchange.has_pending and self._accumulates:
+        if self._strategy.has_pending and self._accumulates:
             portion, self._pace.portion = self._pace.portion, None
             self._pace.optimizer_steps_of_batch = 0
             try:
@@ -245,7 +249,7 @@ class OptimizerControl:
     def _done(self) -> None:
         self.real_steps += 1
         self._pace.stepped()
-        self._exchange.stepped()
+        self._strategy.stepped()
         context.mark_progress()
 
     def _real_step(self) -> Any:
@@ -271,12 +275,29 @@ class OptimizerControl:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
 
+    def _total_norm(
+        self,
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        foreach: bool | None = None,  # noqa: ARG002, FBT001
+    ) -> torch.Tensor:
+        """What `clip_grad_norm_` divides by, here and in the user's step."""
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        total = self._strategy.total_norm(gradients, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Pass"
+                " error_if_nonfinite=False to clip them all the same"
+            )
+        return total
+
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose loss is that of all ranks: a line search must take the same turns everywhere."""
 
         def averaged() -> Any:
             loss = closure()
-            self._exchange.ensure()
+            self._strategy.complete(1.0)
             self._clip()
             if loss is None:
                 return None
@@ -313,8 +334,8 @@ class OptimizerControl:
                     f"train_step uses another optimizer ({type(optimizer).__name__}) beside the one it was given",
                     "Use accumulate=1 with more than one optimizer",
                 )
-            self._exchange.adopt_late(parameters)
-            self._exchange.ensure()
+            self._strategy.adopt(parameters)
+            self._strategy.complete(1.0)
         elif any(torch.nn.parameter.is_lazy(p) for p in parameters):
             raise ConfigError(
                 "model",
@@ -322,7 +343,7 @@ class OptimizerControl:
                 "Use all lazy modules in the first forward pass, or give them shapes before the call",
             )
         else:
-            self._exchange.adopt_late(parameters)
+            self._strategy.adopt(parameters)
 
     def _wrap_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -334,7 +355,7 @@ class OptimizerControl:
                 raise ConfigError("accumulate", problem, "Use precision='bf16' instead of the scaler")
             if self._clip_norm is not None:
                 raise ConfigError("clip_norm", problem, "Clip in the step, after scaler.unscale_(optimizer)")
-            self._exchange.ensure()
+            self._strategy.complete(1.0)
             self._in_user_scaler = True
             try:
                 return original(scaler, optimizer, *args, **kwargs)
@@ -365,7 +386,7 @@ class OptimizerControl:
     def _wrap_module_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
-            if not (self._exchange.has_pending and self._shares_parameters(module)):
+            if not (self._strategy.has_pending and self._shares_parameters(module)):
                 original(module, set_to_none)
 
         return zero_grad

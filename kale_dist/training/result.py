@@ -214,6 +214,8 @@ class TrainingResult:
     """The module itself, where its structure changed in the rank."""
     reason: str = ""
     """Why `model` is set: what changed."""
+    strategy: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers of the strategy, summed over ranks and epochs, such as `bytes_sent`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,10 +228,10 @@ class Structure:
     """Class of each submodule by name."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> Structure:
-        """The structure of a module as it is now."""
+    def of(cls, model: torch.nn.Module, state: Mapping[str, Any] | None = None) -> Structure:
+        """The structure of a module as it is now; `state` is its state dict where that is not in the module itself."""
         tensors: dict[str, tuple[tuple[int, ...] | None, str]] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in (model.state_dict(keep_vars=True) if state is None else state).items():
             if isinstance(value, Tensor):
                 shape = None if torch.nn.parameter.is_lazy(value) else tuple(value.shape)
                 tensors[name] = (shape, str(value.dtype))

@@ -11,7 +11,7 @@ from kale_dist import checks, placing
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.placing import Machine
-from kale_dist.strategies import AllReduce
+from kale_dist.strategies import DDP
 from kale_dist.testing import FakeBackend
 from kale_dist.training_checks import Training
 
@@ -383,7 +383,7 @@ def test_a_scheduler_belongs_to_the_optimizer():
         ("clip_norm", 0, "0"), ("clip_norm", -1.0, "-1.0"), ("clip_norm", float("nan"), "nan"), ("clip_norm", True, "True"),
         ("clip_norm", "1", "'1'"), ("split_batches", "no", "'no'"), ("shard", 0, "0"), ("shard", None, "None"),
         ("eval_sharding", "sample", "Did you mean 'samples'?"), ("eval_sharding", None, "None"),
-        ("strategy", "ddp", "AllReduce()"), ("strategy", AllReduce, "AllReduce()"),
+        ("strategy", "dpp", "Did you mean 'ddp'?"), ("strategy", DDP, "kd.strategies.DDP()"), ("strategy", 4, "there is no strategy 4"),
     ],
 )  # fmt: skip
 def test_settings_say_argument_value_and_remedy(argument, value, said):

@@ -5,7 +5,7 @@ import pytest
 
 from kale_dist.errors import ConfigError
 from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
-from kale_dist.strategies import AllReduce
+from kale_dist.strategies import DDP
 
 
 def a_spec(**changes):
@@ -24,7 +24,7 @@ def test_a_spec_survives_json():
             Volume(mount_path="/x", kind=VolumeKind.EMPTY_DIR, size_gib=0.5, in_memory=True),
         ),
         environment=(("A", "é\n"),), seed=0, threads=2,
-        strategy=AllReduce(bucket_mib=1.0), policy=Policy(timeout_s=1.5, detach=True),
+        strategy=DDP(bucket_mib=1.0), policy=Policy(timeout_s=1.5, detach=True),
         image="train:1", store="pvc://results/a", resources=Resources(cpu=0.5, gpus=1, extended=(("rdma/hca", "1"),)),
         cluster=ClusterOptions(
             labels=(("a", "b"),), tolerations="[]", patch='[{"op":"remove"}]', image_pull_secrets=("a", "b"), gang=True,

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.errors import KaleDistError
-from kale_dist.strategies import AllReduce
+from kale_dist.strategies import DDP
 from kale_dist.training.loop import train
-from kale_dist.training.strategies.all_reduce import GradientExchange
+from kale_dist.training.strategies.ddp import DataParallel
 
 
 class Net(nn.Module):
@@ -148,7 +148,7 @@ BODIES = [by_method, by_parts, clipping, two_backwards, by_hand, checkpointed, s
 @pytest.mark.parametrize("bucket_mib", [25.0, 1e-5])
 def test_any_step_equals_one_process(ranks, body, bucket_mib):
     def job():
-        return run(body, strategy=AllReduce(bucket_mib=bucket_mib))
+        return run(body, strategy=DDP(bucket_mib=bucket_mib))
 
     own = ranks(2, job)
     expected = plain(body, 2)
@@ -390,12 +390,12 @@ def test_everything_is_as_before_afterwards(ranks):
 
 def late(body, **options):
     """Train as on a GPU, where control numbers are read one backward pass later."""
-    kept = GradientExchange.reads_late
-    GradientExchange.reads_late = property(lambda _: True)
+    kept = DataParallel._reads_late
+    DataParallel._reads_late = property(lambda _: True)
     try:
         return run(body, **options)
     finally:
-        GradientExchange.reads_late = kept
+        DataParallel._reads_late = kept
 
 
 def plain_step(model, x, y, optimizer):

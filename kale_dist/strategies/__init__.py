@@ -1,0 +1,68 @@
+"""How ranks share a training: `strategy="ddp"` in a call, or an object of one of these classes with its settings.
+
+Settings are frozen and check themselves. What a strategy does is in `kale_dist.training.strategies`, in a module of its
+own, which only ranks import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from kale_dist.errors import ConfigError
+from kale_dist.strategies.base import Conditions, Layout, Settings
+from kale_dist.strategies.ddp import DDP
+
+__all__ = ["ALL", "DDP", "Conditions", "Layout", "Settings", "from_json", "resolve", "to_json"]
+
+ALL: tuple[type[Settings], ...] = (DDP,)
+"""Every strategy there is. A new one is added here, and nowhere else."""
+
+_CLASSES = {settings.word: settings for settings in ALL}
+
+
+def resolve(value: Any) -> Settings:
+    """The settings that a call's `strategy=` means.
+
+    Args:
+        value: None for the default, a word, or settings.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if value is None:
+        return DDP()
+    if isinstance(value, Settings):
+        return value
+    if isinstance(value, type) and issubclass(value, Settings):
+        raise ConfigError("strategy", f"{value.__name__} is a class", f"Make one: kd.strategies.{value.__name__}()")
+    if isinstance(value, str) and value in _CLASSES:
+        return _CLASSES[value]()
+    words = ", ".join(map(repr, _CLASSES))
+    remedy = f"Use one of {words}, or an object such as kd.strategies.DDP()"
+    near = difflib.get_close_matches(value.lower(), _CLASSES, n=1, cutoff=0.5) if isinstance(value, str) else []
+    raise ConfigError(
+        "strategy", f"there is no strategy {value!r}", f"Did you mean {near[0]!r}? {remedy}" if near else remedy
+    )
+
+
+def owner_of(setting: str) -> type[Settings] | None:
+    """The first strategy that has a setting of this name; None where none has."""
+    return next((one for one in ALL if any(setting == field.name for field in dataclasses.fields(one))), None)
+
+
+def to_json(settings: Settings) -> dict[str, Any]:
+    """A plain object for a record: the strategy's word, and its settings."""
+    return {"strategy": settings.word, **dataclasses.asdict(settings)}
+
+
+def from_json(data: dict[str, Any]) -> Settings:
+    """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
+    options = dict(data)
+    settings = _CLASSES[options.pop("strategy")]
+    return settings(**{name: _with_tuples(value) for name, value in options.items()})
+
+
+def _with_tuples(value: Any) -> Any:
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

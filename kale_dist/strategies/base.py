@@ -1,0 +1,127 @@
+"""What the settings of all strategies have in common, and what a strategy says about its ranks. Pure; no torch."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import difflib
+from typing import Any, ClassVar, Literal, Self
+
+from kale_dist.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What one rank does among all: a pure function of settings, rank and world size.
+
+    Loaders, the pace and seeds go by `shards` and `shard`, never by rank and world size. Rank 0 always reads the data
+    of shard 0, and ranks without data are the last ones.
+    """
+
+    shards: int
+    """Into how many parts each global batch is divided."""
+    shard: int | None
+    """The part of this rank; None for a rank without data, in which `Strategy.serve` takes the place of the step."""
+    peers: tuple[int, ...]
+    """Ranks that have the same batch, this one among them. The first reads it and sends it to the others."""
+    replicas: tuple[int, ...]
+    """Ranks that hold the same weights whenever ranks agree, this one among them."""
+    part: str
+    """For people: `shard 0 of 2, stage 1 of 4`."""
+    agree: Literal["step", "epoch"] = "step"
+    """When weights are equal over shards: after each step, or only after `Strategy.end_epoch`."""
+    exact: bool = True
+    """Whether training equals that of one process with the global batch, but for rounding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What a call wants to train and where, for `Settings.check`. Objects of torch are looked at by their attributes."""
+
+    number_of_processes: int
+    processes_per_pod: int
+    """On the local backend, all ranks are on one machine."""
+    is_local: bool
+    cuda: bool
+    model: Any
+    """The model, or a dict of several."""
+    criterion: Any
+    optimizer: Any
+    """The optimizer, or a dict of several."""
+    scheduler: Any
+    accumulate: int
+    precision: str | None
+    clip_norm: float | None
+    max_restarts: int
+    is_ready_made: bool
+    """Whether the library's own `train_step` is used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings(abc.ABC):
+    """A strategy as an argument of a call. Each checks its own values when it is made (`__post_init__`)."""
+
+    word: ClassVar[str] = ""
+    """What a call may say instead of the object: `strategy="ddp"`."""
+    home: ClassVar[str] = ""
+    """Module in `kale_dist.training.strategies` and the class in it that does the work, as `ddp.DataParallel`.
+
+    It is imported in the ranks only, and made with the settings and the rank's layout.
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse settings that this strategy does not have.
+
+        Raises:
+            ConfigError: There is no such setting.
+        """
+        own = [field.name for field in dataclasses.fields(cls)]
+        foreign = next((name for name in options if name not in own), None)
+        if args or foreign is not None:
+            problem = (
+                f"{cls.__name__} has no setting {foreign!r}" if foreign else "its settings are given without names"
+            )
+            near = difflib.get_close_matches(foreign or "", own, n=1)
+            said = f"Did you mean {near[0]!r}? " if near else ""
+            remedy = f"Its settings are {', '.join(own)}" if own else f"Write {cls.__name__}(), which has none"
+            raise ConfigError("strategy", problem, f"{said}{remedy}")
+        return object.__new__(cls)
+
+    def check(self, given: Conditions) -> None:  # noqa: B027 - most demand nothing
+        """Check what these settings demand of a call, before anything is read or sent.
+
+        Raises:
+            ConfigError: The call cannot be trained so.
+        """
+
+    @abc.abstractmethod
+    def layout(self, rank: int, world_size: int) -> Layout:
+        """What a rank does. Pure: each rank knows the layout of all."""
+
+
+def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Check that a setting is one of some values.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if value in choices and not isinstance(value, bool):
+        return
+    near = difflib.get_close_matches(str(value), [one for one in choices if isinstance(one, str)], n=1)
+    said = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError("strategy", f"there is no {setting}={value!r}", f"{said}Use one of: {_listed(choices)}")
+
+
+def refuse_count(setting: str, value: Any, *, at_least: int = 1) -> None:
+    """Check that a setting is a whole number that is large enough.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        problem = f"{setting}={value!r} is not a whole number of {at_least} or more"
+        raise ConfigError("strategy", problem, f"Give such as {setting}={max(at_least, 2)}")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, values))
