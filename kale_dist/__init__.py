@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kale_dist.recipe import Recipe
     from kale_dist.resources import Resources
     from kale_dist.runtime.context import context, report
+    from kale_dist.sweeps import sweep
     from kale_dist.volumes import Volume
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "report",
     "run_notebook",
     "strategies",
+    "sweep",
 ]
 
 _HOMES = {
@@ -71,6 +73,7 @@ _HOMES = {
     "report": "runtime.context",
     "run_notebook": "notebook_runner.execution",
     "strategies": "",
+    "sweep": "sweeps",
 }
 
 

@@ -60,10 +60,20 @@ def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     """
     is_frozen = is_frozen and not status.is_final
     body = "".join(_parts(status, now, is_frozen=is_frozen, has_titles=True).values())
+    return frame(f"Job {facts.name(status)}", f"{body}{_log(tail)}")
+
+
+def frame(label: str, body: str) -> str:
+    """The box around a picture.
+
+    Args:
+        label: What a screen reader calls it; escaped here.
+        body: HTML.
+    """
     return (
-        f'<div role="group" aria-label="Job {_text(facts.name(status))}" style="{_SANS};font-size:13px;'
+        f'<div role="group" aria-label="{_text(label)}" style="{_SANS};font-size:13px;'
         f"line-height:1.45;box-sizing:border-box;max-width:880px;margin:4px 2px;padding:14px 16px;border:{_LINE};"
-        f'border-radius:10px;overflow:hidden;text-align:left">{body}{_log(tail)}</div>'
+        f'border-radius:10px;overflow:hidden;text-align:left">{body}</div>'
     )
 
 

@@ -1,0 +1,574 @@
+"""Sweeps: one job for each trial of an Optuna study, several at once; what does badly is stopped early.
+
+One thread asks the study for parameters, submits the trials' jobs and reads what they report. Everything worth keeping is
+in the study's storage: a sweep of the same name continues where the one before was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import math
+import pathlib
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kale_dist import calls, checks, interrupts, names, records
+from kale_dist.contract import StateName
+from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals
+from kale_dist.job import Job
+from kale_dist.status import JobStatus
+from kale_dist.view.sweep import SweepPicture, TrialRow, sentence
+
+if TYPE_CHECKING:
+    import optuna
+
+_DIRECTIONS = ("minimize", "maximize")
+_FAILURES = 3
+"""A sweep ends when this many trials in a row have failed: what they share is broken then."""
+_LOOK_S = 2.0
+"""A job that another process deletes sends no status: each is looked at once in this time."""
+
+_JOB, _AGAIN, _REASON = "kale_dist:job", "kale_dist:again", "kale_dist:reason"
+"""A trial's attributes in the storage: its job's reference, whether its parameters were queued again, why it failed."""
+
+
+class SweepError(KaleDistError):
+    """A sweep cannot continue, or has no result yet."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SweepTrial:
+    """One trial: parameters, and the job that was run with them."""
+
+    number: int
+    """From 0, in the order in which the trials began."""
+    params: dict[str, Any]
+    """What the call asked Optuna's trial for."""
+    state: str
+    """`waiting`, `running`, `complete`, `pruned`, `failed`, or `repeated`: lost, and its parameters are tried again."""
+    value: float | None
+    """The metric's last value; None where it has not reported any."""
+    reports: int
+    """How often the metric was reported."""
+    ref: str | None
+    """The job's reference; None where the call returned no job."""
+    reason: str
+    """Why it failed; empty otherwise."""
+
+    @property
+    def job(self) -> Job[Any]:
+        """The trial's job.
+
+        Raises:
+            SweepError: The call ended before it had one.
+            JobNotFoundError: The job was deleted.
+        """
+        if self.ref is None:
+            raise SweepError(f"Trial {self.number} has no job: the call ended before it returned one")
+        return calls.attach(self.ref)
+
+    @property
+    def model(self) -> Any:
+        """The trained model of the trial's job. Waits and raises as `Job.model` does."""
+        return self.job.model
+
+
+@short_refusals
+def sweep(
+    call: Callable[[optuna.Trial], Job[Any]],
+    *,
+    metric: str,
+    trials: int = 20,
+    parallel: int = 1,
+    processes: int | None = None,
+    direction: str = "minimize",
+    sampler: optuna.samplers.BaseSampler | None = None,
+    pruner: optuna.pruners.BasePruner | None = None,
+    storage: str | optuna.storages.BaseStorage | None = None,
+    name: str | None = None,
+) -> Sweep:
+    """Search good parameters: run a job for each trial of an Optuna study.
+
+    Returns at once; the trials are submitted by a thread. Show the sweep as a cell's last value to watch it, and call
+    `wait()` for the best trial. A sweep ends with the notebook's kernel; call it again with the same `name` and it continues:
+    jobs that still run, as on a cluster, are followed again, and the parameters of those that were lost are tried again.
+
+    Args:
+        call: Takes Optuna's trial, asks it for parameters (`trial.suggest_float("lr", 1e-4, 1e-1, log=True)`), and returns
+            the job of `distribute` or `launch`. It runs in a thread of its own, one trial after another.
+        metric: What is optimised: `eval/accuracy`, `train/loss` or `report/NAME`, or a name alone from any of them. Its last
+            value is the trial's; each of its values may prune the trial.
+        trials: How many trials there are in all, those of an interrupted sweep included.
+        parallel: Jobs that run at the same time.
+        processes: Processes that all these jobs may have together; None for no limit. A job larger than this runs alone.
+        direction: `minimize` or `maximize`.
+        sampler: Of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
+        pruner: Of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
+        storage: A URL or storage of Optuna's; None for a file in the state folder.
+        name: Names the sweep, to continue it later; None for a new one.
+
+    Returns:
+        The sweep.
+
+    Raises:
+        ConfigError: An argument is wrong, Optuna is not installed, or this sweep runs already.
+    """
+    if not callable(call):
+        raise ConfigError("call", f"{call!r} is not a function", "Give a function of a trial that returns a job")
+    checks.check_count("trials", trials)
+    checks.check_count("parallel", parallel)
+    if processes is not None:
+        checks.check_count("processes", processes)
+    if direction not in _DIRECTIONS:
+        raise ConfigError("direction", f"{direction!r} is not a direction", "Use 'minimize' or 'maximize'")
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError("metric", f"{metric!r} is not the name of a metric", "Name one, such as 'eval/loss'")
+    if name is not None:
+        names.check(name)
+    chosen = name or f"sweep-{uuid.uuid4().hex[:5]}"
+    study, lock = _open(chosen, storage, direction, sampler, pruner)
+    return Sweep(call, study, metric=metric, trials=trials, parallel=parallel, processes=processes, lock=lock)
+
+
+def sweeps() -> list[str]:
+    """Names of the sweeps whose storage is in the state folder, the oldest first."""
+    files = sorted(_folder().glob("*.journal"), key=lambda file: file.stat().st_mtime)
+    return [file.stem for file in files]
+
+
+def read(name: str) -> SweepPicture:
+    """How a sweep of the state folder stands, whether it runs or not.
+
+    Raises:
+        ConfigError: There is no sweep of this name, or Optuna is not installed.
+    """
+    optuna = _optuna()
+    if name not in sweeps():
+        raise ConfigError("name", f"there is no sweep {name!r}", "`kale-dist sweeps` lists those there are")
+    study = optuna.load_study(study_name=name, storage=_journal(name))
+    attributes = study.user_attrs
+    return _picture(
+        study, str(attributes.get("metric", "")), int(attributes.get("trials", 0)), is_over=not _is_locked(name)
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A trial whose job runs."""
+
+    trial: optuna.Trial
+    job: Job[Any]
+    unsubscribe: Callable[[], None]
+    values: list[float] = dataclasses.field(default_factory=list)
+    """Values of the metric that the study has got."""
+    is_pruned: bool = False
+
+
+class Sweep:
+    """A sweep that runs or has ended. Made by `sweep`, not by hand.
+
+    Args:
+        call: Makes a trial's job.
+        study: Optuna's study.
+        metric: What is optimised.
+        trials: How many trials there are in all.
+        parallel: Jobs at the same time.
+        processes: Processes at the same time; None for no limit.
+        lock: Keeps another process from running the same sweep; closed when this one ends.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[optuna.Trial], Job[Any]],
+        study: optuna.Study,
+        *,
+        metric: str,
+        trials: int,
+        parallel: int,
+        processes: int | None,
+        lock: contextlib.ExitStack,
+    ) -> None:
+        self._call = call
+        self.study = study
+        """Optuna's study, for `optuna.visualization` and everything else that it offers."""
+        self._metric = metric
+        self._trials = trials
+        self._parallel = parallel
+        self._processes = processes
+        self._lock = lock
+        self._running: dict[int, _Running] = {}
+        self._kept: dict[str, Job[Any]] = {}
+        self._changes: queue.SimpleQueue[tuple[int, JobStatus] | None] = queue.SimpleQueue()
+        self._failed_in_a_row = 0
+        self._is_cancelled = False
+        self._is_enough = False
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._display: Any = None
+        # Samplers that are exhausted, and a user's call, end a study so; Optuna allows it in its own loop only.
+        study.stop = self._stop  # type: ignore[method-assign]
+        study.set_user_attr("metric", metric)
+        study.set_user_attr("trials", trials)
+        threading.Thread(target=self._run, name=f"kale_dist {self.name}", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """The sweep's name: the study's."""
+        return self.study.study_name
+
+    @property
+    def trials(self) -> tuple[SweepTrial, ...]:
+        """All trials so far."""
+        return tuple(map(_told, self.study.get_trials(deepcopy=False)))
+
+    @property
+    def best(self) -> SweepTrial:
+        """The best of the trials that were completed so far.
+
+        Raises:
+            SweepError: None was.
+        """
+        try:
+            found = _told(self.study.best_trial)
+        except ValueError:
+            reasons = "; ".join(sorted({trial.reason for trial in self.trials if trial.reason}))
+            raise SweepError(f"{self.name}: no trial has been completed{': ' if reasons else ''}{reasons}") from None
+        return found
+
+    def done(self) -> bool:
+        """Whether the sweep has ended."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> SweepTrial:
+        """Wait for the end of the sweep.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            The best trial.
+
+        Raises:
+            SweepError: No trial was completed, or the sweep has ended early because trials fail.
+            WaitTimeoutError: The time was over first; the sweep keeps running.
+            KeyboardInterrupt: In a notebook the sweep keeps running, and a second interrupt within 10 s cancels it;
+                elsewhere the first one does.
+        """
+        checks.check_timeout(timeout)
+        with interrupts.passing_on(self.name, self.cancel):
+            if not self._ended.wait(timeout):
+                raise WaitTimeoutError(f"{self.name} has not ended within {timeout:g} s; it keeps running", self.name)
+        if self._error is not None:
+            raise self._error
+        return self.best
+
+    def cancel(self) -> None:
+        """Cancel the jobs that run, and begin no more. A sweep of the same name tries their parameters again."""
+        self._is_cancelled = True
+        self._changes.put(None)
+
+    def __repr__(self) -> str:
+        """One line: the name, how many trials have ended, and the best value."""
+        return f"<Sweep {self.name} {sentence(self._picture())}>"
+
+    def _ipython_display_(self) -> None:
+        """Show the sweep below the cell, kept up to date while it runs."""
+        from IPython.display import display
+
+        self._display = display(self._picture(), display_id=True)  # type: ignore[no-untyped-call]
+
+    def _picture(self) -> SweepPicture:
+        return _picture(self.study, self._metric, self._trials, is_over=self.done())
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._continue()
+            while not self._is_cancelled:
+                while self._has_room() and not self._is_cancelled:
+                    self._begin()
+                    self._draw()
+                if not self._running:
+                    break
+                self._follow()
+                self._draw()
+        except Exception as error:  # noqa: BLE001 - `wait` raises it, in the caller's thread
+            self._error = error
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """End what runs; its parameters are tried again by the next sweep of this name."""
+        for number, one in tuple(self._running.items()):
+            with contextlib.suppress(KaleDistError):
+                one.job.cancel()
+            self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
+        self._ended.set()
+        self._lock.close()
+        self._draw()
+
+    def _stop(self) -> None:
+        """Begin no more trials; those that run come to their end."""
+        self._is_enough = True
+
+    def _has_room(self) -> bool:
+        if self._is_enough:
+            return False
+        begun = sum(not trial.user_attrs.get(_AGAIN) for trial in self.study.get_trials(deepcopy=False))
+        waiting = sum(trial.state.name == "WAITING" for trial in self.study.get_trials(deepcopy=False))
+        if begun >= self._trials and not waiting:
+            return False
+        if not self._running:
+            return True
+        sizes = [one.job.spec.topology.number_of_processes for one in self._running.values()]
+        # The next job is taken to be as large as the largest of these.
+        fits = self._processes is None or sum(sizes) + max(sizes) <= self._processes
+        return fits and len(self._running) < self._parallel
+
+    def _begin(self) -> None:
+        """Ask for parameters and submit their job."""
+        optuna = _optuna()
+        trial = self.study.ask()
+        try:
+            job: Any = self._call(trial)
+        except optuna.TrialPruned:
+            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return
+        except Exception as error:
+            self._fail(trial.number, f"{type(error).__name__}: {error}")
+            raise
+        if not isinstance(job, Job):
+            self._fail(trial.number, "the call returned no job")
+            raise SweepError(f"{self.name}: the call returned {job!r}. Return the job of distribute() or launch()")
+        trial.set_user_attr(_JOB, job.ref)
+        self._subscribe(trial, job)
+
+    def _subscribe(self, trial: optuna.Trial, job: Job[Any]) -> None:
+        number = trial.number
+        unsubscribe = job.subscribe(lambda status: self._changes.put((number, status)))
+        self._running[number] = _Running(trial=trial, job=job, unsubscribe=unsubscribe)
+
+    def _continue(self) -> None:
+        """Take over what a sweep of this name has left behind when it was interrupted."""
+        import optuna
+
+        for frozen in self.study.get_trials(deepcopy=False):
+            if frozen.state.name != "RUNNING":
+                continue
+            ref = frozen.user_attrs.get(_JOB)
+            try:
+                job = None if ref is None else calls.attach(ref)
+                is_lost = job is None or job.status.state in (StateName.CANCELLED, StateName.FAILED)
+            except KaleDistError:
+                job, is_lost = None, True
+            if job is None or is_lost:
+                self._again(frozen.number, "its job was lost when the sweep was interrupted")
+            else:
+                trial = optuna.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - no other way to a trial that was begun
+                self._subscribe(trial, job)
+                self._running[frozen.number].values += frozen.intermediate_values.values()
+
+    def _follow(self) -> None:
+        """Wait for a change of a job, and tell the study."""
+        try:
+            change = self._changes.get(timeout=_LOOK_S)
+        except queue.Empty:
+            for number, one in tuple(self._running.items()):
+                try:
+                    self._take(number, one.job.status)
+                except KaleDistError as error:
+                    self._fail(number, str(error))
+            return
+        if change is not None:
+            self._take(*change)
+
+    def _take(self, number: int, status: JobStatus) -> None:
+        """Tell the study what a job has reported, and how it ended."""
+        one = self._running.get(number)
+        if one is None:
+            return
+        values = _values(status, self._metric)
+        for value in values[len(one.values) :]:
+            if math.isfinite(value):
+                one.trial.report(value, len(one.values))
+            one.values.append(value)
+            if not status.is_final and not one.is_pruned and one.trial.should_prune():
+                one.is_pruned = True
+                one.job.cancel()
+        if status.is_final:
+            self._end(number, one, status)
+
+    def _end(self, number: int, one: _Running, status: JobStatus) -> None:
+        optuna = _optuna()
+        if status.state is StateName.CANCELLED and one.is_pruned:
+            self._forget(number)
+            self.study.tell(number, state=optuna.trial.TrialState.PRUNED)
+        elif status.state is not StateName.SUCCEEDED:
+            self._fail(number, status.reason or status.state.value)
+        elif not one.values:
+            known = sorted({f"{row.source}/{key}" for row in status.metrics for key, _ in row.values})
+            self._fail(number, f"it has not reported {self._metric!r}")
+            raise SweepError(
+                f"{self.name}: trial {number} has not reported the metric {self._metric!r}. It reported"
+                f" {', '.join(known) or 'nothing: return a dict of numbers from the step, or call report()'}"
+            )
+        elif not math.isfinite(one.values[-1]):
+            self._fail(number, f"{self._metric} ended at {one.values[-1]}")
+        else:
+            self._forget(number)
+            self._failed_in_a_row = 0
+            self.study.tell(number, one.values[-1])
+            # The handle that the call has made knows the notebook's own model.
+            if self.study.best_trial.number == number:
+                self._kept = {one.job.ref: one.job}
+
+    def _fail(self, number: int, reason: str) -> None:
+        optuna = _optuna()
+        self._forget(number)
+        self._note(number, _REASON, reason)
+        self.study.tell(number, state=optuna.trial.TrialState.FAIL)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= _FAILURES:
+            raise SweepError(
+                f"{self.name} has ended: {_FAILURES} trials in a row have failed, the last because {reason}"
+            )
+
+    def _again(self, number: int, reason: str) -> None:
+        """Give up a trial and queue its parameters."""
+        optuna = _optuna()
+        self._forget(number)
+        frozen = next(trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
+        self._note(number, _REASON, reason)
+        self._note(number, _AGAIN, value=True)
+        self.study.tell(number, state=optuna.trial.TrialState.FAIL)
+        self.study.enqueue_trial(frozen.params)
+
+    def _note(self, number: int, key: str, value: Any) -> None:
+        trial = self.study.get_trials(deepcopy=False)[number]
+        self.study._storage.set_trial_user_attr(trial._trial_id, key, value)  # noqa: SLF001 - a trial of another process has no other handle
+
+    def _forget(self, number: int) -> None:
+        one = self._running.pop(number, None)
+        if one is not None:
+            one.unsubscribe()
+
+    def _draw(self) -> None:
+        if self._display is not None:
+            # Once the interpreter ends, nothing can be shown any more.
+            with contextlib.suppress(RuntimeError):
+                self._display.update(self._picture())
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("sweep", "needs Optuna, which is not installed", "Run: pip install optuna") from error
+    return optuna
+
+
+def _open(
+    name: str, storage: Any, direction: str, sampler: Any, pruner: Any
+) -> tuple[optuna.Study, contextlib.ExitStack]:
+    """The study of a name, new or continued, and what keeps others from running it."""
+    optuna = _optuna()
+    lock = contextlib.ExitStack()
+    if storage is None:
+        file = lock.enter_context(_lock_file(name).open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ConfigError(
+                "name", f"the sweep {name!r} runs already", "Wait for it, or choose another name"
+            ) from None
+        storage = _journal(name)
+    try:
+        study = optuna.create_study(
+            storage=storage, study_name=name, direction=direction, sampler=sampler, pruner=pruner, load_if_exists=True
+        )
+    except Exception:
+        lock.close()
+        raise
+    if study.direction.name.lower() != direction:
+        lock.close()
+        was = study.direction.name.lower()
+        raise ConfigError("direction", f"the sweep {name!r} was begun with {was!r}", "Keep it, or choose another name")
+    return study, lock
+
+
+def _folder() -> pathlib.Path:
+    folder = records.state_dir() / "sweeps"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _lock_file(name: str) -> pathlib.Path:
+    return _folder() / f"{name}.lock"
+
+
+def _journal(name: str) -> Any:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(_folder() / f"{name}.journal")))
+
+
+def _is_locked(name: str) -> bool:
+    with _lock_file(name).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _values(status: JobStatus, metric: str) -> list[float]:
+    """All values of a metric, in order; of those that each rank reports, rank 0's."""
+    source, _, name = metric.rpartition("/")
+    rows = (row for row in status.metrics if row.rank in (None, 0) and row.source == (source or row.source))
+    return [value for row in rows for key, value in row.values if key == name]
+
+
+def _told(frozen: Any) -> SweepTrial:
+    state = "failed" if frozen.state.name == "FAIL" else frozen.state.name.lower()
+    if frozen.user_attrs.get(_AGAIN):
+        state = "repeated"
+    reported = frozen.intermediate_values
+    return SweepTrial(
+        number=frozen.number,
+        params=dict(frozen.params),
+        state=state,
+        value=frozen.value if frozen.value is not None else (reported[max(reported)] if reported else None),
+        reports=len(reported),
+        ref=frozen.user_attrs.get(_JOB),
+        reason=frozen.user_attrs.get(_REASON, ""),
+    )
+
+
+def _picture(study: Any, metric: str, trials: int, *, is_over: bool) -> SweepPicture:
+    told: Iterator[SweepTrial] = map(_told, study.get_trials(deepcopy=False))
+    return SweepPicture(
+        name=study.study_name,
+        metric=metric,
+        wanted=trials,
+        is_maximised=study.direction.name == "MAXIMIZE",
+        is_over=is_over,
+        rows=tuple(
+            TrialRow(
+                number=trial.number,
+                state=trial.state,
+                params=tuple(trial.params.items()),
+                value=trial.value,
+                reports=trial.reports,
+                reason=trial.reason,
+            )
+            for trial in told
+        ),
+    )

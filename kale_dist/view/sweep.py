@@ -1,0 +1,168 @@
+"""A sweep as text and as HTML: one sentence, the value of each trial as a curve, and a row for each trial. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from kale_dist.view import curves, facts, markup, plain
+
+MAX_ROWS = 40
+"""Rows of the table: the best trial and the newest ones. All are in `sweep.trials`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRow:
+    """One trial."""
+
+    number: int
+    state: str
+    """`waiting`, `running`, `complete`, `pruned`, `failed` or `repeated`."""
+    params: tuple[tuple[str, Any], ...]
+    value: float | None
+    """The metric's last value."""
+    reports: int
+    """How often the metric was reported."""
+    reason: str
+    """Why it failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPicture:
+    """A sweep at one moment; shown as HTML by a notebook and as text elsewhere."""
+
+    name: str
+    metric: str
+    wanted: int
+    """Trials in all."""
+    is_maximised: bool
+    is_over: bool
+    """Whether nothing runs it any more."""
+    rows: tuple[TrialRow, ...]
+
+    @property
+    def best(self) -> TrialRow | None:
+        """The best of the complete trials."""
+        complete = [row for row in self.rows if row.state == "complete" and row.value is not None]
+        if not complete:
+            return None
+        sign = -1 if self.is_maximised else 1
+        return min(complete, key=lambda row: sign * (row.value or 0.0))
+
+    def count(self, state: str) -> int:
+        """Trials in a state."""
+        return sum(row.state == state for row in self.rows)
+
+    def __repr__(self) -> str:
+        """The picture as text."""
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+def sentence(picture: SweepPicture) -> str:
+    """`5 of 12 trials, 2 running, 3 pruned; best eval/accuracy 0.97 (trial 4: lr=0.01)`."""
+    ended = picture.count("complete") + picture.count("pruned")
+    words = [f"{ended} of {picture.wanted} trials"]
+    words += [f"{count} {state}" for state in ("running", "pruned", "failed") if (count := picture.count(state))]
+    said = ", ".join(words)
+    best = picture.best
+    if best is None:
+        return f"{said}; no {picture.metric} yet"
+    return f"{said}; best {picture.metric} {facts.number(best.value)} (trial {best.number}: {_params(best)})"
+
+
+def text(picture: SweepPicture) -> str:
+    """The sweep as lines of text."""
+    header, rows = _table(picture)
+    lines = plain.table(header, rows, right=frozenset({0, 2, 3}))
+    return "\n".join([f"{facts.clean(picture.name)}: {sentence(picture)}", "", *lines, *_left_out(picture)])
+
+
+def html(picture: SweepPicture) -> str:
+    """The sweep as one HTML element with inline styles and no script; everything that came from trials is escaped."""
+    header, rows = _table(picture)
+    best = picture.best
+    cell = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
+    titles = "".join(f'<th scope="col" style="{cell};font-weight:600">{escape(title)}</th>' for title in header)
+    body = "".join(
+        f'<tr style="{"font-weight:600" if best is not None and row[0] == str(best.number) else ""}">'
+        + "".join(f'<td style="{cell}">{escape(value)}</td>' for value in row)
+        + "</tr>"
+        for row in rows
+    )
+    notes = "".join(f'<div style="opacity:.72">{escape(line)}</div>' for line in _left_out(picture))
+    drawn = curves.svg(_curve(picture))
+    plot = f'<div style="max-width:420px;margin-top:10px">{drawn}</div>' if drawn else ""
+    return markup.frame(
+        f"Sweep {facts.clean(picture.name)}",
+        f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
+        f"{'ended' if picture.is_over else 'runs'}"
+        f'<div style="margin-top:6px;overflow-wrap:anywhere">{escape(sentence(picture))}</div>{plot}'
+        f'<div style="overflow-x:auto;margin-top:10px"><table style="border-collapse:collapse">'
+        f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>{notes}",
+    )
+
+
+def _table(picture: SweepPicture) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    has_reasons = any(row.reason for row in picture.rows)
+    header = ("trial", "state", picture.metric, "reports", "parameters", *(("reason",) if has_reasons else ()))
+    rows = [
+        (
+            str(row.number),
+            row.state,
+            facts.number(row.value),
+            str(row.reports),
+            _params(row),
+            *((facts.clean(row.reason),) if has_reasons else ()),
+        )
+        for row in _shown(picture)
+    ]
+    return tuple(map(facts.clean, header)), rows
+
+
+def _shown(picture: SweepPicture) -> Iterator[TrialRow]:
+    newest = picture.rows[-MAX_ROWS:]
+    best = picture.best
+    if best is not None and best not in newest:
+        yield best
+    yield from newest
+
+
+def _left_out(picture: SweepPicture) -> list[str]:
+    more = len(picture.rows) - MAX_ROWS
+    return [f"{more} older trials are in sweep.trials."] if more > 0 else []
+
+
+def _params(row: TrialRow) -> str:
+    return facts.clean(", ".join(f"{name}={_param(value)}" for name, value in row.params))
+
+
+def _param(value: Any) -> str:
+    return facts.number(value) if isinstance(value, float) else str(value)
+
+
+def _curve(picture: SweepPicture) -> curves.Curve:
+    """Each trial's value, and the best so far."""
+    values = [
+        (float(row.number), row.value)
+        for row in picture.rows
+        if row.value is not None and row.state in ("complete", "pruned")
+    ]
+    better = max if picture.is_maximised else min
+    best: list[tuple[float, float]] = []
+    for row in picture.rows:
+        if row.state == "complete" and row.value is not None:
+            best.append((float(row.number), better([row.value, *(value for _, value in best[-1:])])))
+    series = tuple(
+        curves.Series(label=label, colour=colour, points=tuple(points), last=points[-1][1], axis="trial")
+        for label, colour, points in (
+            ("each trial", curves.COLOURS[5], values),
+            ("best so far", curves.COLOURS[0], best),
+        )
+        if points
+    )
+    return curves.Curve(name=picture.metric, series=series)

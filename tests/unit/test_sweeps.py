@@ -1,0 +1,219 @@
+"""Sweeps over real local jobs: the best trial, pruning, failures, and a sweep that is killed and continued."""
+
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import kale_dist as kd
+from kale_dist import sweeps
+from kale_dist.errors import ConfigError, WaitTimeoutError
+from kale_dist.sweeps import SweepError
+from kale_dist.view.sweep import SweepPicture, TrialRow, html, text
+
+optuna = pytest.importorskip("optuna", reason="needs Optuna")
+
+ROOT = pathlib.Path(__file__).parents[2]
+one_process = functools.partial(kd.launch, number_of_processes=1)
+
+
+def descend(x, steps, pause_s):
+    for step in range(steps):
+        kd.report(loss=(x - 2.0) ** 2 + 1.0 / (step + 1), step=step)
+        time.sleep(pause_s)
+    return x
+
+
+def job_of(trial, steps=3, pause_s=0.0):
+    return one_process(descend, trial.suggest_float("x", -10, 10), steps, pause_s)
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_are_left():
+    yield
+    for job in kd.jobs():
+        job.delete()
+
+
+def sweep(call=job_of, **options):
+    return kd.sweep(call, **{"metric": "report/loss", "trials": 4, **options})
+
+
+def test_the_best_trial_has_its_parameters_its_value_and_its_job():
+    grid = optuna.samplers.GridSampler({"x": [-4.0, 2.0, 5.0]})
+    found = sweep(sampler=grid, trials=3)
+    best = found.wait(120)
+    assert best.params == {"x": 2.0}
+    assert best.value == pytest.approx(1 / 3)
+    assert best.job.result() == 2.0
+    assert [trial.state for trial in found.trials] == ["complete"] * 3
+    assert "3 of 3 trials; best report/loss 0.3333" in repr(found)
+
+
+def test_a_trial_that_does_badly_is_pruned_and_its_job_cancelled():
+    grid = optuna.samplers.GridSampler({"x": [2.0, 9.0]}, seed=0)
+    found = sweep(
+        functools.partial(job_of, steps=200, pause_s=0.02),
+        sampler=grid,
+        trials=2,
+        pruner=optuna.pruners.ThresholdPruner(upper=5.0),
+    )
+    found.wait(120)
+    (pruned,) = [trial for trial in found.trials if trial.state == "pruned"]
+    assert pruned.params == {"x": 9.0}
+    assert pruned.reports < 200
+    assert pruned.job.status.state.value == "cancelled"
+    assert found.best.params == {"x": 2.0}
+
+
+@pytest.mark.parametrize(("options", "at_once"), [({"parallel": 2}, 2), ({"parallel": 4, "processes": 2}, 2)])
+def test_jobs_run_in_parallel_within_the_budget(options, at_once):
+    found = sweep(functools.partial(job_of, steps=5, pause_s=0.1), **options)
+    found.wait(120)
+    spans = [(trial.job.status.created, trial.job.status.ended) for trial in found.trials]
+    overlaps = [sum(begin <= moment < end for begin, end in spans) for moment, _ in spans]
+    assert max(overlaps) == at_once
+
+
+def test_a_metric_that_is_not_reported_ends_the_sweep_and_names_those_that_are():
+    with pytest.raises(SweepError, match=r"has not reported the metric 'eval/loss'. It reported report/loss"):
+        sweep(metric="eval/loss").wait(120)
+
+
+def test_a_call_that_raises_ends_the_sweep_with_its_error():
+    def broken(trial):
+        raise ZeroDivisionError(trial.suggest_float("x", 0, 1))
+
+    with pytest.raises(ZeroDivisionError):
+        sweep(broken).wait(120)
+
+
+def test_a_call_without_a_job_is_told_what_to_return():
+    with pytest.raises(SweepError, match="Return the job of distribute"):
+        sweep(lambda trial: trial.suggest_float("x", 0, 1)).wait(120)
+
+
+def test_three_failures_in_a_row_end_the_sweep_and_one_does_not():
+    def fail(x):
+        if x > 0:
+            raise RuntimeError("too hot")
+        kd.report(loss=x)
+
+    def call(trial):
+        return one_process(fail, trial.suggest_float("x", -1, 1))
+
+    def over(*values):
+        return sweep(call, sampler=optuna.samplers.GridSampler({"x": list(values)}, seed=3), trials=len(values))
+
+    found = over(-1.0, 0.5)
+    assert found.wait(120).params == {"x": -1.0}
+    (failed,) = [trial for trial in found.trials if trial.state == "failed"]
+    assert "too hot" in failed.reason
+    with pytest.raises(SweepError, match=r"3 trials in a row have failed, the last because .*too hot"):
+        over(0.1, 0.2, 0.3, 0.4).wait(120)
+
+
+def test_a_cancelled_sweep_ends_its_jobs_and_continues_under_its_name():
+    slow = functools.partial(job_of, steps=2000, pause_s=0.02)
+    first = sweep(slow, trials=2, name="cancelled")
+    with pytest.raises(WaitTimeoutError):
+        first.wait(0.1)
+    while not any(trial.ref for trial in first.trials):
+        time.sleep(0.05)
+    with pytest.raises(ConfigError, match="'cancelled' runs already"):
+        sweep(slow, trials=2, name="cancelled")
+    first.cancel()
+    with pytest.raises(SweepError, match="no trial has been completed"):
+        first.wait(60)
+    (lost,) = first.trials[:1]
+    assert lost.state == "repeated"
+    assert lost.job.wait(60).state.value == "cancelled"
+    with pytest.raises(ConfigError, match="was begun with 'minimize'"):
+        sweep(name="cancelled", direction="maximize")
+    second = sweep(trials=2, name="cancelled")
+    second.wait(120)
+    assert [trial.state for trial in second.trials] == ["repeated", "complete", "complete"]
+    assert second.trials[1].params == lost.params
+
+
+def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path):
+    script = tmp_path / "search.py"
+    script.write_text(
+        textwrap.dedent("""
+        import functools, time, kale_dist as kd
+
+        def descend(x):
+            for step in range(20):
+                kd.report(loss=x * x, step=step)
+                time.sleep(0.03)
+
+        def call(trial):
+            return kd.launch(descend, trial.suggest_float("x", -1, 1), number_of_processes=1)
+
+        found = kd.sweep(call, metric="loss", trials=6, parallel=2, name="killed")
+        found.wait()
+        print("ended", len([trial for trial in found.trials if trial.state == "complete"]))
+        """)
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if "killed" in sweeps.sweeps() and sweeps.read("killed").count("complete"):
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = sweeps.read("killed")
+    assert before.is_over
+    assert 0 < before.count("complete") < 6
+    kept = {row.number: row.value for row in before.rows if row.state == "complete"}
+    lost = [dict(row.params) for row in before.rows if row.state == "running" and row.params]
+    again = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    assert "ended 6" in again.stdout
+    after = sweeps.read("killed")
+    assert kept.items() <= {row.number: row.value for row in after.rows}.items()
+    complete = [dict(row.params) for row in after.rows if row.state == "complete"]
+    assert all(params in complete for params in lost)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"call": 3}, "call"),
+        ({"trials": 0}, "trials"),
+        ({"parallel": 0}, "parallel"),
+        ({"processes": 0}, "processes"),
+        ({"direction": "up"}, "direction"),
+        ({"metric": ""}, "metric"),
+        ({"name": "../../etc"}, "name"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(options, argument):
+    with pytest.raises(ConfigError) as caught:
+        sweep(**options)
+    assert caught.value.argument == argument
+
+
+def test_the_picture_says_what_the_text_says_and_escapes_what_trials_contain():
+    rows = (
+        TrialRow(
+            number=0, state="complete", params=(("lr", 0.1), ("act", "<b>relu</b>")), value=0.5, reports=3, reason=""
+        ),
+        TrialRow(number=1, state="pruned", params=(("lr", 0.5),), value=0.9, reports=1, reason=""),
+        TrialRow(number=2, state="complete", params=(("lr", 0.2),), value=0.25, reports=3, reason=""),
+        TrialRow(number=3, state="failed", params=(("lr", 0.3),), value=None, reports=0, reason="<script>"),
+    )
+    picture = SweepPicture(name="lr", metric="loss", wanted=8, is_maximised=False, is_over=False, rows=rows)
+    assert "3 of 8 trials, 1 pruned, 1 failed; best loss 0.25 (trial 2: lr=0.2)" in text(picture)
+    drawn = html(picture)
+    assert "<script>" not in drawn
+    assert "<b>relu" not in drawn
+    assert "best so far" in drawn
+    assert drawn.count("<tr") == 1 + len(rows)
