@@ -114,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     delete.add_argument("--finished", action="store_true", help="all of your jobs that have ended")
     place(delete, "with --finished: where they ran (local)", "with --finished: only those of this namespace", "local")
     delete.add_argument("--yes", action="store_true", help="do not ask")
+    searched = command("sweeps", "list the sweeps of this machine, or show one")
+    searched.add_argument("name", nargs="?", metavar="NAME", help="a sweep's name")
     examine = command("doctor", "check what jobs need")
     examine.add_argument("--json", action="store_true", help="as JSON")
     place(examine, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
@@ -143,6 +145,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     pod.add_argument("--keep", action="store_true", help="leave the pod's job and its log on the cluster")
     return parser
+
+
+def _sweeps(options: argparse.Namespace) -> int:
+    from kale_dist import sweeps
+    from kale_dist.view.sweep import sentence
+
+    if options.name:
+        print(sweeps.read(options.name))
+        return 0
+    pictures = [sweeps.read(name) for name in sweeps.sweeps()]
+    rows = [(one.name, "ended" if one.is_over else "runs", sentence(one)) for one in pictures]
+    print("\n".join(plain.table(("sweep", "state", "trials"), rows)) if rows else "There are no sweeps.")
+    return 0
 
 
 def _count(text: str) -> int:

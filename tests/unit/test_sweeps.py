@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import sweeps
+from kale_dist import cli, sweeps
 from kale_dist.errors import ConfigError, WaitTimeoutError
 from kale_dist.sweeps import SweepError
 from kale_dist.view.sweep import SweepPicture, TrialRow, html, text
@@ -142,7 +143,7 @@ def test_a_cancelled_sweep_ends_its_jobs_and_continues_under_its_name():
     assert second.trials[1].params == lost.params
 
 
-def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path):
+def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     script = tmp_path / "search.py"
     script.write_text(
         textwrap.dedent("""
@@ -178,6 +179,12 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path):
     again = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
     assert "ended 6" in again.stdout
     after = sweeps.read("killed")
+    assert cli.main(["sweeps"]) == 0
+    assert re.search(r"killed +ended +6 of 6 trials; best loss", capsys.readouterr().out)
+    assert cli.main(["sweeps", "killed"]) == 0
+    assert "repeated" in capsys.readouterr().out
+    assert cli.main(["sweeps", "missing"]) != 0
+    assert "there is no sweep 'missing'" in capsys.readouterr().err
     assert kept.items() <= {row.number: row.value for row in after.rows}.items()
     complete = [dict(row.params) for row in after.rows if row.state == "complete"]
     assert all(params in complete for params in lost)
