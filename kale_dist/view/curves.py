@@ -52,7 +52,9 @@ class Series:
     last: float
     """The last value, finite or not."""
     axis: str
-    """What the horizontal axis counts: `epoch`, `step` or `report`."""
+    """What the horizontal axis counts: `epoch`, `step`, `report` or `trial`."""
+    is_joined: bool = True
+    """Whether a line joins the points."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +130,9 @@ def svg(curve: Curve, *, has_titles: bool = True) -> str:
     for one in series:
         dashes = ' stroke-dasharray="5 3"' if one.label == "eval" else ""
         corners = [(box.across(x), box.down(y)) for x, y in one.points]
+        if not one.is_joined:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{one.colour}"/>' for x, y in corners]
+            continue
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{one.colour}" stroke-width="1.75"{dashes} '

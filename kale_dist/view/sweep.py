@@ -86,7 +86,7 @@ def html(picture: SweepPicture) -> str:
     """The sweep as one HTML element with inline styles and no script; everything that came from trials is escaped."""
     header, rows = _table(picture)
     best = picture.best
-    cell = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
+    cell = "padding:2px 12px 2px 0;text-align:left;vertical-align:top;min-width:40px"
     titles = "".join(f'<th scope="col" style="{cell};font-weight:600">{escape(title)}</th>' for title in header)
     body = "".join(
         f'<tr style="{"font-weight:600" if best is not None and row[0] == str(best.number) else ""}">'
@@ -95,14 +95,19 @@ def html(picture: SweepPicture) -> str:
         for row in rows
     )
     notes = "".join(f'<div style="opacity:.72">{escape(line)}</div>' for line in _left_out(picture))
-    drawn = curves.svg(_curve(picture))
-    plot = f'<div style="max-width:420px;margin-top:10px">{drawn}</div>' if drawn else ""
+    curve = _curve(picture)
+    drawn = curves.svg(curve)
+    legend = " ".join(
+        f'<span style="white-space:nowrap"><span aria-hidden="true" style="color:{one.colour}">\u25cf</span> {one.label}</span>'
+        for one in curve.series
+    )
+    plot = f'<div style="max-width:420px;margin-top:10px">{legend}{drawn}</div>' if drawn else ""
     return markup.frame(
         f"Sweep {facts.clean(picture.name)}",
         f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
         f"{'ended' if picture.is_over else 'runs'}"
         f'<div style="margin-top:6px;overflow-wrap:anywhere">{escape(sentence(picture))}</div>{plot}'
-        f'<div style="overflow-x:auto;margin-top:10px"><table style="border-collapse:collapse">'
+        f'<div style="overflow-x:auto;margin-top:10px"><table style="border-collapse:collapse;font-size:13px;color:inherit">'
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>{notes}",
     )
 
@@ -158,9 +163,11 @@ def _curve(picture: SweepPicture) -> curves.Curve:
         if row.state == "complete" and row.value is not None:
             best.append((float(row.number), better([row.value, *(value for _, value in best[-1:])])))
     series = tuple(
-        curves.Series(label=label, colour=colour, points=tuple(points), last=points[-1][1], axis="trial")
+        curves.Series(
+            label=label, colour=colour, points=tuple(points), last=points[-1][1], axis="trial", is_joined=points is best
+        )
         for label, colour, points in (
-            ("each trial", curves.COLOURS[5], values),
+            ("each trial", curves.COLOURS[1], values),
             ("best so far", curves.COLOURS[0], best),
         )
         if points
