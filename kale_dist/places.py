@@ -23,6 +23,9 @@ from kale_dist.wording import closest, show
 T = TypeVar("T")
 _Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
 
+OBJECT_KINDS = ("pytorch", "job")
+"""What a job on a cluster can be; `manifests.KINDS` has each of them."""
+
 _PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 _LARGEST_ID = 2**31 - 1
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
@@ -114,6 +117,9 @@ class Docker:
 class ClusterOptions:
     """Where and how pods run."""
 
+    kind: str = ""
+    """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator) or `"job"` (a batch Job,
+    which needs no operator). Empty: the first of these that the cluster serves."""
     namespace: str = ""
     """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
     context: str = ""
@@ -155,7 +161,7 @@ class ClusterOptions:
     input_wait_s: float = 600.0
     collect_wait_s: float = 600.0
     patch: str = ""
-    """A dict is merged into the PyTorchJob strategically, a list is a JSON patch. Applied last."""
+    """A dict is merged into the object strategically, a list is a JSON patch. Applied last."""
 
     def __post_init__(self) -> None:
         _settle(
@@ -170,7 +176,7 @@ class ClusterOptions:
             secret_environment=_secret_environment(self.secret_environment),
         )
         for field in (
-            "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
+            "kind", "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
         ):  # fmt: skip
             value = getattr(self, field)
             if not isinstance(value, str):
@@ -179,6 +185,10 @@ class ClusterOptions:
             value = getattr(self, field)
             if not isinstance(value, bool) and not (field == "master" and value is None):
                 raise ConfigError(field, f"{show(value)} is neither True nor False", "Give a bool")
+        if self.kind and self.kind not in OBJECT_KINDS:
+            near = closest(self.kind.lower().removesuffix("job"), OBJECT_KINDS)
+            remedy = f"{near}Use one of: {', '.join(map(repr, OBJECT_KINDS))}; or leave it out"
+            raise ConfigError("kind", f"there is no kind {show(self.kind)}", remedy)
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
             raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
@@ -207,7 +217,7 @@ class ClusterOptions:
 @_suggests
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kubernetes(ClusterOptions):
-    """Pods of a cluster, as a Kubeflow PyTorchJob. Beside the following it takes all of `ClusterOptions`."""
+    """Pods of a cluster, as a Kubeflow PyTorchJob or another kind of object. Beside the following it takes all of `ClusterOptions`."""
 
     image: str | Recipe | None = None
     """As for `Docker`. None: the configured one, else that of the notebook's own pod."""
@@ -238,6 +248,7 @@ class Kubernetes(ClusterOptions):
             processes_per_pod: int | None = None,
             volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
             store: str | None = None,
+            kind: str | None = None,
             namespace: str | None = None,
             context: str | None = None,
             master: bool | None = None,

@@ -13,7 +13,7 @@ from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import PodSettings, pod_names, pytorch_job
+from kale_dist.manifests import PodSettings, kind_of
 from kale_dist.places import Docker, Kubernetes, Local, Place
 from kale_dist.spec import JobSpec, Topology
 from kale_dist.wording import closest
@@ -220,7 +220,8 @@ def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:
 
 def _check_manifest(spec: JobSpec) -> None:
     """Make the manifest once, before the job is complete, so that what is wrong with it costs nothing."""
-    longest = max(pod_names(spec, master=True), key=len)
+    kind = kind_of(spec)
+    longest = max(kind.pod_names(spec), key=len)
     if len(longest) > names.MAX_LABEL_LENGTH:
         problem = f"the pod's name {longest!r} has {len(longest)} characters, more than {names.MAX_LABEL_LENGTH}"
         raise ConfigError("name", problem, "Shorten the name")
@@ -229,9 +230,8 @@ def _check_manifest(spec: JobSpec) -> None:
         if variable in given:
             problem = f"{variable} is in `environment`, too"
             raise ConfigError("secret_environment", problem, "Leave it out of one of them")
-    master = True if spec.cluster.master is None else spec.cluster.master
     namespace = spec.cluster.namespace or _MADE_UP
-    pytorch_job(spec, PodSettings(namespace=namespace, image=spec.image or _MADE_UP, master=master))
+    kind.make(spec, PodSettings(namespace=namespace, image=spec.image or _MADE_UP))
 
 
 def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool) -> None:

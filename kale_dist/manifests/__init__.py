@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from kale_dist.manifests.pytorch_job import input_secret, pytorch_job
-from kale_dist.manifests.settings import PodSettings, StoreMount, head_host, input_secret_name, object_name, pod_names
+from collections.abc import Mapping
+
+from kale_dist.manifests.batch_job import BatchJob
+from kale_dist.manifests.kind import Kind, ObjectState, PodGroup
+from kale_dist.manifests.objects import input_secret, owner_of
+from kale_dist.manifests.pytorch_job import PyTorchJob
+from kale_dist.manifests.settings import PodSettings, StoreMount, input_secret_name, object_name
 from kale_dist.manifests.yaml_text import to_yaml
+from kale_dist.spec import JobSpec
 
 __all__ = [
+    "KINDS",
+    "Kind",
+    "ObjectState",
+    "PodGroup",
     "PodSettings",
     "StoreMount",
-    "head_host",
     "input_secret",
     "input_secret_name",
+    "kind_of",
     "object_name",
-    "pod_names",
-    "pytorch_job",
+    "owner_of",
     "to_yaml",
 ]
+
+KINDS: Mapping[str, Kind] = {kind.word: kind for kind in (PyTorchJob(), BatchJob())}
+"""By their words, in the order in which one is chosen for a cluster."""
+
+
+def kind_of(spec: JobSpec) -> Kind:
+    """The kind of a job; the first one while that is not settled."""
+    return KINDS[spec.cluster.kind] if spec.cluster.kind else next(iter(KINDS.values()))

@@ -9,11 +9,12 @@ from typing import Any
 from kale_dist.contract import PodVariable
 from kale_dist.manifests import bootstrap
 from kale_dist.manifests.settings import (
-    CONTAINER,
+    CONTAINER_ANNOTATION,
+    FIRST_POD_LABEL,
     HOME_FOLDER,
     INPUT_FOLDER,
+    OBJECT_LABEL,
     PORT,
-    REPLICA_INDEX_LABEL,
     START_WAIT_S,
     STORE_FOLDER,
     WORK_FOLDER,
@@ -34,26 +35,32 @@ _DEFAULT_MEMORY_GIB = 2.0
 _LARGEST_SHM_GIB = 8.0
 _ISTIO = "sidecar.istio.io/inject"
 _DEADLINE_MARGIN_S = 600
+ERRAND_S = 600
+"""An errand ends by itself after so long."""
 
 
-def pod_template(spec: JobSpec, settings: PodSettings, *, first_pod: int, ranks: int) -> dict[str, Any]:
+def pod_template(
+    spec: JobSpec, settings: PodSettings, *, container: str, first_pod: int, ranks: int, index: str = ""
+) -> dict[str, Any]:
     """The template of one replica type's pods.
 
     Args:
         spec: The job.
         settings: What the backend has settled.
+        container: The name that the agent's container has in this kind of object.
         first_pod: Number of the type's first pod.
         ranks: Ranks of each of these pods.
+        index: Field of the pod that holds its index in the type; empty for a type of one pod.
     """
     cluster = spec.cluster
     volumes, mounts = _volumes(spec, settings, ranks)
-    container = {
-        "name": CONTAINER,
+    main = {
+        "name": container,
         "image": settings.image,
         **_if("imagePullPolicy", cluster.image_pull_policy),
-        "command": bootstrap.command(settings.python),
-        "env": _environment(spec, first_pod),
-        # The operator gives a port of this name to its Services, or adds its own.
+        "command": list(settings.command) or bootstrap.command(settings.python),
+        "env": _environment(spec, first_pod, index, container),
+        # The Training Operator gives a port of this name to its Services, or adds its own.
         "ports": [
             {"name": "pytorchjob-port", "containerPort": PORT},
             {"name": "agents", "containerPort": PORT + 1},
@@ -65,12 +72,12 @@ def pod_template(spec: JobSpec, settings: PodSettings, *, first_pod: int, ranks:
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     pod = {
-        **_if("activeDeadlineSeconds", _deadline_s(spec)),
+        **_if("activeDeadlineSeconds", ERRAND_S if settings.command else _deadline_s(spec)),
         "automountServiceAccountToken": cluster.mount_service_account_token,
         **_if("serviceAccountName", cluster.service_account),
         # Otherwise each Service of the namespace adds seven variables.
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": _GRACE_S,
+        "terminationGracePeriodSeconds": 1 if settings.command else _GRACE_S,
         "securityContext": _security(settings),
         **_if("imagePullSecrets", [{"name": name} for name in cluster.image_pull_secrets]),
         **_if("nodeSelector", dict(cluster.node_selector)),
@@ -78,11 +85,17 @@ def pod_template(spec: JobSpec, settings: PodSettings, *, first_pod: int, ranks:
         **_if("affinity", json.loads(cluster.affinity or "{}")),
         **_if("priorityClassName", cluster.priority_class),
         **_if("schedulerName", cluster.scheduler_name),
-        "containers": [container],
+        "containers": [main],
         "volumes": volumes,
     }
-    labels = {**own_labels(spec.name), _ISTIO: "false", **dict(cluster.labels)}
-    annotations = {_ISTIO: "false", **dict(cluster.annotations)}
+    labels = {
+        **own_labels(spec.name, is_errand=bool(settings.command)),
+        OBJECT_LABEL: object_name(spec.name, settings.run),
+        FIRST_POD_LABEL: str(first_pod),
+        _ISTIO: "false",
+        **dict(cluster.labels),
+    }
+    annotations = {CONTAINER_ANNOTATION: container, _ISTIO: "false", **dict(cluster.annotations)}
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
 
 
@@ -111,7 +124,7 @@ def _security(settings: PodSettings) -> dict[str, Any]:
     }
 
 
-def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
+def _environment(spec: JobSpec, first_pod: int, index: str, container: str) -> list[dict[str, Any]]:
     given = dict(spec.environment)
     secret = {variable for variable, _, _ in spec.cluster.secret_environment}
     # A user that is only a number has no name and no home; torch.compile asks for both.
@@ -126,12 +139,12 @@ def _environment(spec: JobSpec, first_pod: int) -> list[dict[str, Any]]:
         "PYTHONUNBUFFERED": "1",
     }
     told = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
-    index = {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX_LABEL}']"}}
-    request = {"resourceFieldRef": {"containerName": CONTAINER, "resource": "requests.cpu", "divisor": "1m"}}
+    number = {"valueFrom": {"fieldRef": {"fieldPath": index}}} if index else {"value": "0"}
+    request = {"resourceFieldRef": {"containerName": container, "resource": "requests.cpu", "divisor": "1m"}}
     return [
         *({"name": name, "value": value} for name, value in fixed.items() if name not in given | dict.fromkeys(secret)),
         *({"name": name.value, "value": value} for name, value in told.items()),
-        {"name": PodVariable.REPLICA_INDEX.value, "valueFrom": index},
+        {"name": PodVariable.REPLICA_INDEX.value, **number},
         {"name": PodVariable.CPU_REQUEST.value, "valueFrom": request},
         {"name": PodVariable.NODE.value, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         # The kubelet would replace $(NAME) by that variable's value.
@@ -167,15 +180,16 @@ def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dic
     if spec.resources.shm_gib is not None:
         shm = spec.resources.shm_gib * ranks
     secret = {"secretName": input_secret_name(object_name(spec.name, settings.run)), "optional": False}
+    has_input = not settings.command
     volumes: list[dict[str, Any]] = [
-        {"name": "input", "secret": secret},
+        *([{"name": "input", "secret": secret}] if has_input else []),
         {"name": "work", "emptyDir": {}},
         {"name": "home", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory_text(shm)}},
     ]
     mounts: list[dict[str, Any]] = [
-        {"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True},
+        *([{"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True}] if has_input else []),
         {"name": "work", "mountPath": WORK_FOLDER},
         {"name": "home", "mountPath": HOME_FOLDER},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a volume of the pod's own
@@ -196,7 +210,8 @@ def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dic
 def _store(settings: PodSettings) -> tuple[Volume, ...]:
     if settings.store is None:
         return ()
-    return (Volume(mount_path=STORE_FOLDER, source=settings.store.claim, sub_path=settings.store.sub_path),)
+    store, read_only = settings.store, bool(settings.command)
+    return (Volume(mount_path=STORE_FOLDER, source=store.claim, sub_path=store.sub_path, read_only=read_only),)
 
 
 def _source(volume: Volume) -> dict[str, Any]:

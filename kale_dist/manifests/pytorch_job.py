@@ -1,117 +1,126 @@
-"""A job as a PyTorchJob of Kubeflow's Training Operator, and the Secret with its input. Pure."""
+"""A job as a PyTorchJob of Kubeflow's Training Operator (v1): one Master with rank 0, and Workers. Pure."""
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.errors import ConfigError
-from kale_dist.manifests.patching import apply_patch
+from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, last_condition
 from kale_dist.manifests.pod_template import pod_template
-from kale_dist.manifests.settings import (
-    API_VERSION,
-    CONTAINER,
-    KIND,
-    QUEUE_LABEL,
-    RUN_LABEL,
-    SPEC_ANNOTATION,
-    PodSettings,
-    has_master,
-    input_secret_name,
-    object_name,
-    own_labels,
-)
+from kale_dist.manifests.settings import REPLICA_INDEX_LABEL, PodSettings, object_name
 from kale_dist.spec import JobSpec
 
-_LARGEST_ANNOTATION = 200_000
-"""Characters; all annotations of an object together may have 256 KiB."""
+_INIT_CONTAINER = {
+    "name": "init-pytorch",
+    "image": "alpine:3.10",
+    "command": ["sh", "-c", "true"],
+    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
+}
+"""As the operator puts it before workers beside a master."""
 
 
-def pytorch_job(spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
-    """The object to create. The same arguments give the same object, with its keys in the same order.
+class PyTorchJob(Kind):
+    """Workers only (`worker-0` has rank 0) where Pod Security forbids what the operator puts before workers beside a master."""
 
-    Args:
-        spec: The job.
-        settings: What the backend has settled.
+    word = "pytorch"
+    name = "PyTorchJob"
+    group, version, plural = "kubeflow.org", "v1", "pytorchjobs"
+    container = "pytorch"
+    roles = ("master", "worker")
+    controller = "Kubeflow's Training Operator"
+    find_controller = "kubectl get pods -A -l control-plane=kubeflow-training-operator"
+    install = (
+        "kubectl apply --server-side -k "
+        "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3'"
+    )
+    is_automatic = True
+    services_a_pod = True
+    own_manager = "kubeflow.org/training-operator"
 
-    Returns:
-        A PyTorchJob (kubeflow.org/v1), patched as the user asks.
-
-    Raises:
-        ConfigError: The patch cannot be applied, or changes what the job depends on.
-    """
-    cluster = spec.cluster
-    labels = {
-        **own_labels(spec.name),
-        **({QUEUE_LABEL: cluster.queue} if cluster.queue else {}),
-        **({RUN_LABEL: str(settings.run)} if settings.run > 1 else {}),
-        **dict(cluster.labels),
-    }
-    annotations = {**dict(cluster.annotations), **dict(settings.annotations), SPEC_ANNOTATION: spec_annotation(spec)}
-    per_pod = spec.topology.processes_per_pod
-    made = {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {
-            "name": object_name(spec.name, settings.run),
-            "namespace": settings.namespace,
-            "labels": labels,
-            "annotations": annotations,
-        },
-        "spec": {
+    def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
+        """Run policy and replicas."""
+        per_pod = spec.topology.processes_per_pod
+        return {
             "runPolicy": _run_policy(spec),
             **({"nprocPerNode": str(per_pod)} if per_pod > 1 else {}),
-            "pytorchReplicaSpecs": _replicas(spec, settings),
-        },
-    }
-    if not cluster.patch:
-        return made
-    patched: dict[str, Any] = apply_patch(made, json.loads(cluster.patch))
-    _check_patched(made, patched)
-    return patched
+            "pytorchReplicaSpecs": self._replicas(spec, settings),
+        }
+
+    def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
+        """Master, then workers, with the operator's init container before these."""
+        replicas = made["spec"]["pytorchReplicaSpecs"]
+        groups = []
+        for role, replica in sorted(replicas.items()):
+            waits = (_INIT_CONTAINER,) if role == "Worker" and "Master" in replicas else ()
+            # The API fills in a number that is left out.
+            pods, policy = int(replica.get("replicas", 1)), replica.get("restartPolicy", "")
+            template = replica.get("template", {})
+            group = PodGroup(role=role.lower(), pods=pods, template=template, restart_policy=policy, put_before=waits)
+            groups.append(group)
+        return groups
+
+    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+        """`x-master-0`, `x-worker-0`, ..."""
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        if not _has_master(spec):
+            return tuple(f"{name}-worker-{index}" for index in range(pods))
+        return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
+
+    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+        """That of the head's Service, which the operator makes for each pod."""
+        return self.pod_names(spec, run)[0]
+
+    def state(self, made: Mapping[str, Any]) -> ObjectState:
+        """Its last condition."""
+        condition, status = last_condition(made), made.get("status") or {}
+        word, message = condition.get("type"), str(condition.get("message") or "")
+        limit: Any = ""
+        for words, name in (("longer than specified deadline", "deadline"), ("backoff limit", "backoff")):
+            limit = name if word == "Failed" and words in message.lower() else limit
+        finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(word), "")
+        return ObjectState(
+            finished=finished,
+            limit=limit,
+            message=message if word == "Failed" else "",
+            is_running=word == "Running",
+            is_known=bool(condition),
+            started=status.get("startTime"),
+            ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
+        )
+
+    def suspension(self, *, value: bool) -> dict[str, Any]:
+        """In its run policy."""
+        return {"spec": {"runPolicy": {"suspend": value}}}
+
+    def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The run policy."""
+        return (made.get("spec") or {}).get("runPolicy") or {}
+
+    def _replicas(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
+        topology = spec.topology
+        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
+        head = min(world, per_pod)
+        if not _has_master(spec):
+            return {"Worker": self._replica(spec, settings, first_pod=0, pods=pods, ranks=head)}
+        replicas = {"Master": self._replica(spec, settings, first_pod=0, pods=1, ranks=head)}
+        if pods > 1:
+            ranks = min(per_pod, world - head)
+            replicas["Worker"] = self._replica(spec, settings, first_pod=1, pods=pods - 1, ranks=ranks)
+        return replicas
+
+    def _replica(
+        self, spec: JobSpec, settings: PodSettings, *, first_pod: int, pods: int, ranks: int
+    ) -> dict[str, Any]:
+        template = pod_template(
+            spec, settings, container=self.container, first_pod=first_pod, ranks=ranks,
+            index=f"metadata.labels['{REPLICA_INDEX_LABEL}']",
+        )  # fmt: skip
+        return {"replicas": pods, "restartPolicy": "Never", "template": template}
 
 
-def spec_annotation(spec: JobSpec) -> str:
-    """The specification as JSON, for `attach` from another machine: without the variables' values.
-
-    The digests of the blobs are left out where there are so many that an annotation could not hold them; they are in
-    the job's order, too.
-    """
-    hidden = dataclasses.replace(spec, environment=tuple((name, "") for name, _ in spec.environment))
-    for shown in (hidden, dataclasses.replace(hidden, blobs=())):
-        text = json.dumps(shown.to_json(), separators=(",", ":"))
-        if len(text) <= _LARGEST_ANNOTATION:
-            break
-    return text
-
-
-def input_secret(spec: JobSpec, settings: PodSettings, owner_uid: str, data: Mapping[str, bytes]) -> dict[str, Any]:
-    """The Secret that a run's pods wait for. It is deleted with the run's PyTorchJob.
-
-    Args:
-        spec: The job.
-        settings: As for `pytorch_job`.
-        owner_uid: UID of the PyTorchJob; empty: the Secret has no owner.
-        data: Bytes by the names of `contract.InputFiles`.
-    """
-    name = object_name(spec.name, settings.run)
-    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": owner_uid, "blockOwnerDeletion": False}
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {
-            "name": input_secret_name(name),
-            "namespace": settings.namespace,
-            "labels": own_labels(spec.name),
-            **({"ownerReferences": [owner]} if owner_uid else {}),
-        },
-        "type": "Opaque",
-        "immutable": True,
-        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
-    }
+def _has_master(spec: JobSpec) -> bool:
+    """A job of a single pod has a master in any case."""
+    return spec.cluster.master is not False or spec.topology.number_of_pods == 1
 
 
 def _run_policy(spec: JobSpec) -> dict[str, Any]:
@@ -126,58 +135,3 @@ def _run_policy(spec: JobSpec) -> dict[str, Any]:
             **({"priorityClass": cluster.priority_class} if cluster.priority_class else {}),
         }
     return policy
-
-
-def _replicas(spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
-    topology = spec.topology
-    world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
-    head = min(world, per_pod)
-    if not has_master(spec, master=settings.master):
-        return {"Worker": _replica(spec, settings, first_pod=0, pods=pods, ranks=head)}
-    replicas = {"Master": _replica(spec, settings, first_pod=0, pods=1, ranks=head)}
-    if pods > 1:
-        ranks = min(per_pod, world - head)
-        replicas["Worker"] = _replica(spec, settings, first_pod=1, pods=pods - 1, ranks=ranks)
-    return replicas
-
-
-def _replica(spec: JobSpec, settings: PodSettings, *, first_pod: int, pods: int, ranks: int) -> dict[str, Any]:
-    template = pod_template(spec, settings, first_pod=first_pod, ranks=ranks)
-    return {"replicas": pods, "restartPolicy": "Never", "template": template}
-
-
-def _check_patched(before: dict[str, Any], after: Any) -> None:
-    """Refuse patches after which the job could not be found, or would not be this job."""
-
-    def refuse(problem: str) -> ConfigError:
-        return ConfigError("patch", problem, "Leave that out of the patch")
-
-    try:
-        changed = [
-            path
-            for path, old, new in (
-                ("apiVersion", before["apiVersion"], after["apiVersion"]),
-                ("kind", before["kind"], after["kind"]),
-                ("metadata.name", before["metadata"]["name"], after["metadata"]["name"]),
-                ("metadata.namespace", before["metadata"]["namespace"], after["metadata"]["namespace"]),
-            )
-            if old != new
-        ]
-        replicas = after["spec"]["pytorchReplicaSpecs"]
-        if {kind: replica["replicas"] for kind, replica in replicas.items()} != {
-            kind: replica["replicas"] for kind, replica in before["spec"]["pytorchReplicaSpecs"].items()
-        }:
-            changed.append("the number of replicas")
-        if any(replica["restartPolicy"] != "Never" for replica in replicas.values()):
-            changed.append("restartPolicy")
-        without = [
-            kind
-            for kind, replica in replicas.items()
-            if CONTAINER not in {container["name"] for container in replica["template"]["spec"]["containers"]}
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise refuse(f"after it the object is no PyTorchJob any more ({type(error).__name__}: {error})") from None
-    if changed:
-        raise refuse(f"it changes {changed[0]}, on which the job depends")
-    if without:
-        raise refuse(f"it removes the container {CONTAINER!r} of {without[0]}, in which the ranks run")

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
-from kale_dist.spec import JobSpec
+OBJECT_LABEL = "kale-dist.dev/object"
+"""On every pod: the name of its run's object."""
 
-API_VERSION = "kubeflow.org/v1"
-KIND = "PyTorchJob"
-CONTAINER = "pytorch"
-"""The name by which the operator knows the container that counts."""
+FIRST_POD_LABEL = "kale-dist.dev/first-pod"
+"""On every pod: the number in the job that the first pod of its replica type has."""
 
-JOB_NAME_LABEL = "training.kubeflow.org/job-name"
-REPLICA_TYPE_LABEL = "training.kubeflow.org/replica-type"
+CONTAINER_ANNOTATION = "kubectl.kubernetes.io/default-container"
+"""On every pod: the container with the agent, which is also what `kubectl logs` shows."""
+
 REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+"""Label and annotation of a pod of an indexed Job. The labels of its index are the same for all kinds of one controller."""
+
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 MANAGED_BY = "kale-dist"
-SELECTOR = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+SELECTOR = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
 """Of all jobs and pods of this library in a namespace."""
 
 SPEC_ANNOTATION = "kale-dist.dev/spec"
 SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
 CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
 RUN_LABEL = "kale-dist.dev/run"
-"""On the PyTorchJobs of later runs: which run it is. The first one has none."""
+"""On the objects of later runs: which run it is. The first one has none."""
 
 TOUCHED_ANNOTATION = "kale-dist.dev/touched"
 """When a job that waits under a quota was last shown to the operator again."""
@@ -58,8 +62,6 @@ class PodSettings:
     namespace: str
     image: str
     """Reference of the image."""
-    master: bool = True
-    """One master and workers, or workers only. A job of a single pod has a master in any case."""
     run_as_user: int | None = 1000
     """None: left to the cluster, as on OpenShift."""
     fs_group: int | None = 1000
@@ -70,49 +72,33 @@ class PodSettings:
     annotations: tuple[tuple[str, str], ...] = ()
     """Annotations of the job besides the user's own and that of the specification."""
     run: int = 1
-    """Which run of the job; each has a PyTorchJob of its own."""
-
-
-def has_master(spec: JobSpec, *, master: bool) -> bool:
-    """Whether the job has a replica of type Master."""
-    return master or spec.topology.number_of_pods == 1
+    """Which run of the job; each has an object of its own."""
+    command: tuple[str, ...] = ()
+    """In the place of the agent: an errand of this library, which has no input and is listed nowhere."""
 
 
 def object_name(job: str, run: int) -> str:
-    """Name of the PyTorchJob of one run: the job's own for the first, `<job>-2` for the second.
+    """Name of the object of one run: the job's own for the first, `<job>-2` for the second.
 
     `names.MAX_LENGTH` leaves room for it and for the `-worker-123` of its pods.
     """
     return job if run == 1 else f"{job}-{run}"
 
 
-def pod_names(spec: JobSpec, *, master: bool, run: int = 1) -> tuple[str, ...]:
-    """Names of a run's pods by their number; pod 0 holds rank 0."""
-    pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
-    if not has_master(spec, master=master):
-        return tuple(f"{name}-worker-{index}" for index in range(pods))
-    return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
-
-
-def head_host(spec: JobSpec, *, master: bool, run: int = 1) -> str:
-    """Host name of pod 0 within the namespace: that of its headless Service, which the operator makes."""
-    return pod_names(spec, master=master, run=run)[0]
-
-
 def input_secret_name(object_: str) -> str:
     """Name of the Secret with a run's input.
 
     Args:
-        object_: Name of the run's PyTorchJob.
+        object_: Name of the run's object.
     """
     return f"{object_}-input"
 
 
-def own_labels(job: str) -> dict[str, str]:
+def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
     """The recommended labels, which every object of a job has, in all its runs."""
     return {
         "app.kubernetes.io/name": "kale-dist",
-        "app.kubernetes.io/managed-by": MANAGED_BY,
+        MANAGED_BY_LABEL: "kale-dist-errand" if is_errand else MANAGED_BY,
         "app.kubernetes.io/instance": job,
         "app.kubernetes.io/component": "training",
     }

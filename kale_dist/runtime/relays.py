@@ -421,12 +421,14 @@ class _Stranger:
 
 
 def pod_name(order: Order, agent: int) -> str:
-    """Name of a pod by its number, as the operator names it; its number where the head is not named so."""
+    """Name of a pod by its number, as its controller names it; its number where the head is not named so."""
+    # Pods of a Service's domain, such as those of a Job, are named `x-0.x`, and have five characters appended.
+    head = order.head.partition(".")[0]
     if agent == 0:
-        return order.head
-    for ending, index in (("-master-0", agent - 1), ("-worker-0", agent)):
-        if order.head.endswith(ending):
-            return f"{order.head.removesuffix(ending)}-worker-{index}"
+        return head
+    for ending, workers, index in (("-master-0", "-worker", agent - 1), ("-0", "", agent)):
+        if head.endswith(ending):
+            return f"{head.removesuffix(ending)}{workers}-{index}"
     return str(agent)
 
 

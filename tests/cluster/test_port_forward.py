@@ -10,6 +10,7 @@ from on_cluster import run_kubectl
 from kale_dist.backends.kubernetes import client, port_forward, roles
 from kale_dist.config import Config
 from kale_dist.errors import BackendError
+from kale_dist.manifests import KINDS
 
 SIZE = 200_000_000
 PORT = 8000
@@ -17,7 +18,7 @@ PORT = 8000
 
 def role(namespace, *resources):
     """What makes a Role with some of the rights, for `make_user`."""
-    rights = [right for right in roles.RIGHTS if right.resource in resources]
+    rights = [right for right in roles.rights(KINDS["pytorch"]) if right.resource in resources]
     return lambda identity: roles.role_yaml(namespace, identity, rights).replace(
         "name: kale-dist", f"name: {identity.rpartition(':')[2]}"
     )
@@ -28,7 +29,7 @@ def connect(request, namespace, server_pod, make_user):
     """A function that connects as a user who may use one of the two ways only."""
     path = make_user(namespace, role(namespace, f"pods/{request.param}"))
     user = client.connect(namespace=namespace, config=Config(kubeconfig=str(path)))
-    return lambda port=PORT: port_forward.connect(user, namespace, server_pod, port)
+    return lambda port=PORT: port_forward.connect(user, namespace, server_pod, port, container="pytorch")
 
 
 @contextlib.contextmanager
@@ -100,17 +101,17 @@ def test_reading_after_closing_is_at_the_end(connect):
 def test_neither_way_is_allowed(namespace, server_pod, make_user):
     user = client.connect(namespace=namespace, config=Config(kubeconfig=str(make_user(namespace))))
     with pytest.raises(BackendError, match=r"may not (get|create) pods/portforward(.|\n)*kind: Role"):
-        port_forward.connect(user, namespace, server_pod, PORT)
+        port_forward.connect(user, namespace, server_pod, PORT, container="pytorch")
 
 
 def test_a_pod_that_is_not_there(cluster, namespace):
     with pytest.raises(BackendError, match='pods "no-such" not found'):
-        port_forward.connect(cluster, namespace, "no-such", PORT)
+        port_forward.connect(cluster, namespace, "no-such", PORT, container="pytorch")
 
 
 def test_a_pod_that_is_killed_ends_the_connection_or_falls_silent(cluster, namespace, server_pod, make_server_pod):
     make_server_pod("short")
-    with http_over(port_forward.connect(cluster, namespace, "short", PORT, timeout_s=2.0)) as pod:
+    with http_over(port_forward.connect(cluster, namespace, "short", PORT, container="pytorch", timeout_s=2.0)) as pod:
         pod.request("GET", "/100000000000")
         response = pod.getresponse()
         assert response.read(10)

@@ -8,9 +8,11 @@ import kale_dist as kd
 from kale_dist.backends.kubernetes import roles
 from kale_dist.contract import StateName
 from kale_dist.errors import BackendError, JobCancelledError, KaleDistWarning, ResultUnavailableError, StoreError
+from kale_dist.manifests import KINDS
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
+RIGHTS = roles.rights(KINDS["pytorch"])
 LARGE = 2_000_000
 """Bytes that do not come back with the log."""
 
@@ -27,9 +29,9 @@ def become(namespace, make_user, monkeypatch):
     """A function that goes on as a user with the least Role but for some of its rights."""
 
     def change(*missing):
-        lost = [right for right in roles.RIGHTS if str(right) in missing]
+        lost = [right for right in RIGHTS if str(right) in missing]
         assert len(lost) == len(missing)
-        kept = [right for right in roles.RIGHTS if right not in lost]
+        kept = [right for right in RIGHTS if right not in lost]
 
         def role(identity):
             name = identity.rpartition(":")[2]
@@ -40,7 +42,7 @@ def become(namespace, make_user, monkeypatch):
     return change
 
 
-@pytest.mark.parametrize("missing", roles.NEEDED, ids=str)
+@pytest.mark.parametrize("missing", [right for right in RIGHTS if right.is_needed], ids=str)
 def test_without_these_the_call_is_refused_and_says_who_has_to_grant_what(become, on, namespace, missing):
     become(str(missing))
     with pytest.raises(BackendError) as caught:

@@ -8,6 +8,7 @@ import pytest
 from on_cluster import IMAGE, grant, run_kubectl
 
 from kale_dist.backends.kubernetes import roles
+from kale_dist.manifests import KINDS
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PACKAGES = pathlib.Path(kubernetes.__file__).parents[1]
@@ -67,7 +68,7 @@ def look(namespace, name, rights):
 
 
 def test_a_notebook_with_the_least_role(namespace, home):
-    found = look(namespace, "jo", roles.RIGHTS)
+    found = look(namespace, "jo", roles.rights(KINDS["pytorch"]))
     assert (found["identity"], found["namespace"]) == (f"system:serviceaccount:{namespace}:jo", namespace)
     assert found["in"]
     pod = found["pod"]
@@ -81,7 +82,7 @@ def test_a_notebook_with_the_least_role(namespace, home):
 
 
 def test_a_notebook_that_may_not_read_its_own_pod(namespace, home):
-    found = look(namespace, "blind", [right for right in roles.RIGHTS if right.resource != "pods"])
+    found = look(namespace, "blind", [right for right in roles.rights(KINDS["pytorch"]) if right.resource != "pods"])
     pod = found["pod"]
     assert (pod["name"], pod["run_as_user"], pod["fs_group"]) == ("blind", 1234, 99)
     assert (pod["image"], pod["claims"]) == ("", [])

@@ -70,8 +70,8 @@ _OPERATIONS = [
 JOBS = {
     "default": (a_spec(), SETTINGS),
     "workers_only": (
-        a_spec(topology=Topology(number_of_processes=3)),
-        PodSettings(namespace="team-a", image=SETTINGS.image, master=False),
+        a_spec(topology=Topology(number_of_processes=3), cluster=ClusterOptions(master=False)),
+        SETTINGS,
     ),
     "one_pod": (a_spec(topology=Topology(number_of_processes=1)), SETTINGS),
     "four_gpus_a_pod": (
@@ -88,6 +88,11 @@ JOBS = {
     ),
     "patched": (a_spec(cluster=ClusterOptions(patch=json.dumps(_PATCH))), SETTINGS),
     "patched_by_operations": (a_spec(cluster=ClusterOptions(patch=json.dumps(_OPERATIONS))), SETTINGS),
+    "job": (a_spec(cluster=ClusterOptions(kind="job", ttl_s=3600)), SETTINGS),
+    "job_one_pod": (
+        a_spec(topology=Topology(number_of_processes=2, processes_per_pod=2), cluster=ClusterOptions(kind="job")),
+        SETTINGS,
+    ),
     "everything": (
         a_spec(
             name="everything-at-once",
@@ -136,4 +141,5 @@ JOBS = {
 
 def job(name):
     """The object of a golden file."""
-    return manifests.pytorch_job(*JOBS[name])
+    spec, settings = JOBS[name]
+    return manifests.kind_of(spec).make(spec, settings)

@@ -9,6 +9,7 @@ pytest.importorskip("kubernetes")
 from fake_api import FakeApi, status
 from golden_jobs import a_spec
 
+from kale_dist import manifests
 from kale_dist.backends.kubernetes import checks, client
 from kale_dist.places import ClusterOptions
 from kale_dist.resources import Resources
@@ -17,7 +18,9 @@ from kale_dist.spec import Topology
 JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
 PODS, SECRETS, NODES = "/api/v1/namespaces/team/pods", "/api/v1/namespaces/team/secrets", "/api/v1/nodes"
 MAY = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-ALL = frozenset(f"{verb} {right.resource}" for right in checks.roles.RIGHTS for verb in right.verbs)
+ALL = frozenset(
+    f"{verb} {right.resource}" for right in checks.roles.rights(manifests.KINDS["pytorch"]) for verb in right.verbs
+)
 
 
 def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, **changes):
@@ -110,5 +113,6 @@ def quota(hard, used):
     ],
 )
 def test_sums_over_all_pods_are_compared_with_quotas(hard, used, expected):
-    job = checks.manifests.pytorch_job(a_spec(), checks.submit.settings_of(a_spec()))
-    assert [(item.name, item.is_fatal) for item in checks.quota_sums([quota(hard, used)], job)] == expected
+    kind = manifests.KINDS["pytorch"]
+    groups = kind.pod_groups(kind.make(a_spec(), checks.submit.settings_of(a_spec())))
+    assert [(item.name, item.is_fatal) for item in checks.quota_sums([quota(hard, used)], kind, groups)] == expected

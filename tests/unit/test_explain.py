@@ -104,11 +104,11 @@ SAID = [
     ("priority-missing", WAITS, "there is no priority class nope"),
     ("crash-loop", WAITS, "is started again after a pause"),
     ("operator-dead", WAITS, "left to kueue.x-k8s.io/multikueue"),
-    ("suspended", WAITS, "The job is suspended (runPolicy.suspend)"),
+    ("suspended", WAITS, "The job is suspended"),
     ("oom", FAILS, "more memory than its limit of 60Mi"),
     ("evicted", FAILS, 'was evicted from node kd-node: Usage of EmptyDir volume "v" exceeds the limit "10Mi"'),
     ("deadline", FAILS, "longer than its deadline"),
-    ("deadline-job", FAILS, "runPolicy.activeDeadlineSeconds"),
+    ("deadline-job", FAILS, "activeDeadlineSeconds"),
     ("exec-format", FAILS, "ended with exit code 1 before its agent could say why"),
     ("exit-1", FAILS, "bad"),
     ("sidecar", WAITS, "the container proxy is still running"),
@@ -145,8 +145,7 @@ def _pod(**changes):
     values = {
         "uid": "u",
         "name": "x-worker-1",
-        "replica_type": "worker",
-        "index": 1,
+        "number": 2,
         "node": "n1",
         "containers": (main,),
     }

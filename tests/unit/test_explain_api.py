@@ -13,6 +13,7 @@ from kale_dist.backends.kubernetes import roles  # noqa: E402
 from kale_dist.backends.kubernetes.explain import api  # noqa: E402
 from kale_dist.backends.kubernetes.explain.api import Doing  # noqa: E402
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError  # noqa: E402
+from kale_dist.manifests import KINDS  # noqa: E402
 
 JOB = Doing(verb="create", resource="pytorchjobs", namespace="team", name="train")
 
@@ -109,7 +110,7 @@ def test_what_was_explained_stays_so():
 )
 def test_the_role_is_bound_to_whoever_asked(identity, subject):
     yaml = pytest.importorskip("yaml")
-    text = roles.role_yaml("team", identity)
+    text = roles.role_yaml("team", identity, roles.rights(KINDS["pytorch"]))
     assert subject in text
     role, binding = yaml.safe_load_all(text)
     assert role["kind"] == "Role"
@@ -120,6 +121,7 @@ def test_the_role_is_bound_to_whoever_asked(identity, subject):
 
 def test_the_page_has_the_role_and_what_is_lost():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "rbac.md").read_text()
-    assert roles.role_yaml("team-a", "system:serviceaccount:team-a:notebook") in page
-    for right in roles.RIGHTS:
+    rights = roles.rights(KINDS["pytorch"])
+    assert roles.role_yaml("team-a", "system:serviceaccount:team-a:notebook", rights) in page
+    for right in rights:
         assert f"| `{right.resource}`: {', '.join(right.verbs)} | {right.without} |" in page

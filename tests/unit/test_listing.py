@@ -8,7 +8,10 @@ from kale_dist import backends, cli
 from kale_dist.backends.kubernetes import survey
 from kale_dist.cli import main
 from kale_dist.contract import StateName
+from kale_dist.manifests import KINDS
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, SPEC_ANNOTATION
+
+PYTORCH = KINDS["pytorch"]
 
 
 def pytorch_job(name, *conditions, number=0, instance=None, cancelled=False, started=None):
@@ -38,14 +41,14 @@ def pytorch_job(name, *conditions, number=0, instance=None, cancelled=False, sta
     ],
 )
 def test_a_job_is_as_its_pytorch_job_says(conditions, cancelled, state):
-    (found,) = survey.statuses([pytorch_job("a", *conditions, cancelled=cancelled)])
+    (found,) = survey.statuses([(PYTORCH, pytorch_job("a", *conditions, cancelled=cancelled))])
     assert (found.ref, found.state, len(found.replicas)) == ("kubernetes://team/a", state, 3)
     assert found.reason == ("a Failed" if state is StateName.FAILED else "")
 
 
 def test_the_last_run_of_a_job_says_how_it_is():
     first, last = pytorch_job("a", "Failed"), pytorch_job("a-r1", "Running", number=9, instance="a")
-    (found,) = survey.statuses([first, last])
+    (found,) = survey.statuses([(PYTORCH, first), (PYTORCH, last)])
     assert (found.ref, found.state, found.ended) == ("kubernetes://team/a", StateName.RUNNING, None)
 
 
@@ -61,7 +64,7 @@ class Cluster:
 
     def survey(self, *, namespace, labels):
         self.asked.append((namespace, labels))
-        return survey.statuses(self.items)
+        return survey.statuses([(PYTORCH, item) for item in self.items])
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ def job(*, run_policy=None, annotations=None, labels=None, status=None, created=
 
 
 def pod(kind="master", index=0, container=RUNS, **changes):
-    values = {"uid": f"{kind}{index}", "name": f"x-{kind}-{index}", "replica_type": kind, "index": index, "node": "n1"}
+    number = index + (kind == "worker")
+    values = {"uid": f"{kind}{index}", "name": f"x-{kind}-{index}", "number": number, "node": "n1"}
     return PodView(**{**values, "phase": "Running", "created": NOW - 9, "containers": (container,), **changes})
 
 
@@ -54,12 +55,6 @@ def test_parts_are_pods_by_their_numbers():
         (1, "x-worker-0", "running", "n2"),
     ]
     assert (found.trouble, found.finished, found.suspended, found.gone, found.fresh) == (None, "", "", False, True)
-
-
-def test_workers_only_begin_with_worker_0():
-    of = job()
-    del of["spec"]["pytorchReplicaSpecs"]["Master"]
-    assert [part.number for part in seen(pod("worker", 1), pod("worker", 0), of=of).parts] == [0, 1]
 
 
 def test_a_pod_without_a_node_waits_for_one():
@@ -117,7 +112,7 @@ def test_the_object_says_how_the_job_ended():
         conditions = [{"type": "Running", "status": "False"}, {"type": kind, "status": "True", "message": "no"}]
         found = seen(of=job(status={"conditions": conditions}))
         assert found.finished == word
-    assert "The operator says that the job failed: no" in str(found.trouble)
+    assert "Kubeflow's Training Operator says that the job failed: no" in str(found.trouble)
     assert look_of("deadline-job").finished == "failed"
 
 
@@ -125,7 +120,8 @@ def test_a_suspended_job_has_no_parts_and_begins_again_with_other_pods():
     old = (pod(is_gone=True, created=NOW - 500, container=ended(143)), pod("worker", is_gone=True, created=NOW - 500))
     suspended = seen(*old, of=job(run_policy={"suspend": True}))
     assert suspended.parts == ()
-    assert "runPolicy.suspend" in suspended.suspended
+    assert "kubectl -n team patch pytorchjobs x" in suspended.suspended
+    assert '{"spec":{"runPolicy":{"suspend":false}}}' in suspended.suspended
     resumed = seen(*old, pod(uid="n"), pod("worker", uid="m"), of=job(status={"startTime": CREATED}))
     assert [part.uid for part in resumed.parts] == ["n", "m"]
     assert resumed.suspended == ""
@@ -165,7 +161,7 @@ def test_a_deleted_job_is_gone():
 def test_an_operator_that_does_nothing_is_told_after_a_while():
     assert seen(of=job()).trouble is None
     late = job(created="1970-01-12T13:46:00Z")
-    assert "The Training Operator has not looked at the job for 40 s" in seen(of=late).trouble.sentence
+    assert "Kubeflow's Training Operator has not looked at the job for 40 s" in seen(of=late).trouble.sentence
     assert "without the right to list and watch events" in seen(of=late, lacks_events=True).trouble.sentence
 
 

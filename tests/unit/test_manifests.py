@@ -17,7 +17,7 @@ import yaml
 
 from kale_dist import manifests, payload, quantities
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import PodSettings, bootstrap
+from kale_dist.manifests import KINDS, PodSettings, bootstrap
 from kale_dist.manifests.settings import SPEC_ANNOTATION
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
@@ -25,7 +25,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def made(spec=None, settings=golden_jobs.SETTINGS, **changes):
-    return manifests.pytorch_job(spec or golden_jobs.a_spec(**changes), settings)
+    return KINDS["pytorch"].make(spec or golden_jobs.a_spec(**changes), settings)
 
 
 def pods(job):
@@ -66,12 +66,13 @@ def test_no_golden_file_is_left_over():
     ],
 )
 def test_pods_and_their_numbers(processes, per_pod, master, kinds, names):
-    spec = golden_jobs.a_spec(name="x", topology=Topology(number_of_processes=processes, processes_per_pod=per_pod))
-    job = made(spec, dataclasses.replace(golden_jobs.SETTINGS, master=master))
+    topology = Topology(number_of_processes=processes, processes_per_pod=per_pod)
+    spec = golden_jobs.a_spec(name="x", topology=topology, cluster=ClusterOptions(master=master))
+    job = made(spec)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert {kind: replica["replicas"] for kind, replica in replicas.items()} == kinds
-    assert list(manifests.pod_names(spec, master=master)) == names
-    assert manifests.head_host(spec, master=master) == names[0]
+    assert list(KINDS["pytorch"].pod_names(spec)) == names
+    assert KINDS["pytorch"].head_host(spec) == names[0]
     first = {kind: variables(job, kind)["KALE_DIST_FIRST_POD"] for kind in kinds}
     assert first == {kind: "1" if kind == "Worker" and "Master" in kinds else "0" for kind in kinds}
 
@@ -132,26 +133,30 @@ def test_the_annotation_is_the_specification_without_the_values_of_variables():
 
 def test_the_secret_goes_with_its_job():
     spec, settings = golden_jobs.a_spec(name="x"), golden_jobs.SETTINGS
-    secret = manifests.input_secret(spec, settings, "the-uid", {"key": b"\0" * 32})
+    job = made(spec)
+    job["metadata"]["uid"] = "the-uid"
+    secret = manifests.input_secret(spec, settings, manifests.owner_of(job), {"key": b"\0" * 32})
     assert (secret["metadata"]["name"], base64.b64decode(secret["data"]["key"])) == ("x-input", b"\0" * 32)
     owner = secret["metadata"]["ownerReferences"][0]
     assert (owner["uid"], owner["kind"], owner["name"], owner["blockOwnerDeletion"]) == (
         "the-uid", "PyTorchJob", "x", False,
     )  # fmt: skip
-    assert "ownerReferences" not in manifests.input_secret(spec, settings, "", {})["metadata"]
+    assert (
+        "ownerReferences" not in manifests.input_secret(spec, settings, manifests.owner_of(made(spec)), {})["metadata"]
+    )
 
 
 def test_a_later_run_has_an_object_and_a_secret_of_its_own_and_the_labels_of_its_job():
     spec, settings = golden_jobs.a_spec(name="x"), dataclasses.replace(golden_jobs.SETTINGS, run=2)
-    job, secret = manifests.pytorch_job(spec, settings), manifests.input_secret(spec, settings, "uid", {})
+    job, secret = made(spec, settings), manifests.input_secret(spec, settings, {}, {})
     assert (job["metadata"]["name"], secret["metadata"]["name"]) == ("x-2", "x-2-input")
     for made_ in (job, secret):
         assert made_["metadata"]["labels"]["app.kubernetes.io/instance"] == "x"
     assert job["metadata"]["labels"]["kale-dist.dev/run"] == "2"
     assert next(iter(pods(job)["Master"]["volumes"]))["secret"]["secretName"] == "x-2-input"
-    assert manifests.head_host(spec, master=True, run=2) == "x-2-master-0"
+    assert KINDS["pytorch"].head_host(spec, 2) == "x-2-master-0"
     longest = golden_jobs.a_spec(name="x" * 50, topology=Topology(number_of_processes=1000))
-    assert max(map(len, manifests.pod_names(longest, master=False, run=9))) <= 63
+    assert max(map(len, KINDS["pytorch"].pod_names(longest, 9))) <= 63
 
 
 # -- patches ---------------------------------------------------------------------------------------------------------
@@ -358,7 +363,7 @@ def test_the_runtime_is_the_same_each_time():
 
 def test_settings_without_a_choice_are_those_of_most_clusters():
     settings = PodSettings(namespace="team-a", image="train:1")
-    assert (settings.master, settings.run_as_user, settings.python) == (True, 1000, "python3")
+    assert (settings.run_as_user, settings.python) == (1000, "python3")
 
 
 def test_volumes_of_one_source_share_a_volume():

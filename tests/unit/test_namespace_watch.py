@@ -17,7 +17,9 @@ from kubernetes import client
 
 from kale_dist.backends.kubernetes import resource_watch
 from kale_dist.backends.kubernetes import watch as watching
+from kale_dist.manifests import KINDS
 
+KIND = KINDS["pytorch"]
 JOBS, PODS, EVENTS, QUOTAS = "pytorchjobs", "pods", "events", "resourcequotas"
 WITHIN_S = 20.0
 CUT, END = object(), object()
@@ -31,7 +33,7 @@ def made(name, uid=None, **more):
 
 
 def pod(job, index=0, uid="p", phase="Pending", scheduling=None):
-    labels = {"training.kubeflow.org/job-name": job, "training.kubeflow.org/replica-index": str(index)}
+    labels = {"kale-dist.dev/object": job, "training.kubeflow.org/replica-index": str(index)}
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": scheduling}
     return made(
         f"{job}-worker-{index}",
@@ -163,7 +165,7 @@ def watch(server):
         server=configuration.host,
         identity="ada",
     )
-    followed = Followed(watching.NamespaceWatch(cluster))
+    followed = Followed(watching.NamespaceWatch(cluster, KIND))
     yield followed
     followed.close()
     api.close()
@@ -215,7 +217,7 @@ def test_a_job_is_listed_once_and_then_watched(server, watch):
     server.send(PODS, "ADDED", pod("x"))
     server.send(PODS, "MODIFIED", pod("x", phase="Running"))
     view = watch.until(lambda view: view.pods and view.pods[0].phase == "Running")
-    assert (view.healthy, view.lacks_events, view.pods[0].index) == (True, False, 0)
+    assert (view.healthy, view.lacks_events, view.pods[0].number) == (True, False, 0)
     server.send(PODS, "DELETED", pod("x", phase="Running"))
     assert watch.until(lambda view: view.pods[0].is_gone).pods[0].phase == "Running"
     server.send(JOBS, "DELETED", made("x"))
@@ -386,10 +388,11 @@ def test_a_job_that_is_not_there_is_looked_for_by_its_name(server, watch):
 
 
 def test_pods_of_an_earlier_job_of_the_same_name_are_not_its_own(server, watch):
-    old = pod("x", uid="old")
-    old["metadata"]["ownerReferences"] = [{"controller": True, "uid": "uid-before"}]
-    server.items[JOBS] = [made("x")]
-    server.items[PODS] = [old, pod("x", uid="new")]
+    old, new = pod("x", uid="old"), pod("x", uid="new")
+    for item, minute in ((old, 1), (new, 3)):
+        item["metadata"]["creationTimestamp"] = f"2026-01-31T08:{minute:02}:00Z"
+    server.items[JOBS] = [made("x", metadata={"creationTimestamp": "2026-01-31T08:02:00Z"})]
+    server.items[PODS] = [old, new]
     watch.follow()
     assert [pod.uid for pod in watch.until(lambda view: view.job is not None and view.pods).pods] == ["new"]
 
@@ -432,10 +435,11 @@ def test_one_watch_serves_a_process(server):
     def cluster(namespace="team", identity="ada"):
         return types.SimpleNamespace(server="https://c", identity=identity, namespace=namespace, core=None, custom=None)
 
-    first = watching.shared(cluster())
-    assert watching.shared(cluster()) is first
-    assert watching.shared(cluster(namespace="other")) is not first
-    assert watching.shared(cluster(identity="bob")) is not first
+    first = watching.shared(cluster(), KIND)
+    assert watching.shared(cluster(), KIND) is first
+    assert watching.shared(cluster(namespace="other"), KIND) is not first
+    assert watching.shared(cluster(identity="bob"), KIND) is not first
+    assert watching.shared(cluster(), KINDS["job"]) is not first
 
 
 def test_it_can_be_followed_again_after_all_have_left(server, watch):

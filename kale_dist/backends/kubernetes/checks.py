@@ -1,7 +1,7 @@
 """Asks the cluster, before anything is created there, what would keep a job from running.
 
-Three dry runs (`dry_run="All"`) ask the cluster itself: of the PyTorchJob, of its Secret, and, where this user may create
-pods, of one pod of each kind as the operator would make it. They answer for rights, schema, names, the quota of one pod,
+Three dry runs (`dry_run="All"`) ask the cluster itself: of the job's object, of its Secret, and, where this user may create
+pods, of one pod of each kind as the controller would make it. They answer for rights, schema, names, the quota of one pod,
 limit ranges, Pod Security, service accounts and priority classes. They do not look at sums over pods, claims, Secrets and
 nodes: those are looked up here, where they may be read. What may not be read shows when the job runs.
 """
@@ -23,15 +23,10 @@ from kale_dist.backends.kubernetes import roles, submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api, sentences
 from kale_dist.backends.kubernetes.explain.api import Doing
-from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
-from kale_dist.manifests.settings import (
-    JOB_NAME_LABEL,
-    QUEUE_LABEL,
-    REPLICA_INDEX_LABEL,
-    REPLICA_TYPE_LABEL,
-)
+from kale_dist.manifests import Kind, PodGroup, kind_of
+from kale_dist.manifests.settings import QUEUE_LABEL
 from kale_dist.spec import JobSpec
 
 _TIMEOUT_S = 10.0
@@ -42,23 +37,15 @@ _RESTRICTED = "restricted"
 _BYTES = {"create pods/portforward", "get pods/portforward"}, {"create pods/exec", "get pods/exec"}
 
 _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "anonymous"))
-"""Refusals of a pod's dry run that say nothing of the operator's pods: this user's rights, and a busy cluster."""
+"""Refusals of a pod's dry run that say nothing of the controller's pods: this user's rights, and a busy cluster."""
 
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
-"""Those that may not hold for the operator's pods: a webhook sees this user and a pod without an owner; a quota empties."""
-
-_INIT_CONTAINER = {
-    "name": "init-pytorch",
-    "image": "alpine:3.10",
-    "command": ["sh", "-c", "true"],
-    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
-}
-"""As the operator puts it before workers beside a master."""
+"""Those that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
 
 _WORDS = {"cpu": "cores", "memory": "of memory"}
 """What follows an amount of a resource."""
 
-_COUNTED_ONCE = ("count/pytorchjobs.kubeflow.org", "secrets", "count/secrets")
+_SECRETS = ("secrets", "count/secrets")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,15 +78,19 @@ class Namespace:
         return self.pod_security == _RESTRICTED
 
 
-def look_at_namespace(cluster: Cluster) -> Namespace:
+def look_at_namespace(cluster: Cluster, kind: Kind) -> Namespace:
     """Ask for rights, Pod Security and quotas at once.
+
+    Args:
+        cluster: With the namespace.
+        kind: What the job would be.
 
     Raises:
         BackendError: The cluster cannot be reached, or does not know this user; or there is no such namespace.
     """
     core, name = cluster.core, cluster.namespace
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
-        rights = pool.submit(granted, cluster)
+        rights = pool.submit(granted, cluster, kind)
         namespace = pool.submit(_lookup, lambda: core.read_namespace(name, _request_timeout=_TIMEOUT_S))
         quotas = pool.submit(
             _lookup, lambda: core.list_namespaced_resource_quota(name, _request_timeout=_TIMEOUT_S).items
@@ -137,21 +128,23 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
     Raises:
         BackendError: The cluster cannot be reached.
     """
-    job = manifests.pytorch_job(spec, submit.settings_of(spec, submitter=cluster.identity))
+    kind = kind_of(spec)
+    job = kind.make(spec, submit.settings_of(spec, submitter=cluster.identity))
+    groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
     looks: tuple[Callable[[], list[Finding]], ...] = (
-        functools.partial(_dry_runs, cluster, spec, job),
-        functools.partial(_dry_pods, cluster, job),
-        functools.partial(_claims, cluster, job),
-        functools.partial(_named, cluster, job),
-        *(() if waits else (functools.partial(_nodes, cluster, job),)),
+        functools.partial(_dry_runs, cluster, spec, kind, job),
+        functools.partial(_dry_pods, cluster, job, groups),
+        functools.partial(_claims, cluster, groups),
+        functools.partial(_named, cluster, job, groups),
+        *(() if waits else (functools.partial(_nodes, cluster, groups),)),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
         found = [item for task in [pool.submit(look) for look in looks] for item in task.result()]
-    sums = list(quota_sums(namespace.quotas, job))
+    sums = list(quota_sums(namespace.quotas, kind, groups))
     # The dry run of one pod says less of the same.
     found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
-    found += missing_rights(cluster, namespace.granted)
+    found += missing_rights(cluster, kind, namespace.granted)
     # The pods of both kinds may be refused alike.
     by_name = {(item.name, item.trouble.sentence): item for item in found}
     return tuple(sorted(by_name.values(), key=lambda item: not item.is_fatal))
@@ -160,13 +153,13 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
 # -- rights --------------------------------------------------------------------------------------------------------------
 
 
-def granted(cluster: Cluster) -> frozenset[str]:
-    """Which of `roles.RIGHTS` this user has, as `verb resource`.
+def granted(cluster: Cluster, kind: Kind) -> frozenset[str]:
+    """Which of `roles.rights` this user has, as `verb resource`.
 
     Raises:
         BackendError: The cluster cannot be asked.
     """
-    asked = [(right.group, right.resource, verb) for right in roles.RIGHTS for verb in right.verbs]
+    asked = [(right.group, right.resource, verb) for right in roles.rights(kind) for verb in right.verbs]
     try:
         review = cluster.authorization.create_self_subject_rules_review(
             client.V1SelfSubjectRulesReview(spec=client.V1SelfSubjectRulesReviewSpec(namespace=cluster.namespace)),
@@ -207,11 +200,11 @@ def _covers(rule: Any, group: str, resource: str, verb: str) -> bool:
     )
 
 
-def missing_rights(cluster: Cluster, allowed: frozenset[str]) -> Iterator[Finding]:
+def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Iterator[Finding]:
     """What this user lacks, with what that costs."""
     missing = [
         (right, verbs)
-        for right in roles.RIGHTS
+        for right in roles.rights(kind)
         if (verbs := [verb for verb in right.verbs if f"{verb} {right.resource}" not in allowed])
     ]
     has_way = any(way <= allowed for way in _BYTES)
@@ -229,7 +222,7 @@ def missing_rights(cluster: Cluster, allowed: frozenset[str]) -> Iterator[Findin
         sentence = f"{who} may not {what} in the namespace {cluster.namespace!r}"
         remedy = f"{without}. {grants}"
         if right.is_needed:
-            role = roles.role_yaml(cluster.namespace, cluster.identity)
+            role = roles.role_yaml(cluster.namespace, cluster.identity, roles.rights(kind))
             remedy = (
                 f"{without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
             )
@@ -239,20 +232,20 @@ def missing_rights(cluster: Cluster, allowed: frozenset[str]) -> Iterator[Findin
 # -- dry runs ------------------------------------------------------------------------------------------------------------
 
 
-def _dry_runs(cluster: Cluster, spec: JobSpec, job: dict[str, Any]) -> list[Finding]:
-    """The PyTorchJob and its Secret, as they would be created."""
+def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) -> list[Finding]:
+    """The object and its Secret, as they would be created."""
     namespace, settings = cluster.namespace, submit.settings_of(spec)
-    secret: Any = manifests.input_secret(spec, settings, "", {InputFiles.KEY: b"0" * 32})
+    secret: Any = manifests.input_secret(spec, settings, {}, {InputFiles.KEY: b"0" * 32})
     create_job = functools.partial(
-        cluster.custom.create_namespaced_custom_object_with_http_info, *JOB_API, namespace, JOBS, job
+        cluster.custom.create_namespaced_custom_object_with_http_info, *kind.api, namespace, kind.plural, job
     )
     create_secret = functools.partial(cluster.core.create_namespaced_secret_with_http_info, namespace, secret)
     found = []
     for resource, name, create in (
-        (JOBS, job["metadata"]["name"], create_job),
+        (kind.plural, job["metadata"]["name"], create_job),
         ("secrets", secret["metadata"]["name"], create_secret),
     ):
-        doing = Doing(verb="create", resource=resource, namespace=namespace, name=name)
+        doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
         try:
             found += _warnings(create(dry_run="All", _request_timeout=_TIMEOUT_S))
         except Exception as error:
@@ -267,15 +260,15 @@ def _dry_runs(cluster: Cluster, spec: JobSpec, job: dict[str, Any]) -> list[Find
     return found
 
 
-def _dry_pods(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
-    """One pod of each kind, as the operator would make it."""
+def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
+    """One pod of each kind, as the controller would make it."""
     try:
         if not may(cluster, "", "pods", "create"):
             return []
     except Exception:  # noqa: BLE001 - what cannot be checked here shows when the job runs
         return []
     found = []
-    for pod in _example_pods(job):
+    for pod in _example_pods(job, groups):
         doing = Doing(verb="create", resource="pods", namespace=cluster.namespace, name=pod["metadata"]["name"])
         try:
             found += _warnings(
@@ -290,20 +283,14 @@ def _dry_pods(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def _example_pods(job: Mapping[str, Any]) -> Iterator[Any]:
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    for kind, replica in replicas.items():
-        template = copy.deepcopy(replica["template"])
+def _example_pods(job: Mapping[str, Any], groups: Sequence[PodGroup]) -> Iterator[Any]:
+    for group in groups:
+        template = copy.deepcopy(group.template)
         meta = template.setdefault("metadata", {})
-        meta |= {"name": f"{job['metadata']['name']}-{kind.lower()}-0", "namespace": job["metadata"]["namespace"]}
-        meta["labels"] = (meta.get("labels") or {}) | {
-            JOB_NAME_LABEL: job["metadata"]["name"],
-            REPLICA_TYPE_LABEL: kind.lower(),
-            REPLICA_INDEX_LABEL: "0",
-        }
-        spec = template["spec"] | {"restartPolicy": "Never"}
-        if kind == "Worker" and "Master" in replicas:
-            spec["initContainers"] = [*spec.get("initContainers", ()), _INIT_CONTAINER]
+        meta |= {"name": f"{job['metadata']['name']}-{group.role}-0", "namespace": job["metadata"]["namespace"]}
+        spec = {**template["spec"], "restartPolicy": "Never"}
+        if group.put_before:
+            spec["initContainers"] = [*spec.get("initContainers", ()), *group.put_before]
         yield {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
@@ -321,20 +308,32 @@ def _warnings(answer: Any) -> list[Finding]:
 # -- sums, nodes and names -----------------------------------------------------------------------------------------------
 
 
-def quota_sums(quotas: Sequence[Any], job: Mapping[str, Any]) -> Iterator[Finding]:
+def _amounts(group: PodGroup, *, limits: bool = False) -> dict[str, float]:
+    """What a pod asks for of each resource, or its limits."""
+    sums: dict[str, float] = {}
+    for container in group.template["spec"]["containers"]:
+        resources = container.get("resources") or {}
+        asked = {**(resources.get("limits") or {}), **({} if limits else resources.get("requests") or {})}
+        for key, text in asked.items():
+            sums[key] = sums.get(key, 0.0) + quantities.amount(text)
+    return sums
+
+
+def quota_sums(quotas: Sequence[Any], kind: Kind, groups: Sequence[PodGroup]) -> Iterator[Finding]:
     """Quotas that the job exceeds: all of its pods together, which no dry run sums up."""
-    asked = dict.fromkeys(_COUNTED_ONCE, 1.0)
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        count = replica.get("replicas", 1)
-        amounts = {**dict.fromkeys(("pods", "count/pods", "services", "count/services"), 1.0)}
-        for container in replica["template"]["spec"]["containers"]:
-            resources = container.get("resources") or {}
-            requests = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-            for prefix, kind in (("requests.", requests), ("limits.", resources.get("limits") or {}), ("", requests)):
-                for key, text in kind.items():
-                    amounts[prefix + key] = amounts.get(prefix + key, 0.0) + quantities.amount(text)
+    once = (f"count/{kind.plural}.{kind.group}", *_SECRETS)
+    asked = dict.fromkeys(once, 1.0)
+    counted = ("pods", "count/pods", *(("services", "count/services") if kind.services_a_pod else ()))
+    for group in groups:
+        requests, limits = _amounts(group), _amounts(group, limits=True)
+        amounts = {
+            **dict.fromkeys(counted, 1.0),
+            **requests,
+            **{f"requests.{key}": amount for key, amount in requests.items()},
+            **{f"limits.{key}": amount for key, amount in limits.items()},
+        }
         for key, amount in amounts.items():
-            asked[key] = asked.get(key, 0.0) + amount * count
+            asked[key] = asked.get(key, 0.0) + amount * group.pods
     for quota in quotas:
         hard, used = quota.status.hard or quota.spec.hard or {}, quota.status.used or {}
         for key, text in hard.items():
@@ -348,31 +347,25 @@ def quota_sums(quotas: Sequence[Any], job: Mapping[str, Any]) -> Iterator[Findin
                 requested=needed,
             )  # fmt: skip
             # What this library makes itself is refused at once, and not only a pod.
-            yield Finding(name=name, trouble=trouble, is_fatal=need > limit or key in _COUNTED_ONCE)
+            yield Finding(name=name, trouble=trouble, is_fatal=need > limit or key in once)
 
 
-def _nodes(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
     """What the cluster can never hold. Only few users may list nodes."""
     found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
     if found is None or found is _MISSING or len(found) >= _MANY_NODES:
         return []
-    return list(node_sums([node.status.allocatable or {} for node in found], job))
+    return list(node_sums([node.status.allocatable or {} for node in found], groups))
 
 
-def node_sums(allocatable: Sequence[Mapping[str, str]], job: Mapping[str, Any]) -> Iterator[Finding]:
+def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:
     """What the nodes can never hold, even when they are empty."""
     largest_pod: dict[str, float] = {}
     together: dict[str, float] = {}
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        sums: dict[str, float] = {}
-        for container in replica["template"]["spec"]["containers"]:
-            resources = container.get("resources") or {}
-            requests = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-            for key, text in requests.items():
-                sums[key] = sums.get(key, 0.0) + quantities.amount(text)
-        for key, amount in sums.items():
+    for group in groups:
+        for key, amount in _amounts(group).items():
             largest_pod[key] = max(largest_pod.get(key, 0.0), amount)
-            together[key] = together.get(key, 0.0) + amount * replica.get("replicas", 1)
+            together[key] = together.get(key, 0.0) + amount * group.pods
     for key, needed in largest_pod.items():
         have = [quantities.amount(node.get(key, "0")) for node in allocatable]
         for name, wanted, there in (
@@ -387,10 +380,10 @@ def node_sums(allocatable: Sequence[Mapping[str, str]], job: Mapping[str, Any]) 
                 break
 
 
-def _claims(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
     core, namespace = cluster.core, cluster.namespace
-    pods = sum(replica.get("replicas", 1) for replica in job["spec"]["pytorchReplicaSpecs"].values())
-    volumes = [volume for pod in _pod_specs(job) for volume in pod.get("volumes") or ()]
+    pods = sum(group.pods for group in groups)
+    volumes = [volume for group in groups for volume in group.template["spec"].get("volumes") or ()]
     found = []
     for name in dict.fromkeys(
         volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume
@@ -418,14 +411,14 @@ def _claims(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def _named(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
     """Secrets, ConfigMaps and a queue that the job names."""
     core, namespace = cluster.core, cluster.namespace
     own = manifests.input_secret_name(job["metadata"]["name"])
     secrets: list[str] = []
     config_maps: list[str] = []
     pull_secrets: list[str] = []
-    for pod in _pod_specs(job):
+    for pod in (group.template["spec"] for group in groups):
         for volume in pod.get("volumes") or ():
             if "secret" in volume and not volume["secret"].get("optional"):
                 secrets.append(volume["secret"]["secretName"])
@@ -458,10 +451,6 @@ def _named(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
         for name in dict.fromkeys(names)
         if _lookup(functools.partial(read, name)) is _MISSING
     ]
-
-
-def _pod_specs(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [replica["template"]["spec"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
 
 
 _MISSING: Any = object()

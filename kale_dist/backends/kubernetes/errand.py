@@ -1,6 +1,6 @@
 """A small job of one pod that runs a command for this library: it asks an image what it has, or reads files on a claim.
 
-It is a PyTorchJob, so that it needs no rights beyond those of any job, and has the pod of a job: its user, its security
+It is an object of the same kind as jobs, so that it needs no rights beyond those of any job, and has the pod of a job: its user, its security
 context, its pull secrets. It is deleted when it has answered, and ends by itself after ten minutes.
 """
 
@@ -16,24 +16,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import manifests
 from kale_dist.backends.kubernetes import port_forward, submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain import pods as explain
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.views import JobView, PodView, pod_view
-from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.errors import BackendError, ImageError, StoreError
-from kale_dist.manifests.settings import CONTAINER, JOB_NAME_LABEL, SPEC_ANNOTATION, STORE_FOLDER
+from kale_dist.manifests import kind_of
+from kale_dist.manifests.pod_template import ERRAND_S
+from kale_dist.manifests.settings import OBJECT_LABEL, STORE_FOLDER
 from kale_dist.resources import Resources
 from kale_dist.spec import JobSpec, Policy, Topology
 
-_MANAGED_BY = "kale-dist-errand"
-"""In the place of the label's usual value: an errand is listed nowhere."""
-
 _PORT = 8000
-_DEADLINE_S = 600
 _START_S = 60.0
 """How long it may wait for a node, a quota, or a queue."""
 
@@ -63,14 +59,14 @@ def ask(cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], env
     """
     try:
         with _running(cluster, dataclasses.replace(spec, store=""), image, command, environment) as started:
-            pod = started
+            job, pod = started
             while not pod.has_ended:
                 time.sleep(_POLL_S)
-                pod = _look(cluster, spec.cluster.namespace, pod.name) or pod
+                pod = _look(cluster, spec.cluster.namespace, job) or pod
             if pod.main.reason in ("StartError", "ContainerCannotRun"):
                 return pod.main.message.encode()
             answer: Any = cluster.core.read_namespaced_pod_log(
-                pod.name, spec.cluster.namespace, container=CONTAINER, _preload_content=False
+                pod.name, spec.cluster.namespace, container=pod.container, _preload_content=False
             )
             return bytes(answer.data)
     except BackendError as error:
@@ -89,7 +85,7 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
     Args:
         cluster: Where.
         spec: The job.
-        object_: Name of the run's PyTorchJob.
+        object_: Name of the run's object.
         name: Of the file.
         target: Where to write it.
 
@@ -107,8 +103,8 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
         *("--protocol", "HTTP/1.1"),
     )
     try:
-        with _running(cluster, spec, spec.image, command, {}) as pod:
-            return _download(cluster, spec.cluster.namespace, pod.name, name, target)
+        with _running(cluster, spec, spec.image, command, {}) as (_, pod):
+            return _download(cluster, spec.cluster.namespace, pod, name, target)
     except (OSError, http.client.HTTPException, BackendError) as error:
         raise BackendError(
             f"{name} lies on the claim {claim!r} in the folder {folder}/jobs/{object_}, and a pod that reads it from there "
@@ -117,11 +113,11 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
         ) from error
 
 
-def _download(cluster: Cluster, namespace: str, pod: str, name: str, target: pathlib.Path) -> bool:
+def _download(cluster: Cluster, namespace: str, pod: PodView, name: str, target: pathlib.Path) -> bool:
     deadline = time.monotonic() + _LISTEN_S
     while True:
         connection = http.client.HTTPConnection("pod")
-        connection.sock = port_forward.connect(cluster, namespace, pod, _PORT)
+        connection.sock = port_forward.connect(cluster, namespace, pod.name, _PORT, container=pod.container)
         try:
             connection.request("GET", f"/{name}")
             answer = connection.getresponse()
@@ -136,13 +132,15 @@ def _download(cluster: Cluster, namespace: str, pod: str, name: str, target: pat
         if answer.status == _NOT_FOUND:
             return False
         if answer.status != _OK:
-            raise BackendError(f"the pod {pod} answered {answer.status} to a request for {name}")
+            raise BackendError(f"the pod {pod.name} answered {answer.status} to a request for {name}")
         part = target.with_name(f".{target.name}.part")
         try:
             with part.open("wb") as file:
                 shutil.copyfileobj(answer, file)
             if part.stat().st_size != int(answer.headers["Content-Length"]):
-                raise BackendError(f"the connection to the pod {pod} was cut while {name} was fetched", retryable=True)
+                raise BackendError(
+                    f"the connection to the pod {pod.name} was cut while {name} was fetched", retryable=True
+                )
             part.replace(target)
         except OSError as error:
             raise StoreError(f"{target} could not be written: {error.strerror}") from error
@@ -154,48 +152,30 @@ def _download(cluster: Cluster, namespace: str, pod: str, name: str, target: pat
 @contextlib.contextmanager
 def _running(
     cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]
-) -> Iterator[PodView]:
-    """A pod that has started; deleted at the end."""
-    job = make(spec, image, command, environment)
+) -> Iterator[tuple[str, PodView]]:
+    """The name of an errand and its pod that has started; deleted at the end."""
+    kind, job = kind_of(spec), make(spec, image, command, environment)
     namespace, name = spec.cluster.namespace, job["metadata"]["name"]
+    submit.create_object(cluster, kind, job)
     try:
-        cluster.custom.create_namespaced_custom_object(*JOB_API, namespace, JOBS, job)
-    except Exception as error:
-        raise api.explain(error, Doing(verb="create", resource=JOBS, namespace=namespace, name=name)) from error
-    try:
-        yield _await(cluster, namespace, name)
+        yield name, _await(cluster, namespace, name)
     finally:
         with contextlib.suppress(BackendError):
-            submit.delete(cluster, namespace, name)
+            submit.delete(cluster, kind, namespace, name)
 
 
 def make(spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The PyTorchJob of an errand."""
+    """The object of an errand."""
     options = dataclasses.replace(
-        spec.cluster, patch="", queue="", gang=False, min_available=None, secret_environment=()
+        spec.cluster, patch="", queue="", gang=False, min_available=None, secret_environment=(), ttl_s=ERRAND_S
     )
     small = dataclasses.replace(
         spec, name=f"kale-dist-{secrets.token_hex(4)}", image=image, topology=Topology(number_of_processes=1), cuda=False,
         volumes=(), environment=tuple(environment.items()), resources=Resources(cpu=0.1, memory_gib=0.5),
         policy=Policy(), cluster=options,
     )  # fmt: skip
-    job = manifests.pytorch_job(small, submit.settings_of(small))
-    del job["metadata"]["annotations"][SPEC_ANNOTATION]
-    template = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
-    for part in (job, template):
-        part["metadata"]["labels"]["app.kubernetes.io/managed-by"] = _MANAGED_BY
-    pod, container = template["spec"], template["spec"]["containers"][0]
-    # There is no input that it could wait for.
-    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] != "input"]
-    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "input"]
-    for mount in container["volumeMounts"]:
-        if mount["mountPath"] == STORE_FOLDER:
-            mount["readOnly"] = True
-    container["command"] = list(command)
-    pod["activeDeadlineSeconds"] = _DEADLINE_S
-    pod["terminationGracePeriodSeconds"] = 1
-    job["spec"]["runPolicy"]["ttlSecondsAfterFinished"] = _DEADLINE_S
-    return job
+    settings = dataclasses.replace(submit.settings_of(small), command=tuple(command))
+    return kind_of(small).make(small, settings)
 
 
 def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
@@ -203,7 +183,7 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
     began = time.monotonic()
     while True:
         try:
-            pod = _look(cluster, namespace, f"{job}-master-0")
+            pod = _look(cluster, namespace, job)
         except Exception as error:
             raise api.explain(error, Doing(verb="get", resource="pods", namespace=namespace)) from error
         if pod is not None and (pod.is_running or pod.has_ended):
@@ -214,16 +194,16 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
         waited_s = time.monotonic() - began
         # Its node pulls the image, which may be large; or says that it cannot.
         has_node = pod is not None and bool(pod.node)
-        limit_s = _START_S if not has_node else _DEADLINE_S if found is None else _HINDERED_S
+        limit_s = _START_S if not has_node else ERRAND_S if found is None else _HINDERED_S
         if waited_s > limit_s or (found is not None and not found.trouble.heals):
             why = f"the pod was not started within {waited_s:.0f} s" if found is None else str(found.trouble)
             raise BackendError(why, retryable=True)
         time.sleep(_POLL_S)
 
 
-def _look(cluster: Cluster, namespace: str, pod: str) -> PodView | None:
+def _look(cluster: Cluster, namespace: str, job: str) -> PodView | None:
     listed: Any = cluster.core.list_namespaced_pod(
-        namespace, label_selector=f"{JOB_NAME_LABEL}={pod.removesuffix('-master-0')}", _preload_content=False
+        namespace, label_selector=f"{OBJECT_LABEL}={job}", _preload_content=False
     )
     items = listed.json()["items"]
     return pod_view(items[0]) if items else None

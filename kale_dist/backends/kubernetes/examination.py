@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kale_dist import config
-from kale_dist.backends.kubernetes import checks, client, roles, self_pod
+from kale_dist.backends.kubernetes import checks, client, roles, self_pod, served
 from kale_dist.backends.kubernetes.checks import Finding, Namespace
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
+from kale_dist.manifests import KINDS, Kind
 from kale_dist.places import ClusterOptions
 from kale_dist.spec import JobSpec, Topology
 
@@ -35,8 +36,16 @@ def examine(namespace: str = "", context: str = "") -> tuple[Said, ...]:
         return (("connection", FAILED, *_split(error)),)
     said = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
     try:
-        found = checks.look_at_namespace(cluster)
-        said += _findings(checks.check(cluster, _example(configured, cluster, found), found), found, cluster)
+        there = [kind for kind in KINDS.values() if served.is_served(cluster, kind)]
+        kind = served.choose(cluster, "")
+        others = ", ".join(f"{one.name}s (kind={one.word!r})" for one in there if one is not kind) or "no others"
+        said.append(
+            ("kind", OK, f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}", "")
+        )
+        found = checks.look_at_namespace(cluster, kind)
+        said += _findings(
+            checks.check(cluster, _example(configured, cluster, found, kind), found), found, cluster, kind
+        )
     except BackendError as error:
         said.append(("namespace", FAILED, *_split(error)))
     return tuple(said)
@@ -74,7 +83,7 @@ def _image(configured: Config, cluster: Cluster) -> Said:
     return ("image", OK, f"That of this notebook: {own.image}", "")
 
 
-def _example(configured: Config, cluster: Cluster, namespace: Namespace) -> JobSpec:
+def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: Kind) -> JobSpec:
     """The smallest job with a worker, with the resources that jobs have by default."""
     return JobSpec(
         name="kale-dist-doctor",
@@ -83,14 +92,14 @@ def _example(configured: Config, cluster: Cluster, namespace: Namespace) -> JobS
         snapshot="",
         topology=Topology(number_of_processes=2),
         image=configured.image or "none",
-        cluster=ClusterOptions(namespace=cluster.namespace, master=False if namespace.forbids_master else None),
+        cluster=ClusterOptions(
+            namespace=cluster.namespace, kind=kind.word, master=False if namespace.forbids_master else None
+        ),
     )
 
 
-def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster) -> Iterator[Said]:
+def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster, kind: Kind) -> Iterator[Said]:
     named = {item.name for item in found}
-    if "operator-missing" not in named:
-        yield ("operator", OK, "The cluster has PyTorchJobs", "")
     if "rights" not in named:
         yield ("rights", OK, "You have all rights that kale_dist can use", "")
     if "get namespaces" not in namespace.granted:
@@ -104,5 +113,5 @@ def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster
         trouble = item.trouble
         yield (item.name, FAILED if item.is_fatal else WARNING, trouble.sentence, trouble.remedy or "Correct it")
     if "rights" in named and not any(item.name == "rights" and item.is_fatal for item in found):
-        role = roles.role_yaml(cluster.namespace, cluster.identity)
+        role = roles.role_yaml(cluster.namespace, cluster.identity, roles.rights(kind))
         yield ("role", WARNING, "Some rights are missing", f"All of them are granted by this:\n{role}")

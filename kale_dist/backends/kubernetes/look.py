@@ -1,4 +1,4 @@
-"""A run of a job as `backends.base` has it, from what the cluster says of its PyTorchJob and pods. Pure.
+"""A run of a job as `backends.base` has it, from what the cluster says of its object and pods. Pure.
 
 This module reports, and the follower judges. `Look.trouble` is the one sentence that helps most: a pod that the cluster
 killed comes before the pods that ended because of it, and a refused pod before one that merely waits for the others.
@@ -14,6 +14,7 @@ from kale_dist.backends.kubernetes.explain import pods as explain
 from kale_dist.backends.kubernetes.explain.sentences import Found
 from kale_dist.backends.kubernetes.views import JobView, PodView, seconds
 from kale_dist.contract import FailureCause, StateName
+from kale_dist.manifests import Kind, ObjectState, kind_of
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, QUEUE_LABEL
 from kale_dist.spec import JobSpec
 
@@ -22,8 +23,6 @@ _DEAD_AFTER_S = 15.0
 
 _START_SLACK_S = 5.0
 """The operator writes down when it began a little after it made the first pod."""
-
-_OPERATOR = "kubeflow.org/training-operator"
 
 
 def look(view: JobView, spec: JobSpec, now: float) -> Look:
@@ -34,59 +33,48 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         spec: What was submitted.
         now: Seconds since 1970.
     """
-    job, is_fresh = view.job, view.healthy and view.is_complete
+    job, is_fresh, kind = view.job, view.healthy and view.is_complete, kind_of(spec)
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
         name = "job-expired" if is_late else "job-deleted"
-        trouble = explain.of_job(name, view, {"ttl": f"{spec.cluster.ttl_s}"}).trouble
-        return Look(parts=_parts(view, spec), trouble=trouble, gone=True, fresh=is_fresh)
+        trouble = explain.of_job(name, view, kind, {"ttl": f"{spec.cluster.ttl_s}"}).trouble
+        return Look(parts=_parts(view, ObjectState()), trouble=trouble, gone=True, fresh=is_fresh)
     if job is None:
         problem = Trouble(sentence=view.problem.rstrip("."), heals=True) if view.problem else None
         return Look(trouble=problem, fresh=False)
-    parts = _parts(view, spec)
-    person, condition = _annotations(job).get(CANCELLED_ANNOTATION), _condition(job)
+    state, is_suspended = kind.state(job), kind.is_suspended(job)
+    parts = _parts(view, state)
+    person = ((job.get("metadata") or {}).get("annotations") or {}).get(CANCELLED_ANNOTATION)
     if person is not None:
-        is_over = all(part.state == "ended" for part in parts) and (is_suspended(job) or bool(parts))
+        is_over = all(part.state == "ended" for part in parts) and (is_suspended or bool(parts))
         sentence = f"The job {'was' if is_over else 'is being'} cancelled by {person}"
         trouble = Trouble(sentence=sentence, heals=not is_over, cause=FailureCause.USER)
         return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=is_fresh)
-    if is_suspended(job):
-        trouble = _why_suspended(job, view)
+    if is_suspended:
+        trouble = _why_suspended(job, view, kind)
         there = tuple(part for part in parts if part.lost != "deleted")
         return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=is_fresh)
-    expected = number_of_pods(job)
-    found = _ended(view, condition) or _waiting(view, job, expected, now)
+    found = _ended(view, kind, state) or _waiting(view, kind, state, now)
     known = found.trouble if isinstance(found, Found) else found
     if not view.healthy and view.problem:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
-    finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
-    return Look(parts=parts, trouble=known, finished=finished, fresh=is_fresh)
+    return Look(parts=parts, trouble=known, finished=state.finished, fresh=is_fresh)
 
 
-def is_suspended(job: Mapping[str, Any]) -> bool:
-    """Whether a PyTorchJob is to have no pods."""
-    return bool(((job.get("spec") or {}).get("runPolicy") or {}).get("suspend"))
-
-
-def number_of_pods(job: Mapping[str, Any]) -> int:
-    """How many pods a PyTorchJob is to have."""
-    return sum(int(replica.get("replicas", 1)) for replica in _replicas(job).values())
-
-
-def pods_of_run(view: JobView) -> Sequence[PodView]:
-    """One pod of each replica: the newest since the job was started or resumed, for earlier ones ended with a suspension.
+def pods_of_run(view: JobView, state: ObjectState) -> Sequence[PodView]:
+    """One pod of each number: the newest since the job was started or resumed, for earlier ones ended with a suspension.
 
     Of a worker that was deleted it is the deleted one: what the operator makes in its place comes too late for this run.
     """
-    began = seconds(((view.job or {}).get("status") or {}).get("startTime"))
+    began = seconds(state.started)
     head = view.latest_pods[0] if view.latest_pods else None
     found = []
     for pod in view.latest_pods:
         since = (began or 0.0) if pod is head or head is None else max(began or 0.0, head.created)
         lost = (
             old for old in view.pods
-            if (old.replica_type, old.index) == (pod.replica_type, pod.index) and pod is not head
+            if old.number == pod.number and pod is not head
             and old.is_gone and old.has_started and old.created >= since - _START_SLACK_S
         )  # fmt: skip
         if pod.created >= (began or 0.0) - _START_SLACK_S:
@@ -97,17 +85,15 @@ def pods_of_run(view: JobView) -> Sequence[PodView]:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(view: JobView, spec: JobSpec) -> tuple[Part, ...]:
-    has_master = "Master" in _replicas(view.job) if view.job is not None else spec.cluster.master is not False
-    parts = (_part(pod, view, view.number(pod, has_master=has_master)) for pod in pods_of_run(view))
-    return tuple(sorted(parts, key=lambda part: part.number))
+def _parts(view: JobView, state: ObjectState) -> tuple[Part, ...]:
+    return tuple(_part(pod, view) for pod in pods_of_run(view, state))
 
 
-def _part(pod: PodView, view: JobView, number: int) -> Part:
+def _part(pod: PodView, view: JobView) -> Part:
     state: Any = "ended" if pod.has_ended else "running" if pod.is_running else "waiting"
     found = explain.end(pod, view) or explain.sidecar(pod, view) if pod.has_ended else explain.hindrance(pod, view)
     return Part(
-        number=number,
+        number=pod.number,
         name=pod.name,
         uid=pod.uid,
         state=state,
@@ -122,25 +108,23 @@ def _part(pod: PodView, view: JobView, number: int) -> Part:
 # -- what ended the run ------------------------------------------------------------------------------------------------
 
 
-def _ended(view: JobView, condition: Mapping[str, Any]) -> Found | None:
+def _ended(view: JobView, kind: Kind, state: ObjectState) -> Found | None:
     """What ended the run, or will: a limit of the job itself, a pod that failed, one that can never start."""
-    message = str(condition.get("message") or "") if condition.get("type") == "Failed" else ""
-    for words, name in (("longer than specified deadline", "job-deadline"), ("backoff limit", "job-backoff")):
-        if words in message.lower():
-            return explain.of_job(name, view)
+    if state.limit:
+        return explain.of_job(f"job-{state.limit}", view, kind)
     hindered = (explain.hindrance(pod, view) for pod in view.latest_pods)
     hopeless = (found for found in hindered if found is not None and not found.trouble.heals)
     sidecars = (explain.sidecar(pod, view) for pod in view.latest_pods)
-    found = _first_failure(view) or next(hopeless, None) or next(filter(None, sidecars), None)
+    found = _first_failure(view, state) or next(hopeless, None) or next(filter(None, sidecars), None)
     # The operator counts a relay that was lost as a failure while the head still works.
-    if found is None and condition.get("type") == "Failed" and all(pod.has_ended for pod in view.latest_pods):
-        return explain.of_job("job-failed", view, {"detail": message or "without a reason"})
+    if found is None and state.finished == "failed" and all(pod.has_ended for pod in view.latest_pods):
+        return explain.of_job("job-failed", view, kind, {"detail": state.message or "without a reason"})
     return found
 
 
-def _first_failure(view: JobView) -> Found | None:
+def _first_failure(view: JobView, state: ObjectState) -> Found | None:
     """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
-    ends = ((pod, explain.end(pod, view)) for pod in pods_of_run(view))
+    ends = ((pod, explain.end(pod, view)) for pod in pods_of_run(view, state))
     found = [(pod, finding) for pod, finding in ends if finding is not None]
 
     def order(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
@@ -156,9 +140,9 @@ def _first_failure(view: JobView) -> Found | None:
 # -- what it waits for -------------------------------------------------------------------------------------------------
 
 
-def _waiting(view: JobView, job: Mapping[str, Any], expected: int, now: float) -> Found | Trouble | None:
+def _waiting(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | Trouble | None:
     """What the run waits for; None if nothing is known to be missing."""
-    refused = explain.refusal(view, expected)
+    refused = explain.refusal(view, kind)
     if refused is not None:
         return refused
     there = [pod for pod in view.latest_pods if not pod.is_gone]
@@ -170,45 +154,29 @@ def _waiting(view: JobView, job: Mapping[str, Any], expected: int, now: float) -
     idle = [pod for pod in there if not pod.is_running and not pod.has_ended]
     if idle:
         return Trouble(sentence=explain.progress(idle[0], view), heals=True)
-    return _untouched(view, job, now) if not there else None
+    return _untouched(view, kind, state, now) if not there else None
 
 
-def _untouched(view: JobView, job: Mapping[str, Any], now: float) -> Found | None:
+def _untouched(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | None:
     """What is wrong with a job without pods of which no part of the cluster has said anything."""
+    job = view.job or {"metadata": {}}
     waited_s = now - (seconds(job["metadata"].get("creationTimestamp")) or now)
     if waited_s < _DEAD_AFTER_S:
         return None
     facts = {"waited": f"{waited_s:.0f}"}
-    manager = (job["spec"].get("runPolicy") or {}).get("managedBy")
-    if manager and manager != _OPERATOR:
-        return explain.of_job("managed-elsewhere", view, {**facts, "manager": manager})
+    manager = kind.policy(job).get("managedBy")
+    if manager and manager != kind.own_manager:
+        return explain.of_job("managed-elsewhere", view, kind, {**facts, "manager": manager})
     if view.lacks_events:
-        return explain.of_job("no-pods", view, facts)
-    return None if _condition(job) or view.events else explain.of_job("operator-dead", view, facts)
+        return explain.of_job("no-pods", view, kind, facts)
+    return None if state.is_known or view.events else explain.of_job("operator-dead", view, kind, facts)
 
 
-def _why_suspended(job: Mapping[str, Any], view: JobView) -> Trouble:
+def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble:
     queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
     if queue is None:
-        return explain.of_job("suspended", view).trouble
+        return explain.of_job("suspended", view, kind).trouble
     said = [event.message for event in view.events if event.kind == "Workload"]
     facts = {"queue": f"Kueue's queue {queue}", "queue_said": f": {said[-1]}" if said else ""}
     is_too_large = said and "maximum capacity" in said[-1]
-    return explain.of_job("queued-for-ever" if is_too_large else "queued", view, facts).trouble
-
-
-# -- parts of the object -----------------------------------------------------------------------------------------------
-
-
-def _replicas(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (job.get("spec") or {}).get("pytorchReplicaSpecs") or {}
-
-
-def _annotations(job: Mapping[str, Any]) -> Mapping[str, str]:
-    return (job.get("metadata") or {}).get("annotations") or {}
-
-
-def _condition(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The last condition that holds."""
-    conditions = (job.get("status") or {}).get("conditions") or ()
-    return next((item for item in reversed(conditions) if item.get("status") == "True"), {})
+    return explain.of_job("queued-for-ever" if is_too_large else "queued", view, kind, facts).trouble

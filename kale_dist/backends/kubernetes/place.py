@@ -1,4 +1,4 @@
-"""A cluster as a `Place`: each run of a job is a PyTorchJob and a Secret; `following` does everything beyond that."""
+"""A cluster as a `Place`: each run of a job is an object of some kind and a Secret; `following` does everything beyond that."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.port_forward import PodConnection
-from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError, warn
 from kale_dist.following.client import HeadClient
+from kale_dist.manifests import KINDS, Kind, kind_of
 from kale_dist.manifests.settings import (
-    CONTAINER,
     PORT,
     RUN_LABEL,
     SELECTOR,
@@ -49,7 +48,7 @@ _MIB = 1 << 20
 
 
 class KubernetesPlace:
-    """Runs jobs as PyTorchJobs. One instance serves a whole process; it is safe to use from threads."""
+    """Runs jobs as objects of a cluster. One instance serves a whole process; it is safe to use from threads."""
 
     name = "kubernetes"
     noun = "pod"
@@ -61,15 +60,15 @@ class KubernetesPlace:
         return prepare.prepare(spec, submits=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
-        """The PyTorchJob and its Secret, as YAML."""
+        """The objects of the first run, as YAML."""
         return Plan(backend=self.name, spec=spec, text=submit.render(spec))
 
     def object_name(self, spec: JobSpec, run: int) -> str:
-        """Name of the PyTorchJob of a run."""
+        """Name of the object of a run."""
         return manifests.object_name(spec.name, run)
 
     def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
-        """Create the PyTorchJob of a run, then its Secret."""
+        """Create the object of a run, then its Secret."""
         spec = plan.spec
         cluster = client.connect(spec.cluster.namespace, spec.cluster.context)
         source = prepare.place_bytes(cluster, spec, says=run == 1)
@@ -94,7 +93,7 @@ class KubernetesPlace:
 
     def look(self, handle: RunHandle) -> Look:
         """How the run is, as the watch of its namespace has it."""
-        view = watch.shared(self._cluster(handle)).view(handle.object)
+        view = watch.shared(self._cluster(handle), kind_of(handle.spec)).view(handle.object)
         uid = ((view.job or {}).get("metadata") or {}).get("uid")
         if uid is not None and handle.get("uid") not in ("", uid):
             # Another job has its name by now.
@@ -103,7 +102,7 @@ class KubernetesPlace:
 
     def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
         """Watch the run; its namespace has one set of watches for all jobs."""
-        return watch.shared(self._cluster(handle)).subscribe(handle.object, changed)
+        return watch.shared(self._cluster(handle), kind_of(handle.spec)).subscribe(handle.object, changed)
 
     @contextlib.contextmanager
     def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
@@ -114,7 +113,7 @@ class KubernetesPlace:
             # A log may be silent for hours; a dead connection is found by TCP's keepalive.
             core: Any = self._cluster(handle).core
             answer = core.read_namespaced_pod_log(
-                pod, namespace, container=CONTAINER, follow=follow, _preload_content=False,
+                pod, namespace, container=kind_of(handle.spec).container, follow=follow, _preload_content=False,
                 _request_timeout=(_CONNECT_S, None),
             )  # fmt: skip
         except Exception as error:
@@ -136,8 +135,8 @@ class KubernetesPlace:
         """The end of a pod's log; empty if the pod is gone."""
         with contextlib.suppress(Exception):
             answer: Any = self._cluster(handle).core.read_namespaced_pod_log(
-                part.name, handle.spec.cluster.namespace, container=CONTAINER, tail_lines=max(1, limit // 50),
-                _preload_content=False,
+                part.name, handle.spec.cluster.namespace, container=kind_of(handle.spec).container,
+                tail_lines=max(1, limit // 50), _preload_content=False,
             )  # fmt: skip
             return bytes(answer.data[-limit:])
         return b""
@@ -146,7 +145,7 @@ class KubernetesPlace:
         """Connect to the head's byte server by port-forward, or by exec where only that is allowed."""
         cluster, namespace, pod = self._cluster(handle), handle.spec.cluster.namespace, self._head(handle).name
         try:
-            return port_forward.connect(cluster, namespace, pod, _BYTES_PORT)
+            return port_forward.connect(cluster, namespace, pod, _BYTES_PORT, container=kind_of(handle.spec).container)
         except port_forward.ForbiddenError as error:
             raise NoConnectionError(str(error)) from error
 
@@ -194,14 +193,16 @@ class KubernetesPlace:
         return True
 
     def kill(self, handle: RunHandle, grace_s: float) -> None:
-        """Mark the PyTorchJob as cancelled and suspend it: the operator ends its pods, which have their own grace."""
+        """Mark the object as cancelled and suspend it: its controller ends its pods, which have their own grace."""
         del grace_s
-        submit.cancel(self._cluster(handle), handle.spec.cluster.namespace, handle.object, _person())
+        submit.cancel(
+            self._cluster(handle), kind_of(handle.spec), handle.spec.cluster.namespace, handle.object, _person()
+        )
 
     def remove(self, handle: RunHandle) -> None:
-        """Delete the PyTorchJob and its Secret, and wait until its pods are gone."""
+        """Delete the object and its Secret, and wait until its pods are gone."""
         cluster = self._cluster(handle)
-        submit.delete(cluster, handle.spec.cluster.namespace, handle.object)
+        submit.delete(cluster, kind_of(handle.spec), handle.spec.cluster.namespace, handle.object)
         submit.wait_until_gone(cluster, handle, _GONE_S)
 
     # -- jobs of other machines -----------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class KubernetesPlace:
         where = cluster.namespace if namespace is None else namespace
         selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
         found = _list_jobs(cluster, "" if where == "*" else where, selector)
-        found.sort(key=lambda job: (job["metadata"]["creationTimestamp"], job["metadata"]["name"]))
+        found.sort(key=lambda item: (item[1]["metadata"]["creationTimestamp"], item[1]["metadata"]["name"]))
         return survey.statuses(found)
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
@@ -236,7 +237,7 @@ class KubernetesPlace:
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. "
                 "kale_dist.jobs(on='kubernetes') lists the jobs that exist"
             )
-        job = max(found, key=_run_of)
+        _, job = max(found, key=lambda item: _run_of(item[1]))
         annotations = job["metadata"].get("annotations") or {}
         ref = JobRef(self.name, f"{namespace}/{name}")
         try:
@@ -264,14 +265,15 @@ class KubernetesPlace:
         return self._handle(cluster, spec, job, source, _run_of(job)), key
 
     def describe(self, handle: RunHandle) -> dict[str, Any]:
-        """The PyTorchJob.
+        """The object.
 
         Raises:
             JobNotFoundError: It was deleted.
         """
-        found = submit.find(self._cluster(handle), handle.spec.cluster.namespace, handle.object)
+        kind = kind_of(handle.spec)
+        found = submit.find(self._cluster(handle), kind, handle.spec.cluster.namespace, handle.object)
         if found is None:
-            raise JobNotFoundError(f"The PyTorchJob {handle.object} of {handle.ref} does not exist any more")
+            raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} does not exist any more")
         return dict(found)
 
     def volumes(self) -> Sequence[str]:
@@ -333,16 +335,27 @@ def _run_of(job: Mapping[str, Any]) -> int:
     return int((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
 
 
-def _list_jobs(cluster: Cluster, namespace: str, selector: str) -> list[Any]:
-    try:
-        found: Any = (
-            cluster.custom.list_namespaced_custom_object(*JOB_API, namespace, JOBS, label_selector=selector)
-            if namespace
-            else cluster.custom.list_cluster_custom_object(*JOB_API, JOBS, label_selector=selector)
-        )
-    except Exception as error:
-        raise api.explain(error, Doing(verb="list", resource=JOBS, namespace=namespace)) from error
-    return list(found["items"])
+def _list_jobs(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind, Any]]:
+    """Objects of all kinds that the cluster serves and this user may list; an error if that is none."""
+    found: list[tuple[Kind, Any]] = []
+    refusals: list[Exception] = []
+    for kind in KINDS.values():
+        try:
+            listed: Any = (
+                cluster.custom.list_namespaced_custom_object(*kind.api, namespace, kind.plural, label_selector=selector)
+                if namespace
+                else cluster.custom.list_cluster_custom_object(*kind.api, kind.plural, label_selector=selector)
+            )
+        except Exception as error:
+            explained = api.explain(error, Doing(verb="list", resource=kind.plural, namespace=namespace))
+            if api.status_of(error) not in (api.NOT_FOUND, api.FORBIDDEN):
+                raise explained from error
+            refusals.append(explained)
+            continue
+        found += [(kind, item) for item in listed["items"]]
+    if len(refusals) == len(KINDS):
+        raise refusals[0]
+    return found
 
 
 def _read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:

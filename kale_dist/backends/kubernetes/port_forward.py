@@ -29,7 +29,6 @@ from kale_dist.errors import BackendError
 SILENT_S = 20.0
 """Limit of each piece. When a pod is killed, a connection into it may not end, but stay silent forever (tried)."""
 
-_CONTAINER = "pytorch"
 _SEND_BYTES = 128 * 1024
 """Payload of one message; exec takes no larger ones quickly."""
 _STDIN, _STDOUT, _STDERR, _STATUS = 0, 1, 2, 3
@@ -231,7 +230,7 @@ class ForbiddenError(BackendError):
 
 
 def connect(
-    cluster: Cluster, namespace: str, pod: str, port: int, *, container: str = _CONTAINER, timeout_s: float = SILENT_S
+    cluster: Cluster, namespace: str, pod: str, port: int, *, container: str, timeout_s: float = SILENT_S
 ) -> PodConnection:
     """Connect to a port of a pod.
 

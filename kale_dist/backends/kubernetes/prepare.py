@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 
 from kale_dist import config, records
-from kale_dist.backends.kubernetes import checks, client, errand, self_pod, submit
+from kale_dist.backends.kubernetes import checks, client, errand, self_pod, served, submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.self_pod import SelfPod
 from kale_dist.blobs import FolderStore, Store
@@ -33,16 +33,17 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
         submits: Whether a submission follows. Otherwise it is also settled where no cluster can be reached.
 
     Returns:
-        The specification with namespace, image, form of the job, user and store.
+        The specification with namespace, image, kind and form of the job, user and store.
 
     Raises:
-        ConfigError: There is no image.
+        ConfigError: There is no image, or the cluster does not serve the kind.
         BackendError: The job could not run; the message says why.
     """
     configured = config.load()
     cluster = _reach(spec, configured, required=submits)
     own = self_pod.find(cluster) if cluster is not None else None
     options = spec.cluster
+    kind = served.choose(cluster, options.kind) if cluster is not None else None
     namespace = cluster.namespace if cluster is not None else options.namespace or configured.namespace or "default"
     settled = dataclasses.replace(
         spec,
@@ -56,12 +57,13 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
             image_pull_secrets=options.image_pull_secrets
             or configured.image_pull_secrets
             or (own.image_pull_secrets if own is not None and not spec.image else ()),
+            kind=kind.word if kind is not None else options.kind,
             run_as_user=own.run_as_user if options.run_as_user is None and own is not None else options.run_as_user,
         ),
     )
-    if cluster is None:
+    if cluster is None or kind is None:
         return settled
-    found = checks.look_at_namespace(cluster)
+    found = checks.look_at_namespace(cluster, kind)
     if settled.cluster.master is None and found.forbids_master:
         settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
     if found.needs_cpu_limit and settled.resources.cpu_limit is None:

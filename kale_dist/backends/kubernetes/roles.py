@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-_CORE, _OPERATOR = "", "kubeflow.org"
+from kale_dist.manifests import Kind
+
+_CORE = ""
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
 NAME = "kale-dist"
@@ -31,14 +33,15 @@ class Right:
         return f"{', '.join(self.verbs)} {self.resource}"
 
 
-RIGHTS = (
-    Right(
-        group=_OPERATOR,
-        resource="pytorchjobs",
-        verbs=("create", "get", "list", "watch"),
-        without="No job can be submitted or followed",
-        is_needed=True,
-    ),
+_SERVICES = Right(
+    group=_CORE,
+    resource="services",
+    verbs=("create", "delete"),
+    without="No job of more than one pod can be submitted: its pods find each other by a Service",
+    is_needed=True,
+)
+
+_FOR_ALL = (
     Right(
         group=_CORE,
         resource="secrets",
@@ -52,13 +55,6 @@ RIGHTS = (
         verbs=("get", "list", "watch"),
         without="You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
         is_needed=True,
-    ),
-    Right(
-        group=_OPERATOR,
-        resource="pytorchjobs",
-        verbs=("patch", "delete"),
-        without="Jobs cannot be deleted, a job that loses a pod does not resume, and only jobs whose first pod can be reached can "
-        "be cancelled",
     ),
     Right(
         group=_CORE,
@@ -117,13 +113,32 @@ RIGHTS = (
         "master=False there",
     ),
 )
-"""The least Role, the needed rights first."""
-
-NEEDED = tuple(right for right in RIGHTS if right.is_needed)
-"""Without these no job runs."""
+"""What jobs of any kind need."""
 
 
-def role_yaml(namespace: str, identity: str = "", rights: Iterable[Right] = RIGHTS, groups: Sequence[str] = ()) -> str:
+def rights(kind: Kind) -> tuple[Right, ...]:
+    """The least Role for a kind of job; without those that are needed no job runs."""
+    return (
+        Right(
+            group=kind.group,
+            resource=kind.plural,
+            verbs=("create", "get", "list", "watch"),
+            without="No job can be submitted or followed",
+            is_needed=True,
+        ),
+        Right(
+            group=kind.group,
+            resource=kind.plural,
+            verbs=("patch", "delete"),
+            without="Jobs cannot be deleted, a job that loses a pod does not resume, and only jobs whose first pod can be "
+            "reached can be cancelled",
+        ),
+        *((_SERVICES,) if kind.makes_services else ()),
+        *_FOR_ALL,
+    )
+
+
+def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Sequence[str] = ()) -> str:
     """A Role with these rights and its binding, for `kubectl apply -f -`.
 
     Args:

@@ -17,15 +17,14 @@ from kale_dist.backends.base import RunHandle
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
-from kale_dist.backends.kubernetes.watch import JOB_API, JOBS
 from kale_dist.blobs import FolderStore, pack_blobs
 from kale_dist.contract import InputFiles, Order, Source, encode_json
 from kale_dist.errors import BackendError
 from kale_dist.image import for_job
-from kale_dist.manifests import PodSettings, StoreMount
+from kale_dist.manifests import Kind, PodSettings, StoreMount, kind_of, owner_of
 from kale_dist.manifests.settings import (
     CANCELLED_ANNOTATION,
-    JOB_NAME_LABEL,
+    OBJECT_LABEL,
     PORT,
     START_WAIT_S,
     STORE_FOLDER,
@@ -77,7 +76,6 @@ def settings_of(spec: JobSpec, *, submitter: str = "", run: int = 1) -> PodSetti
     return PodSettings(
         namespace=options.namespace,
         image=spec.image,
-        master=options.master is not False,
         run_as_user=user_or_none,
         fs_group=user_or_none,
         # The whole claim: a folder of it that the kubelet has to make belongs to root.
@@ -95,7 +93,7 @@ def order_of(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = 
         job=manifests.object_name(spec.name, run),
         run=run,
         processes_per_agent=spec.topology.processes_per_pod,
-        head=manifests.head_host(spec, master=spec.cluster.master is not False, run=run),
+        head=kind_of(spec).head_host(spec, run),
         port=PORT,
         store=f"{STORE_FOLDER}/{folder}".rstrip("/") if claim else spec.store,
         source=source,
@@ -109,16 +107,17 @@ def order_of(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = 
 
 def render(spec: JobSpec) -> str:
     """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
-    source, settings = source_of(spec), settings_of(spec)
+    source, settings, kind = source_of(spec), settings_of(spec), kind_of(spec)
     order = json.dumps(order_of(spec, source).to_json(), indent=2).encode()
-    secret = manifests.input_secret(spec, settings, "", {InputFiles.ORDER: order})
+    secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: order})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
     recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
     return (
         f"{recipe}"
-        f"# The Secret gets the PyTorchJob as its owner once that has a uid. It also gets: {', '.join(files)}.\n"
+        f"# The {kind.name} becomes the owner of what follows it, once it has a uid. "
+        f"The Secret also gets: {', '.join(files)}.\n"
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
-        f"{manifests.to_yaml(manifests.pytorch_job(spec, settings), secret)}"
+        f"{manifests.to_yaml(kind.make(spec, settings), *kind.beside(spec, settings, {}), secret)}"
     )
 
 
@@ -156,63 +155,84 @@ def input_data(
 
 
 def create(cluster: Cluster, spec: JobSpec, data: Mapping[str, bytes], *, run: int = 1) -> Any:
-    """Create the job, then at once its Secret. If the Secret is refused, the job is deleted again.
+    """Create the job, then at once what stands beside it. If that is refused, the job is deleted again.
 
     Returns:
-        The PyTorchJob as the cluster has it.
+        The object as the cluster has it.
 
     Raises:
         JobExistsError: The name is taken.
         BackendError: The cluster refused; the message says what and what to do.
     """
     namespace, settings = spec.cluster.namespace, settings_of(spec, submitter=cluster.identity, run=run)
-    job = manifests.pytorch_job(spec, settings)
-    name = job["metadata"]["name"]
-    try:
-        made: Any = cluster.custom.create_namespaced_custom_object(*JOB_API, namespace, JOBS, job)
-    except Exception as error:
-        raise api.explain(error, Doing(verb="create", resource=JOBS, namespace=namespace, name=name)) from error
-    secret = manifests.input_secret(spec, settings, made["metadata"]["uid"], data)
-    try:
-        cluster.core.create_namespaced_secret(namespace, secret)  # type: ignore[arg-type]
-    except BaseException as error:
-        delete(cluster, namespace, name)
-        if not isinstance(error, Exception):
-            raise
-        doing = Doing(verb="create", resource="secrets", namespace=namespace, name=secret["metadata"]["name"])
-        raise api.explain(error, doing) from error
+    kind = kind_of(spec)
+    made = create_object(cluster, kind, kind.make(spec, settings))
+    owner, core = owner_of(made), cluster.core
+    secret: Any = manifests.input_secret(spec, settings, owner, data)
+    services: list[Any] = list(kind.beside(spec, settings, owner))
+    # The Secret last: the pods wait for it.
+    beside: list[tuple[str, Any, Any]] = [
+        *(("services", core.create_namespaced_service, service) for service in services),
+        ("secrets", core.create_namespaced_secret, secret),
+    ]
+    for resource, make, wanted in beside:
+        try:
+            make(namespace, wanted)
+        except BaseException as error:
+            delete(cluster, kind, namespace, made["metadata"]["name"])
+            if not isinstance(error, Exception):
+                raise
+            name = wanted["metadata"]["name"]
+            doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
+            raise api.explain(error, doing) from error
     return made
 
 
-def find(cluster: Cluster, namespace: str, name: str) -> Any:
-    """A PyTorchJob; None if it does not exist.
+def create_object(cluster: Cluster, kind: Kind, job: Any) -> Any:
+    """Create a job's object alone; gives it as the cluster has it.
+
+    Raises:
+        JobExistsError: The name is taken.
+        BackendError: The cluster refused.
+    """
+    namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+    try:
+        return cluster.custom.create_namespaced_custom_object(*kind.api, namespace, kind.plural, job)
+    except Exception as error:
+        doing = Doing(verb="create", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
+        raise api.explain(error, doing) from error
+
+
+def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
+    """A job's object; None if it does not exist.
 
     Raises:
         BackendError: The cluster refused.
     """
     try:
-        return cluster.custom.get_namespaced_custom_object(*JOB_API, namespace, JOBS, name)
+        return cluster.custom.get_namespaced_custom_object(*kind.api, namespace, kind.plural, name)
     except Exception as error:
         if api.status_of(error) == api.NOT_FOUND:
             return None
-        raise api.explain(error, Doing(verb="get", resource=JOBS, namespace=namespace, name=name)) from error
+        raise api.explain(error, Doing(verb="get", resource=kind.plural, namespace=namespace, name=name)) from error
 
 
-def cancel(cluster: Cluster, namespace: str, name: str, person: str) -> None:
+def cancel(cluster: Cluster, kind: Kind, namespace: str, name: str, person: str) -> None:
     """Mark a job as cancelled, which is seen from everywhere, and suspend it: the operator ends its pods.
 
     Raises:
         BackendError: The cluster refused.
     """
-    change = {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}, "spec": {"runPolicy": {"suspend": True}}}
+    change = {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}, **kind.suspension(value=True)}
     try:
-        cluster.custom.patch_namespaced_custom_object(*JOB_API, namespace, JOBS, name, change)
+        cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
     except Exception as error:
         if api.status_of(error) != api.NOT_FOUND:
-            raise api.explain(error, Doing(verb="patch", resource=JOBS, namespace=namespace, name=name)) from error
+            doing = Doing(verb="patch", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
+            raise api.explain(error, doing) from error
 
 
-def delete(cluster: Cluster, namespace: str, name: str) -> None:
+def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
     """Delete a job, and with it all that it owns. One that does not exist is no error.
 
     Raises:
@@ -221,11 +241,16 @@ def delete(cluster: Cluster, namespace: str, name: str) -> None:
     with contextlib.suppress(Exception):
         # The job owns it; without the garbage collector (a dead controller manager) it would stay.
         cluster.core.delete_namespaced_secret(manifests.input_secret_name(name), namespace)
+    with contextlib.suppress(Exception):
+        if kind.makes_services:
+            cluster.core.delete_namespaced_service(name, namespace)
+    where = (*kind.api, namespace, kind.plural, name)
     try:
-        cluster.custom.delete_namespaced_custom_object(*JOB_API, namespace, JOBS, name, propagation_policy="Background")
+        cluster.custom.delete_namespaced_custom_object(*where, propagation_policy="Background")
     except Exception as error:
         if api.status_of(error) != api.NOT_FOUND:
-            raise api.explain(error, Doing(verb="delete", resource=JOBS, namespace=namespace, name=name)) from error
+            doing = Doing(verb="delete", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
+            raise api.explain(error, doing) from error
 
 
 def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
@@ -235,7 +260,7 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
         BackendError: Pods still exist after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    namespace, selector = handle.spec.cluster.namespace, f"{JOB_NAME_LABEL}={handle.object}"
+    namespace, selector = handle.spec.cluster.namespace, f"{OBJECT_LABEL}={handle.object}"
     while True:
         try:
             items = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items

@@ -7,7 +7,12 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.manifests.settings import CONTAINER, REPLICA_INDEX_LABEL, REPLICA_TYPE_LABEL
+from kale_dist.manifests.settings import (
+    COMPLETION_INDEX,
+    CONTAINER_ANNOTATION,
+    FIRST_POD_LABEL,
+    REPLICA_INDEX_LABEL,
+)
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -43,12 +48,10 @@ class PodView:
 
     uid: str
     name: str
-    replica_type: str
-    """`master` or `worker`."""
-    index: int
-    """Within its replica type."""
-    owner: str = ""
-    """UID of its PyTorchJob."""
+    number: int
+    """In its job; 0 is the head."""
+    container: str = "pytorch"
+    """Name of the agent's container."""
     created: float = 0.0
     """Seconds since 1970."""
     phase: str = "Pending"
@@ -71,7 +74,9 @@ class PodView:
     @property
     def main(self) -> ContainerView:
         """The agent's container."""
-        return next((item for item in self.containers if item.name == CONTAINER), ContainerView(name=CONTAINER))
+        return next(
+            (item for item in self.containers if item.name == self.container), ContainerView(name=self.container)
+        )
 
     @property
     def is_running(self) -> bool:
@@ -126,7 +131,7 @@ class JobView:
     name: str
     namespace: str = ""
     job: Mapping[str, Any] | None = None
-    """The PyTorchJob; not to be changed."""
+    """Its object; not to be changed."""
     pods: tuple[PodView, ...] = ()
     """Oldest first, those that are gone among them."""
     events: tuple[EventView, ...] = ()
@@ -134,7 +139,7 @@ class JobView:
     nodes: tuple[NodeView, ...] | None = None
     """None where they were not asked for, or may not be listed."""
     is_deleted: bool = False
-    """Whether the PyTorchJob is known to be gone."""
+    """Whether its object is known to be gone."""
     healthy: bool = True
     """Whether this is up to date."""
     problem: str = ""
@@ -146,28 +151,25 @@ class JobView:
 
     @property
     def latest_pods(self) -> tuple[PodView, ...]:
-        """The newest pod of each replica, masters first."""
-        newest = {(pod.replica_type, pod.index): pod for pod in sorted(self.pods, key=lambda pod: pod.created)}
+        """The newest pod of each number, the head first."""
+        newest = {pod.number: pod for pod in sorted(self.pods, key=lambda pod: pod.created)}
         return tuple(newest[key] for key in sorted(newest))
-
-    def number(self, pod: PodView, *, has_master: bool) -> int:
-        """A pod's number in the job: worker 0 is number 1 beside a master."""
-        return pod.index + (1 if has_master and pod.replica_type != "master" else 0)
 
 
 def pod_view(data: Mapping[str, Any]) -> PodView:
     """A pod of the API."""
     meta, spec, status = data["metadata"], data.get("spec") or {}, data.get("status") or {}
-    labels = meta.get("labels") or {}
+    labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
     conditions = {item["type"]: item for item in status.get("conditions") or ()}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
-    index = labels.get(REPLICA_INDEX_LABEL, "0")
+    # The one pod of a type may have no index. Before Kubernetes 1.28 that of a Job stands in the annotation alone.
+    index = labels.get(REPLICA_INDEX_LABEL) or labels.get(COMPLETION_INDEX) or annotations.get(COMPLETION_INDEX)
+    digits = (labels.get(FIRST_POD_LABEL, "0"), index or "0")
     return PodView(
         uid=meta.get("uid", ""),
         name=meta["name"],
-        replica_type=labels.get(REPLICA_TYPE_LABEL, "worker").lower(),
-        index=int(index) if index.isdigit() else 0,
-        owner=next((item["uid"] for item in meta.get("ownerReferences") or () if item.get("controller")), ""),
+        number=sum(int(text) for text in digits if text.isdigit()),
+        container=annotations.get(CONTAINER_ANNOTATION, "pytorch"),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",

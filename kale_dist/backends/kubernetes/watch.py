@@ -1,6 +1,6 @@
 """Watches the jobs of a namespace: one set of watches for all jobs of this process. Polls only where it may not watch.
 
-Three `ResourceWatch`es (PyTorchJobs, pods, events) feed one `_State`, from which `view` makes a frozen `JobView`. While a
+Three `ResourceWatch`es (the objects of one kind, pods, events) feed one `_State`, from which `view` makes a frozen `JobView`. While a
 job waits under a quota a fourth one looks at the quotas: when room becomes free the job is touched, because the operator's
 own retries back off (32 s against 0.3 s: tried).
 """
@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import http
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,13 +23,23 @@ from kale_dist import quantities
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import sentences
 from kale_dist.backends.kubernetes.resource_watch import ResourceWatch
-from kale_dist.backends.kubernetes.views import EventView, JobView, NodeView, PodView, event_view, node_view, pod_view
-from kale_dist.manifests.settings import JOB_NAME_LABEL, SELECTOR, TOUCHED_ANNOTATION
+from kale_dist.backends.kubernetes.views import (
+    EventView,
+    JobView,
+    NodeView,
+    PodView,
+    event_view,
+    node_view,
+    pod_view,
+    seconds,
+)
+from kale_dist.manifests import Kind
+from kale_dist.manifests.settings import OBJECT_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
-JOB_API = ("kubeflow.org", "v1")
-JOBS = "pytorchjobs"
+JOBS = "jobs"
+"""What a watch of objects is called here, whatever their kind."""
+
 _QUOTAS = "resourcequotas"
-_POD_NAME = re.compile(r"-(master|worker)-\d+$")
 _QUOTA_REFUSAL = "exceeded quota"
 _EVENTS_AN_OBJECT = 20
 _OBJECTS_WITH_EVENTS = 4096
@@ -42,19 +51,22 @@ Object = dict[str, Any]
 
 
 class NamespaceWatch:
-    """All jobs of this library in one namespace. Its threads run while there are subscriptions.
+    """All jobs of one kind in one namespace. Its threads run while there are subscriptions.
 
     Args:
         cluster: Where; its namespace is watched.
+        kind: What the jobs are.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, kind: Kind) -> None:
         self.namespace = cluster.namespace
+        self.kind = kind
+        self._path = (*kind.api, cluster.namespace, kind.plural)
         self._cluster = cluster
         self._lock = threading.RLock()
         self._callbacks: dict[str, dict[object, Callable[[], None]]] = {}
         self._watches: dict[str, ResourceWatch] = {}
-        self._state = _State(self.namespace)
+        self._state = _State(self.namespace, kind)
         self._views: dict[str, JobView] = {}
         self._nodes_looked_at = -_NODES_S
 
@@ -62,7 +74,7 @@ class NamespaceWatch:
         """Have `callback` called whenever something about the job has changed.
 
         Args:
-            job_name: The PyTorchJob.
+            job_name: The object.
             callback: Called in a thread of the watch. It must be quick, and may look at `view`.
 
         Returns:
@@ -89,13 +101,11 @@ class NamespaceWatch:
 
     def _start(self) -> None:
         core, custom, namespace = self._cluster.core, self._cluster.custom, self.namespace
-        state = self._state = _State(namespace)
+        state = self._state = _State(namespace, self.kind)
         state.followed = self._callbacks.keys()
         self._views.clear()
         self._nodes_looked_at = -_NODES_S
-        jobs = functools.partial(
-            custom.list_namespaced_custom_object, *JOB_API, namespace, JOBS, label_selector=SELECTOR
-        )
+        jobs = functools.partial(custom.list_namespaced_custom_object, *self._path, label_selector=SELECTOR)
         pods = functools.partial(core.list_namespaced_pod, namespace, label_selector=SELECTOR)
         events = functools.partial(core.list_namespaced_event, namespace)
         self._watches = {
@@ -156,9 +166,7 @@ class NamespaceWatch:
 
         def ask() -> None:
             try:
-                self._cluster.custom.get_namespaced_custom_object(
-                    *JOB_API, self.namespace, JOBS, name, _request_timeout=_TIMEOUT_S
-                )
+                self._cluster.custom.get_namespaced_custom_object(*self._path, name, _request_timeout=_TIMEOUT_S)
             except ApiException as error:
                 if error.status == http.HTTPStatus.NOT_FOUND:
                     self.take(state, "one job", lambda: state.is_missing(name))
@@ -199,7 +207,7 @@ class NamespaceWatch:
         def ask() -> None:
             for name in names:
                 self._cluster.custom.patch_namespaced_custom_object(
-                    *JOB_API, self.namespace, JOBS, name, change, _request_timeout=_TIMEOUT_S
+                    *self._path, name, change, _request_timeout=_TIMEOUT_S
                 )
 
         if names:
@@ -242,7 +250,7 @@ class _Sink:
             if error is None:
                 state.problems.pop(kind, None)
             elif kind != "events":
-                state.problems[kind] = _describe(state.namespace, kind, error)
+                state.problems[kind] = _describe(state, kind, error)
             if kind == "events":
                 state.lacks_events = getattr(error, "status", None) == http.HTTPStatus.FORBIDDEN
             return set()
@@ -253,8 +261,10 @@ class _Sink:
 class _State:
     """What is known of one namespace. Each method that takes something returns the names of the jobs concerned."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, kind: Kind) -> None:
         self.namespace = namespace
+        self.kind = kind
+        self._told_kinds = {"Pod", "PersistentVolumeClaim", "Workload", *(told for told, _ in kind.told_by(""))}
         self.nodes: tuple[NodeView, ...] | None = None
         self.followed: Collection[str] = ()
         """Jobs whose deleted pods are remembered."""
@@ -272,12 +282,12 @@ class _State:
     def view(self, name: str) -> JobView:
         """One job."""
         job = self.jobs.get(name)
-        uid = job["metadata"]["uid"] if job is not None else None
         # Pods of an earlier job of this name may still be ending.
-        pods = [pod for pod in self._pods.get(name, {}).values() if uid is None or pod.owner in ("", uid)]
+        since = 0.0 if job is None else seconds(job["metadata"].get("creationTimestamp")) or 0.0
+        pods = [pod for pod in self._pods.get(name, {}).values() if pod.created >= since]
         claims = dict.fromkeys(claim for pod in pods for claim in pod.claims)
         about = [
-            ("PyTorchJob", name),
+            *self.kind.told_by(name),
             ("Workload", name),
             *(("Pod", pod.name) for pod in pods),
             *(("PersistentVolumeClaim", claim) for claim in claims),
@@ -346,7 +356,7 @@ class _State:
 
     def change_pod(self, change: str, item: Object) -> set[str]:
         """A pod was `ADDED`, `MODIFIED` or `DELETED`. What changes nothing that is shown concerns no job."""
-        name = (item["metadata"].get("labels") or {}).get(JOB_NAME_LABEL)
+        name = (item["metadata"].get("labels") or {}).get(OBJECT_LABEL)
         if name is None:
             return set()
         pod = pod_view(item)
@@ -383,10 +393,8 @@ class _State:
         name, kind = event.name, event.kind
         if kind == "Workload":
             # Kueue calls it `pytorchjob-<job>-<hash>`.
-            name = name.removeprefix("pytorchjob-").rpartition("-")[0]
-        job = _POD_NAME.sub("", name) if kind == "Pod" else name
-        is_ours = job != name if kind == "Pod" else kind in ("PyTorchJob", "PersistentVolumeClaim", "Workload")
-        if change == "DELETED" or not is_ours:
+            name = name.removeprefix(f"{self.kind.name.lower()}-").rpartition("-")[0]
+        if change == "DELETED" or kind not in self._told_kinds:
             return set()
         known = self._events.setdefault((kind, name), {})
         known.pop(event.uid, None)
@@ -397,7 +405,9 @@ class _State:
             del self._events[next(iter(self._events))]
         if kind == "PersistentVolumeClaim":
             return {job for job, pods in self._pods.items() if any(name in pod.claims for pod in pods.values())}
-        return {job}
+        if kind == "Pod":
+            return {job for job, pods in self._pods.items() if any(name == pod.name for pod in pods.values())}
+        return {job for job in tuple(self.followed) if (kind, name) in (("Workload", job), *self.kind.told_by(job))}
 
     def waiting_for_quota(self) -> set[str]:
         """Followed jobs of which a quota has refused pods."""
@@ -405,7 +415,11 @@ class _State:
             name
             for name in tuple(self.followed)
             if name in self.jobs
-            and any(_QUOTA_REFUSAL in event.message for event in self._events.get(("PyTorchJob", name), {}).values())
+            and any(
+                _QUOTA_REFUSAL in event.message
+                for told in self.kind.told_by(name)
+                for event in self._events.get(told, {}).values()
+            )
         }
 
     def change_quota(self, item: Object) -> bool:
@@ -415,12 +429,13 @@ class _State:
         return any(quantities.amount(used.get(key, "0")) < quantities.amount(text) for key, text in before.items())
 
 
-def _describe(namespace: str, kind: str, error: Exception) -> str:
+def _describe(state: _State, kind: str, error: Exception) -> str:
     status = getattr(error, "status", None)
     if status == http.HTTPStatus.NOT_FOUND and kind == JOBS:
-        return str(sentences.of("operator-missing"))
+        return str(sentences.of("operator-missing", **sentences.facts_of(state.kind)))
     if status == http.HTTPStatus.FORBIDDEN:
-        return str(sentences.of("not-readable", kind=kind, namespace=namespace))
+        what = state.kind.plural if kind == JOBS else kind
+        return str(sentences.of("not-readable", kind=what, namespace=state.namespace))
     if status == http.HTTPStatus.UNAUTHORIZED:
         return str(sentences.of("credentials"))
     what = f"answers with {status}" if status else f"cannot be reached ({type(error).__name__})"
@@ -437,15 +452,15 @@ def _in_background(what: str, ask: Callable[[], None]) -> None:
     threading.Thread(target=run, name=f"kale_dist {what}", daemon=True).start()
 
 
-_shared: dict[tuple[str, str, str], NamespaceWatch] = {}
+_shared: dict[tuple[str, str, str, str], NamespaceWatch] = {}
 _shared_lock = threading.Lock()
 
 
-def shared(cluster: Cluster) -> NamespaceWatch:
-    """The watch of a cluster's namespace for this process and user."""
-    key = (cluster.server, cluster.identity, cluster.namespace)
+def shared(cluster: Cluster, kind: Kind) -> NamespaceWatch:
+    """The watch of one kind in a cluster's namespace for this process and user."""
+    key = (cluster.server, cluster.identity, cluster.namespace, kind.word)
     with _shared_lock:
         found = _shared.get(key)
         if found is None:
-            found = _shared[key] = NamespaceWatch(cluster)
+            found = _shared[key] = NamespaceWatch(cluster, kind)
         return found

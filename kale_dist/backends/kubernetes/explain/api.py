@@ -11,14 +11,14 @@ from typing import Any
 
 from kale_dist.backends.kubernetes import roles
 from kale_dist.backends.kubernetes.explain import table
-from kale_dist.backends.kubernetes.explain.sentences import Found, cut, tell
+from kale_dist.backends.kubernetes.explain.sentences import Found, cut, facts_of, tell
 from kale_dist.backends.kubernetes.explain.table import Seen
 from kale_dist.errors import BackendError
+from kale_dist.manifests import KINDS, Kind
 
 FORBIDDEN = HTTPStatus.FORBIDDEN.value
 NOT_FOUND = HTTPStatus.NOT_FOUND.value
 CONFLICT = HTTPStatus.CONFLICT.value
-JOBS = "pytorchjobs"
 _SHOWN = 600
 
 
@@ -33,6 +33,14 @@ class Doing:
     namespace: str = ""
     """Empty for what is asked of all namespaces."""
     name: str = ""
+    kind: str = ""
+    """The word of the job's kind, where that is known; the Role that is printed is the one for it."""
+
+    @property
+    def job_kind(self) -> Kind:
+        """The kind of the job that it is about."""
+        asked = (kind for kind in KINDS.values() if kind.plural == self.resource)
+        return KINDS[self.kind] if self.kind else next(asked, next(iter(KINDS.values())))
 
     def __str__(self) -> str:
         """Such as `create pytorchjobs/train-net in the namespace 'team-a'`."""
@@ -68,7 +76,8 @@ def explain(error: BaseException, doing: Doing) -> BackendError:
 
 def look_up(error: BaseException, doing: Doing) -> Found:
     """What the table says of an error."""
-    facts = {"namespace": doing.namespace, "name": doing.name, "job": doing.name, "resource": doing.resource}
+    facts = {**facts_of(doing.job_kind), "namespace": doing.namespace, "name": doing.name, "job": doing.name}
+    facts["resource"] = doing.resource
     status = status_of(error)
     if not status:
         chain = tuple(_chain(error))
@@ -93,10 +102,11 @@ def look_up(error: BaseException, doing: Doing) -> Found:
 
 def _rights(groups: dict[str, str], doing: Doing) -> dict[str, str]:
     """A Role that grants all that this library needs: otherwise one refusal would follow the other."""
-    group = "kubeflow.org" if groups["resource"] == JOBS else ""
+    kind = doing.job_kind
+    group = kind.group if groups["resource"] == kind.plural else ""
     denied = roles.Right(group=group, resource=groups["resource"], verbs=(groups["verb"],), without="")
     where = f"in the namespace {doing.namespace!r}" if doing.namespace else "in all namespaces"
-    return {"role": roles.role_yaml(doing.namespace, groups["user"], (*roles.RIGHTS, denied)), "where": where}
+    return {"role": roles.role_yaml(doing.namespace, groups["user"], (*roles.rights(kind), denied)), "where": where}
 
 
 def _answer(error: BaseException) -> tuple[str, str, str, str]:

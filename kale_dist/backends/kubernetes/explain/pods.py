@@ -10,10 +10,10 @@ from typing import Any
 
 from kale_dist import quantities
 from kale_dist.backends.kubernetes.explain import table
-from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, tell, without_repetition
+from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
 from kale_dist.backends.kubernetes.explain.table import Seen
-from kale_dist.backends.kubernetes.views import ContainerView, JobView, PodView
-from kale_dist.manifests.settings import CONTAINER
+from kale_dist.backends.kubernetes.views import ContainerView, JobView, PodView, seconds
+from kale_dist.manifests import Kind
 
 _GAVE_UP = 70
 """Exit code of an agent that could not begin, as `runtime.termination` has it."""
@@ -49,7 +49,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
             return _named("waits-for-master", pod, view, container=container)
         if (
             container.state == "terminated"
-            and (container.is_init or container.name == CONTAINER)
+            and (container.is_init or container.name == pod.container)
             and container.exit_code
         ):
             # The pause before another start begins a little later.
@@ -112,13 +112,17 @@ def told(pod: PodView | None) -> dict[str, Any] | None:
     return said if isinstance(said, dict) and "state" in said else None
 
 
-def refusal(view: JobView, expected: int) -> Found | None:
-    """Why the operator has not made all pods of the job; None if it has, or if no event says why."""
+def refusal(view: JobView, kind: Kind) -> Found | None:
+    """Why the controller has not made all pods of the job; None if it has, or if no event says why."""
     there = [pod for pod in view.latest_pods if not pod.is_gone]
-    uid = ((view.job or {}).get("metadata") or {}).get("uid", "")
+    expected = kind.number_of_pods(view.job or {})
+    meta, told = (view.job or {}).get("metadata") or {}, kind.told_by(view.name)
+    began = seconds(meta.get("creationTimestamp")) or 0.0
+    # An object of the same name may have been there before.
     events = [
         event for event in view.events
-        if event.object_uid == uid and event.is_warning and "FailedCreate" in event.reason
+        if event.is_warning and "FailedCreate" in event.reason and (event.kind, event.name) in told
+        and (event.object_uid == meta.get("uid") or (event.kind != kind.name and event.time >= began))
     ]  # fmt: skip
     if len(there) >= expected or not events:
         return None
@@ -129,7 +133,7 @@ def refusal(view: JobView, expected: int) -> Found | None:
     found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {said}")
     if found is None:
         return None
-    facts = {"namespace": view.namespace, "job": view.name, "detail": cut(said)}
+    facts = {**facts_of(kind), "namespace": view.namespace, "job": view.name, "detail": cut(said)}
     return tell(found[0], facts | _cut(found[1]), prefix=f"{what} cannot be made: ")
 
 
@@ -137,13 +141,13 @@ def sidecar(pod: PodView, view: JobView) -> Found | None:
     """What keeps a pod alive whose ranks have ended."""
     if pod.is_gone or pod.phase in ("Succeeded", "Failed") or pod.main.state != "terminated":
         return None
-    others = [item.name for item in pod.containers if item.name != CONTAINER and item.state == "running"]
+    others = [item.name for item in pod.containers if item.name != pod.container and item.state == "running"]
     return _named("sidecar", pod, view, {"sidecar": " and ".join(others)}) if others else None
 
 
-def of_job(name: str, view: JobView, facts: Mapping[str, str] | None = None) -> Found:
+def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None = None) -> Found:
     """A trouble of the whole job by its name in the table."""
-    return _named(name, None, view, facts)
+    return _named(name, None, view, {**facts_of(kind), **(facts or {})})
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

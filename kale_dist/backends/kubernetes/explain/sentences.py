@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import string
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from kale_dist.backends.base import LostBy, Trouble
 from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.table import Entry
+from kale_dist.manifests import Kind
 
 _SHOWN = 300
 _NOT_RETRIED = re.compile(r'^(Error creating: |Back-off pulling image "[^"]*": |(Err)?ImagePull: )+')
@@ -63,6 +65,15 @@ def tell(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
 def of(name: str, **facts: str) -> Trouble:
     """The sentences of an entry by its name."""
     return tell(table.named(name), {key: cut(value) for key, value in facts.items()}).trouble
+
+
+def facts_of(kind: Kind) -> dict[str, str]:
+    """What sentences say of a kind of object."""
+    suspension = json.dumps(kind.suspension(value=False), separators=(",", ":"))
+    return {
+        "job_kind": kind.name, "jobs": kind.plural, "resume": suspension,
+        "controller": kind.controller, "find_controller": kind.find_controller, "install": kind.install,
+    }  # fmt: skip
 
 
 def cut(text: str, length: int = _SHOWN) -> str:

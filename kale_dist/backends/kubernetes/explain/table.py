@@ -24,7 +24,7 @@ class Seen(enum.Enum):
     """`names of exception classes: their messages`"""
     API = "an answer of the API server"
     """`status verb resource reason: message`"""
-    JOB_EVENT = "an event of a PyTorchJob that lacks pods"
+    JOB_EVENT = "an event of a job that lacks pods"
     """`reason: message`, as in all that follow"""
     SCHEDULING = "the condition PodScheduled of a pod"
     POD_EVENT = "the last event of a pod that has a node and no running container"
@@ -167,15 +167,14 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "there is no namespace {missing}", "Correct it, or create it: kubectl create namespace {missing}", heals=False,
         ),
         Entry(
-            "operator-missing", "The Training Operator is not installed", (Seen.API,),
-            r'^404 \S+ pytorchjobs (?!NotFound: \S+ ")',
-            "the cluster has no PyTorchJobs: Kubeflow's Training Operator is not installed",
-            "An administrator installs it by: kubectl apply --server-side -k "
-            "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3'",
+            "operator-missing", "The cluster does not serve this kind of job", (Seen.API,),
+            r'^404 \S+ \w*jobs (?!NotFound: \S+ ")',
+            "the cluster has no {job_kind}s: {controller} is not installed",
+            "Leave out kind=, so that one is chosen that the cluster serves; or have an administrator install it by: {install}",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
-            "job-missing", "The job does not exist", (Seen.API,), "^404 \\S+ pytorchjobs ", "{detail}",
+            "job-missing", "The job does not exist", (Seen.API,), "^404 \\S+ \\w*jobs ", "{detail}",
             "It may have been deleted; kale_dist.jobs(on='kubernetes') lists the jobs that exist",
             heals=False, error=JobNotFoundError,
         ),
@@ -184,7 +183,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "It may have been deleted", heals=False,
         ),
         Entry(
-            "job-exists", "The job's name is taken", (Seen.API,), "^409 create pytorchjobs AlreadyExists",
+            "job-exists", "The job's name is taken", (Seen.API,), "^409 create \\w*jobs AlreadyExists",
             "{resource}/{name} exists already",
             "Give another name=, or attach to it: kd.attach('kubernetes://{namespace}/{name}')",
             heals=False, error=JobExistsError,
@@ -297,7 +296,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "refused", "Pods are refused for another reason", (Seen.JOB_EVENT,), "", "{detail}",
-            "'kubectl -n {namespace} describe pytorchjob {job}' shows all that was said",
+            "'kubectl -n {namespace} describe {jobs} {job}' shows all that was said",
         ),
     )),
     ("Before the job is submitted", (
@@ -647,19 +646,19 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     )),
     ("The job as a whole", (
         Entry(
-            "operator-dead", "The Training Operator does nothing", (Seen.STRUCTURE,), "",
-            "the Training Operator has not looked at the job for {waited} s: it has no status, no pods and no events",
-            "Have the administrator look at it: 'kubectl get pods -A -l control-plane=kubeflow-training-operator'",
+            "operator-dead", "The controller of the job does nothing", (Seen.STRUCTURE,), "",
+            "{controller} has not looked at the job for {waited} s: it has no status, no pods and no events",
+            "Have the administrator look at it: '{find_controller}'",
         ),
         Entry(
             "managed-elsewhere", "Another controller runs the job", (Seen.STRUCTURE,), "",
-            "the job is left to {manager} (runPolicy.managedBy), which has done nothing with it for {waited} s",
+            "the job is left to {manager} (managedBy), which has done nothing with it for {waited} s",
             "Take managedBy out of the patch, or check that controller",
         ),
         Entry(
             "no-pods", "No pods, and no right to see why", (Seen.STRUCTURE,), "",
             "the job has no pods after {waited} s, and without the right to list and watch events it cannot be seen why",
-            "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe pytorchjob {job}'",
+            "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
         ),
         Entry(
             "queued", "Queued by Kueue", (Seen.STRUCTURE,), "", "the job is queued in {queue}{queue_said}",
@@ -671,40 +670,39 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Cancel it, and ask for less (resources=, number_of_processes=), or have the administrator raise the queue's quota",
         ),
         Entry(
-            "suspended", "Suspended", (Seen.STRUCTURE,), "", "the job is suspended (runPolicy.suspend)",
-            "Resume it with kubectl -n {namespace} patch pytorchjob {job} --type merge "
-            '-p \'{{"spec":{{"runPolicy":{{"suspend":false}}}}}}\'',
+            "suspended", "Suspended", (Seen.STRUCTURE,), "", "the job is suspended (`suspend` in the object)",
+            "Resume it with kubectl -n {namespace} patch {jobs} {job} --type merge -p '{resume}'",
         ),
         Entry(
             "sidecar", "A sidecar keeps the pod alive", (Seen.STRUCTURE,), "",
             "{pod} stays although its ranks have ended, because the container {sidecar} is still running, so that the "
-            "PyTorchJob says Running",
+            "cluster says Running",
             'Keep the sidecar away (for Istio the annotation sidecar.istio.io/inject: "false" on the pods), or delete the job',
         ),
         Entry(
             "job-deadline", "The job's own deadline", (Seen.STRUCTURE,), "",
-            "the operator ended the job because it was active longer than runPolicy.activeDeadlineSeconds, and deleted its "
+            "the operator ended the job because it was active longer than activeDeadlineSeconds, and deleted its "
             "pods with their logs",
             "Use timeout_s= instead, which keeps the logs", heals=False, cause=FailureCause.TIMEOUT,
         ),
         Entry(
             "job-backoff", "The job's own limit of retries", (Seen.STRUCTURE,), "",
-            "the operator ended the job because it had failed more often than runPolicy.backoffLimit allows",
+            "the operator ended the job because it had failed more often than backoffLimit allows",
             "Take backoffLimit and restartPolicy out of the patch", heals=False, cause=_DIED,
         ),
         Entry(
             "job-failed", "The operator gave the job up", (Seen.STRUCTURE,), "",
-            "the operator says that the job failed: {detail}",
-            "'kubectl -n {namespace} describe pytorchjob {job}' shows all that is known", heals=False, cause=_POD_LOST,
+            "{controller} says that the job failed: {detail}",
+            "'kubectl -n {namespace} describe {jobs} {job}' shows all that is known", heals=False, cause=_POD_LOST,
         ),
         Entry(
-            "job-deleted", "The PyTorchJob was deleted", (Seen.STRUCTURE,), "",
-            "the PyTorchJob {job} was deleted from the namespace {namespace}", "Submit it again if that was a mistake",
+            "job-deleted", "The job was deleted", (Seen.STRUCTURE,), "",
+            "the {job_kind} {job} was deleted from the namespace {namespace}", "Submit it again if that was a mistake",
             heals=False, cause=FailureCause.USER,
         ),
         Entry(
-            "job-expired", "The PyTorchJob is gone", (Seen.STRUCTURE,), "",
-            "the PyTorchJob {job} is no longer in the namespace {namespace}, and this notebook did not see how it ended: the "
+            "job-expired", "The job is gone", (Seen.STRUCTURE,), "",
+            "the {job_kind} {job} is no longer in the namespace {namespace}, and this notebook did not see how it ended: the "
             "cluster deletes it {ttl} s after its end (ttl_s), if it was not deleted before",
             "What its store has (store=) is still there; a longer ttl_s leaves the time to attach",
             heals=False, cause=FailureCause.USER,

@@ -1,0 +1,150 @@
+"""Every kind of object on the real cluster: the same jobs, told apart only by `kind`.
+
+The gate runs one short job of each kind; the rest is for the night. A kind that the cluster does not serve is skipped.
+"""
+
+import json
+import time
+
+import pytest
+from on_cluster import pods_in, run_kubectl, wait_for
+from rank_work import fails_on_1, size_and_more, summed, waits, waits_in_its_first_run
+
+import kale_dist as kd
+from kale_dist.backends.kubernetes import client, roles, served
+from kale_dist.contract import StateName
+from kale_dist.errors import JobCancelledError, JobFailedError, KaleDistWarning
+from kale_dist.manifests import KINDS
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
+ALL = list(KINDS)
+OTHERS = [word for word in KINDS if word != "pytorch"]
+"""Of PyTorchJobs the other files of this folder have enough."""
+
+
+@pytest.fixture
+def on(word, namespace, cluster):
+    if not served.is_served(cluster, KINDS[word]):
+        pytest.skip(f"the cluster has no {KINDS[word].name}")
+    return pods_in(namespace, kind=word)
+
+
+def left_in(namespace, word, name):
+    kind = KINDS[word]
+    kinds = f"{kind.plural}.{kind.group},secrets,pods,services"
+    listed = json.loads(run_kubectl("-n", namespace, "get", kinds, "-o", "json"))["items"]
+    return [item["kind"] for item in listed if item["metadata"]["name"].startswith(name)]
+
+
+def head_of(namespace, job):
+    selector = f"kale-dist.dev/object={job.name}"
+    pods = json.loads(run_kubectl("-n", namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
+    return sorted(pod["metadata"]["name"] for pod in pods)
+
+
+def started(job):
+    wait_for(job, lambda status: status.state is StateName.RUNNING and any("ready" in line.text for line in job.logs()))
+    return job
+
+
+@pytest.mark.parametrize("word", OTHERS)
+def test_two_processes_work_together_and_leave_nothing(on, word, namespace):
+    job = kd.launch(summed, 2, number_of_processes=2, on=on)
+    assert job.results(150) == [6.0, 6.0], (job.status, [str(line) for line in job.logs()])
+    assert {line.text for line in job.logs()} >= {"rank 0 has 3.0", "rank 1 has 3.0"}
+    assert job.name in [found.name for found in kd.jobs(on="kubernetes", namespace=namespace)]
+    job.delete()
+    assert left_in(namespace, word, job.name) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", OTHERS)
+def test_a_model_is_trained_and_comes_back(on, word):
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, on=on)
+    assert job.wait(150).state is StateName.SUCCEEDED, list(job.logs())
+    assert job.model is model
+    assert torch.allclose(model.weight, torch.ones(1, 4), atol=0.2)
+    job.delete()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", OTHERS)
+def test_the_first_failing_rank_s_own_exception_comes_back_with_its_line(on, word):
+    job = kd.launch(fails_on_1, number_of_processes=2, on=on)
+    with pytest.raises(JobFailedError, match="no such column") as caught:
+        job.result(150)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "fails_on_1" in str(caught.value)
+    job.delete()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", OTHERS)
+def test_one_process_works_alone(on, word, namespace):
+    job = kd.launch(summed, 1, number_of_processes=1, on=on)
+    assert job.result(150) == 1.0
+    job.delete()
+    assert left_in(namespace, word, job.name) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", OTHERS)
+def test_cancelling_ends_the_pods_and_keeps_the_log(on, word, namespace):
+    job = started(kd.launch(waits, number_of_processes=2, on=on))
+    job.cancel()
+    with pytest.raises(JobCancelledError):
+        job.result(90)
+    deadline = time.monotonic() + 90
+    while "Running" in run_kubectl("-n", namespace, "get", "pods", "-o", "jsonpath={.items[*].status.phase}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert any(line.text == "ready" for line in job.logs())
+    job.delete()
+    assert left_in(namespace, word, job.name) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", [0, 1], ids=["head", "relay"])
+@pytest.mark.parametrize("word", OTHERS)
+def test_a_job_that_loses_a_pod_resumes_in_a_run_of_its_own(on, word, namespace, lost):
+    job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
+    run_kubectl("-n", namespace, "delete", "pod", head_of(namespace, job)[lost], "--wait=false")
+    assert job.results(200) == [True, True], (job.status, [str(line) for line in job.logs()])
+    job.delete()
+    assert left_in(namespace, word, job.name) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", OTHERS)
+def test_200_mb_go_up_and_come_back(on, word):
+    import torch
+
+    weights = torch.arange(50_000_000, dtype=torch.float32)
+    with pytest.warns(KaleDistWarning, match="191 MiB"):
+        job = kd.launch(size_and_more, weights, number_of_processes=2, on=on)
+    assert all(torch.equal(value, weights + 1) for value in job.results(400))
+    job.delete()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", ALL)
+def test_the_role_that_doctor_prints_is_enough(on, word, namespace, make_user, monkeypatch):
+    def role(identity):
+        name = identity.rpartition(":")[2]
+        return roles.role_yaml(namespace, identity, roles.rights(KINDS[word])).replace("kale-dist", name)
+
+    monkeypatch.setenv("KALE_DIST_KUBECONFIG", str(make_user(namespace, role)))
+    job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
+    run_kubectl("-n", namespace, "delete", "pod", head_of(namespace, job)[1], "--wait=false")
+    assert job.results(200) == [True, True], (job.status, [str(line) for line in job.logs()])
+    job.delete()
+    client.disconnect()
+    assert left_in(namespace, word, job.name) == []

@@ -1,0 +1,111 @@
+"""What each kind of object says of its job, in the words of its controller; which kind a cluster gets."""
+
+import json
+import types
+
+import pytest
+from golden_jobs import SETTINGS, a_spec
+
+from kale_dist import places
+from kale_dist.errors import ConfigError
+from kale_dist.manifests import KINDS, kind_of
+from kale_dist.places import ClusterOptions
+from kale_dist.spec import Topology
+
+
+def test_every_word_has_a_kind_and_the_first_is_kubeflow_s():
+    assert tuple(KINDS) == places.OBJECT_KINDS
+    assert kind_of(a_spec()).name == "PyTorchJob"
+
+
+def conditions(*held):
+    return {"conditions": [{"type": kind, "status": "True", "message": f"of {kind}", "lastTransitionTime": "2026-01-31T08:00:09Z"} for kind in held]}  # fmt: skip
+
+
+STATES = [
+    ("pytorch", {}, "", False, False),
+    ("pytorch", conditions("Created"), "", False, True),
+    ("pytorch", conditions("Created", "Running"), "", True, True),
+    ("pytorch", conditions("Created", "Succeeded"), "succeeded", False, True),
+    ("pytorch", conditions("Created", "Failed"), "failed", False, True),
+    ("job", {}, "", False, False),
+    ("job", {"active": 2, "startTime": "2026-01-31T08:00:00Z"}, "", True, True),
+    ("job", conditions("SuccessCriteriaMet", "Complete"), "succeeded", False, True),
+    ("job", conditions("FailureTarget"), "", False, True),
+    ("job", conditions("FailureTarget", "Failed"), "failed", False, True),
+    ("job", conditions("Suspended"), "", False, True),
+]
+
+
+@pytest.mark.parametrize(("word", "status", "finished", "is_running", "is_known"), STATES)
+def test_states(word, status, finished, is_running, is_known):
+    state = KINDS[word].state({"spec": {}, "status": status})
+    assert (state.finished, state.is_running, state.is_known) == (finished, is_running, is_known)
+    assert state.ended == ("2026-01-31T08:00:09Z" if finished else None)
+    assert state.message == ("of Failed" if finished == "failed" else "")
+
+
+@pytest.mark.parametrize("word", KINDS)
+@pytest.mark.parametrize(("processes", "per_pod"), [(1, 1), (4, 4), (3, 1), (5, 2)])
+def test_every_kind_makes_all_pods_and_can_be_suspended(word, processes, per_pod):
+    topology = Topology(number_of_processes=processes, processes_per_pod=per_pod)
+    spec, kind = a_spec(topology=topology, cluster=ClusterOptions(kind=word)), KINDS[word]
+    made = kind.make(spec, SETTINGS)
+    assert kind.number_of_pods(made) == topology.number_of_pods == len(kind.pod_names(spec))
+    assert json.loads(json.dumps(made)) == made
+    for group in kind.pod_groups(made):
+        meta = group.template["metadata"]
+        assert meta["labels"]["kale-dist.dev/object"] == made["metadata"]["name"]
+        names = {container["name"] for container in group.template["spec"]["containers"]}
+        assert meta["annotations"]["kubectl.kubernetes.io/default-container"] in names == {kind.container}
+    assert not kind.is_suspended(made)
+    change = kind.suspension(value=True)
+    made["spec"] = {**made["spec"], **change["spec"]}
+    assert kind.is_suspended(made)
+
+
+@pytest.mark.parametrize("given", ["PyTorchJob", "pytorchs", "Job", 3, ("job",)])
+def test_a_kind_that_there_is_not_is_refused_with_those_there_are(given):
+    with pytest.raises(ConfigError) as caught:
+        ClusterOptions(kind=given)
+    assert caught.value.argument == "kind"
+
+
+class Cluster:
+    """Serves some kinds; every other group is unknown to it."""
+
+    server = "https://c"
+
+    def __init__(self, *words):
+        self.custom = self
+        self.words = words
+
+    def get_api_resources(self, group, version, **_):
+        there = [KINDS[word] for word in self.words]
+        names = [types.SimpleNamespace(name=kind.plural) for kind in there if kind.api == (group, version)]
+        if not names:
+            raise pytest.importorskip("kubernetes").client.ApiException(status=404)
+        return types.SimpleNamespace(resources=names)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "expected"),
+    [(("pytorch", "job"), "", "pytorch"), (("job",), "", "job"), (("pytorch", "job"), "job", "job")],
+)
+def test_the_first_kind_that_a_cluster_serves_is_chosen(words, asked, expected):
+    pytest.importorskip("kubernetes")
+    from kale_dist.backends.kubernetes import served
+
+    assert served.choose(Cluster(*words), asked).word == expected
+
+
+def test_a_kind_that_a_cluster_does_not_serve_is_refused_with_those_it_has_and_how_to_install_it():
+    pytest.importorskip("kubernetes")
+    from kale_dist.backends.kubernetes import served
+
+    with pytest.raises(ConfigError) as caught:
+        served.choose(Cluster("job"), "pytorch")
+    assert caught.value.argument == "kind"
+    assert "serves no PyTorchJob of kubeflow.org/v1" in caught.value.problem
+    assert "It serves 'job'" in caught.value.remedy
+    assert "kubectl apply --server-side" in caught.value.remedy
