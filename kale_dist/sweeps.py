@@ -207,6 +207,7 @@ class Sweep:
         self._failed_in_a_row = 0
         self._is_cancelled = False
         self._is_enough = False
+        self._is_over = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._display: Any = None
@@ -283,7 +284,7 @@ class Sweep:
         self._display = display(self._picture(), display_id=True)  # type: ignore[no-untyped-call]
 
     def _picture(self) -> SweepPicture:
-        return _picture(self.study, self._metric, self._trials, is_over=self.done())
+        return _picture(self.study, self._metric, self._trials, is_over=self._is_over)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -309,9 +310,11 @@ class Sweep:
             with contextlib.suppress(KaleDistError):
                 one.job.cancel()
             self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
-        self._ended.set()
         self._lock.close()
+        self._is_over = True
+        # Before `wait` returns: an executed notebook keeps what was shown by then.
         self._draw()
+        self._ended.set()
 
     def _stop(self) -> None:
         """Begin no more trials; those that run come to their end."""
