@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test nightly stress lint format docs bench clean
+.PHONY: dist help demo test nightly stress lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ format: $(VENV)/lint.stamp ## Put the code into its form
 docs: $(VENV)/docs.stamp ## The documentation, into build/docs
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "The documentation: $(CURDIR)/build/docs/index.html"
+
+dist: $(VENV)/lint.stamp ## The wheel and the source archive, into dist, as they would be released
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist >/dev/null
+	@$(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/test.stamp ## Time to the first training step, against torchrun
 	@$(BIN)/python benchmarks/launch.py
