@@ -13,8 +13,20 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings
 from kale_dist.strategies.ddp import DDP
+from kale_dist.strategies.recommendation import Recommendation, recommend
 
-__all__ = ["ALL", "DDP", "Conditions", "Layout", "Settings", "from_json", "resolve", "to_json"]
+__all__ = [
+    "ALL",
+    "DDP",
+    "Conditions",
+    "Layout",
+    "Recommendation",
+    "Settings",
+    "from_json",
+    "recommend",
+    "resolve",
+    "to_json",
+]
 
 ALL: tuple[type[Settings], ...] = (DDP,)
 """Every strategy there is. A new one is added here, and nowhere else."""
