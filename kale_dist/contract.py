@@ -719,6 +719,8 @@ class Order:
     max_restarts: int = 0
     """How often the head may start all ranks again in this run after one was lost."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
+    mpi: bool = False
+    """Whether mpirun runs beside the ranks, so that they are in `MPI.COMM_WORLD`."""
     detach: bool = False
     """Whether the job outlives the notebook that asked for it (local jobs)."""
     note: str = ""

@@ -23,7 +23,7 @@ import weakref
 from typing import Any, cast
 
 from kale_dist import contract
-from kale_dist.runtime import processes, worker
+from kale_dist.runtime import loading, processes, worker
 
 MAX_MESSAGE_BYTES = 1 << 16
 
@@ -41,6 +41,9 @@ PRELOADED = (
     "kale_dist.training.loop",
 )
 """What a rank needs before its first step; each takes long the first time (`torch._dynamo` as long as torch)."""
+
+PRELOADED_WITHOUT_TORCH = ("cloudpickle", "kale_dist.runtime.loading", "kale_dist.runtime.outcome")
+"""The same in an image without torch, such as one with TensorFlow."""
 
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -91,7 +94,7 @@ class ForkServer:
     def serve(self) -> None:
         """Import, say so, and fork on request. Returns when the agent has closed its end."""
         start = time.monotonic()
-        for module in PRELOADED:
+        for module in PRELOADED if loading.has_torch() else PRELOADED_WITHOUT_TORCH:
             importlib.import_module(module)
         _import_optional("numpy")
         _spare_ranks_the_finalizers()

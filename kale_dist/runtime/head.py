@@ -17,6 +17,7 @@ from kale_dist.runtime import ending, pod_input
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.job_run import JobRun
+from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.pod import Pod
 from kale_dist.runtime.relays import HeadsRelays, waited_text
 from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
@@ -74,6 +75,11 @@ class Head:
         if order.agents > 1:
             self._relays = HeadsRelays(order, pod.key, pod.files, pod.place.listen, self, self.writer.say)
         self._written: asyncio.Future[None] = pod.loop.create_future()
+        mpirun = None
+        if order.mpi:
+            relays = self._relays
+            hosts, run = (list[str], lambda *_: None) if relays is None else (relays.hosts, relays.run)
+            mpirun = Mpirun(order, pod.place.work, hosts, run, self._fail)
         self._job = JobRun(
             pod.own_order,
             pod.loop,
@@ -83,6 +89,7 @@ class Head:
             relays=self._relays,
             holds_floods=True,
             before_end=self._copy_outcomes,
+            beside=mpirun,
         )
         self._began_at = time.monotonic()
         self._has_blobs = False
@@ -93,6 +100,9 @@ class Head:
         self._store_works = bool(order.store)
         self._store_lock = threading.Lock()
         self._kept_checkpoint = 0
+
+    def _fail(self, cause: FailureCause, reason: str) -> None:
+        self._job.fail(cause, reason)
 
     def _notify(self) -> None:
         self._server.notify()

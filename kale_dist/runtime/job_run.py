@@ -44,6 +44,18 @@ class Relays(Protocol):
         ...
 
 
+class Beside(Protocol):
+    """What runs beside the ranks of each attempt: mpirun."""
+
+    def start(self, attempt: int) -> None:
+        """The ranks of an attempt are being started."""
+        ...
+
+    def stop(self) -> None:
+        """None of them is left."""
+        ...
+
+
 class JobRun:
     """Runs the ranks of a job and writes down what becomes of them.
 
@@ -56,6 +68,7 @@ class JobRun:
         relays: Who looks after the ranks of other agents; None: all ranks are this agent's.
         holds_floods: Whether ranks' output is held to a rate.
         before_end: Called when no rank is left, before the last event.
+        beside: What runs beside the ranks; None for nothing.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class JobRun:
         relays: Relays | None = None,
         holds_floods: bool = False,
         before_end: Callable[[Verdict], None] = lambda _: None,
+        beside: Beside | None = None,
     ) -> None:
         self.order = order
         self.attempt = 0
@@ -83,6 +97,7 @@ class JobRun:
         self._relays = relays
         self._holds_floods = holds_floods
         self._before_end = before_end
+        self._beside = beside
         self._files = JobFiles(order.folder)
         self._near = order.ranks_of(0)
         self._port = order.port
@@ -125,6 +140,8 @@ class JobRun:
             )
             run.process = process = self._pool.take()
             process.start(run, assignment, listener if run.rank == 0 else None, is_held=self._holds_floods)
+        if self._beside is not None:
+            self._beside.start(self.attempt)
         self._watch = HangWatch(
             self.ranks,
             self._loop,
@@ -285,6 +302,8 @@ class JobRun:
             self._cancel_timers()
             if self._usage is not None:
                 self._usage.stop()
+            if self._beside is not None:
+                self._beside.stop()
             if self.verdict is not None:
                 self._finish(self.verdict)
             elif self._loss is not None:

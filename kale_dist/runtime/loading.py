@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -93,7 +94,8 @@ def load(
     if fill_main:
         main = _make_main(manifest).__dict__
         _tell_children(store, digest)
-        reducers.copy_out_on_resize()
+        if has_torch():
+            reducers.copy_out_on_resize()
         return _load(store, manifest, main, device, verify_tensors)
     main = {"__name__": "__main__", "__builtins__": __builtins__, "__package__": manifest["main"]["package"]}
     loaded = _load(store, manifest, main, device, verify_tensors)
@@ -159,6 +161,11 @@ def _differences(manifest: dict[str, Any]) -> list[str]:
 def python_version() -> str:
     """Python's version as far as pickled code depends on it, such as "3.11"."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def has_torch() -> bool:
+    """Whether torch can be imported; it is not imported to find out."""
+    return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
 
 
 def torch_version() -> str:
@@ -238,6 +245,8 @@ def _load(
         try:
             fn, args, kwargs = pickle.loads(data, buffers=(places.view(*place) for place in manifest["buffers"]))
         except (ImportError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                raise ContractError("The image has no torch. Give one that has, with image=") from error
             raise SnapshotError(
                 f"The snapshot of {manifest['label']} cannot be loaded in the rank: {error}. What it uses has to be "
                 f"there in the notebook's versions (torch {manifest['torch']}, cloudpickle {manifest['cloudpickle']}; "

@@ -56,8 +56,6 @@ def bring(pod: Pod, *, fetch_from: str = "", received: Callable[[str], int] = la
                 _fetch(pod, fetch_from, digest)
     if absent := missing(pod):
         raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
-    if not loading.torch_version():
-        raise ContractError("The image has no torch. Give one that has, with image=")
     if found := loading.version_differences(pod.store, order.snapshot):
         told = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
         raise ContractError(

@@ -14,7 +14,7 @@ import time
 
 from kale_dist.contract import Assignment, ProcessState
 from kale_dist.errors import ContractError
-from kale_dist.runtime import processes, torch_flags
+from kale_dist.runtime import loading, processes, torch_flags
 
 
 def apply(state: ProcessState, modules: pathlib.Path) -> None:
@@ -46,7 +46,8 @@ def apply(state: ProcessState, modules: pathlib.Path) -> None:
     sys.path[:] = [str(modules), *state.sys_path]
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
-    torch_flags.apply(state.torch_flags)
+    if loading.has_torch():
+        torch_flags.apply(state.torch_flags)
 
 
 def set_torchrun_environment(assignment: Assignment) -> None:
@@ -89,13 +90,14 @@ def set_threads(assignment: Assignment) -> int:
     Returns:
         The number of threads.
     """
-    import torch
-
     fair = max(1, processes.available_cores() // assignment.local_world_size)
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = assignment.order.threads or (int(wanted) if wanted.isdigit() and int(wanted) else fair)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
+    if loading.has_torch():
+        import torch
+
+        torch.set_num_threads(threads)
     if threads > 1:
         _raise_blas_threads(threads)
     return threads
@@ -125,10 +127,11 @@ def set_seeds(seed: int) -> None:
     Args:
         seed: This rank's own seed, from 0 to 2**64 - 1.
     """
-    import torch
-
     random.seed(seed)
-    torch.manual_seed(seed % 2**64)
+    if loading.has_torch():
+        import torch
+
+        torch.manual_seed(seed % 2**64)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

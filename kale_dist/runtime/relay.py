@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist import contract
 from kale_dist.contract import Assignment, EventKind, Source, Stream, body_of
 from kale_dist.errors import KaleDistError
-from kale_dist.runtime import ending, loading, pod_input
+from kale_dist.runtime import ending, loading, mpi, pod_input
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.ending import End
 from kale_dist.runtime.near_rank import NearRank
@@ -173,6 +173,8 @@ class Relay:
             self._fetch_from.set_result(str(message["host"]))
         elif op == Op.SPAWN:
             self._spawn(rank, int(message["attempt"]), int(message["port"]), int(message["seed"]))
+        elif op == Op.RUN:
+            mpi.run_daemon(str(message["command"]), self._pod.place.work, int(message["attempt"]), self._refuse)
         elif op == Op.END:
             if not self._end.done():
                 self._end.set_result(0)
@@ -195,11 +197,14 @@ class Relay:
             await asyncio.to_thread(pod_input.bring, self._pod, fetch_from=host)
         except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
             told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
-            self._channel.say(Op.REFUSED, reason=told)
+            self._refuse(told)
             return
         # From here no rank is forked that the job does not need.
         self._pod.pool.wanted_spares = 0
         self._channel.say(Op.READY)
+
+    def _refuse(self, reason: str) -> None:
+        self._channel.say(Op.REFUSED, reason=reason)
 
     def _spawn(self, rank: int, attempt: int, port: int, seed: int) -> None:
         order = self._pod.own_order

@@ -61,6 +61,8 @@ class Op(enum.StrEnum):
     """Head to relay: ask a rank for its stacks."""
     LET_GO = "let-go"
     """Head to relay: a rank that is done may end."""
+    RUN = "run"
+    """Head to relay: run `command`, by which mpirun takes the pod in, for the `attempt`."""
     END = "end"
     """Head to relay: the run is over."""
     FORKED = "forked"

@@ -231,6 +231,17 @@ class HeadsRelays:
         run.process = far
         relay.channel.say(Op.SPAWN, run.rank, attempt=attempt, port=port, seed=seed)
 
+    def hosts(self) -> list[str]:
+        """Addresses of the other pods, by their number."""
+        channels = (relay.channel for relay in self._relays.values())
+        return ["" if channel is None else channel.peer_host.removeprefix("::ffff:") for channel in channels]
+
+    def run(self, host: str, command: str, attempt: int) -> None:
+        """Have the pod at an address run a command of mpirun's."""
+        for relay, there in zip(self._relays.values(), self.hosts(), strict=True):
+            if there == host and relay.channel is not None:
+                relay.channel.say(Op.RUN, command=command, attempt=attempt)
+
     def end(self) -> None:
         """The run is over: relays may leave, and those that come later learn of it."""
         self._is_over = True

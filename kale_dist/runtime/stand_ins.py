@@ -56,7 +56,7 @@ def install(*, cuda: bool) -> None:
     for name in [name for name in actions if name in sys.modules]:
         actions.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, _AfterImport(actions))
-    if not cuda:
+    if not cuda and "torch" in sys.modules:
         _without_gpu()
 
 

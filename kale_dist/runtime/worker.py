@@ -24,7 +24,7 @@ from kale_dist import contract
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import Assignment, JobFiles
 from kale_dist.errors import ContractError
-from kale_dist.runtime import context, process_state, sources, stand_ins
+from kale_dist.runtime import context, mpi, process_state, sources, stand_ins
 from kale_dist.runtime.given_models import GivenModels
 from kale_dist.runtime.references import References
 
@@ -63,6 +63,8 @@ def run(descriptors: Descriptors) -> NoReturn:
     control.say({"received": True})
     assignment, listener = received
     code = _carry_out(control, descriptors.events, assignment, listener)
+    if assignment.order.mpi and not code:
+        atexit.register(mpi.leave)
     _end(code)
 
 
@@ -84,17 +86,22 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     try:
         try:
             _settle(assignment, events, files)
-            hidden = group.KeptGroup(assignment)
+            # An image of another framework may have no torch: then there is no group, and all the rest is the same.
+            hidden = group.KeptGroup(assignment) if loading.has_torch() else None
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
-            hidden.open(listener)
+            if hidden is not None:
+                hidden.open(listener)
             kept = hidden
             control.say({"running": True})
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.training.")
-            models = GivenModels(loaded.args, loaded.kwargs) if not rank and not is_training else None
+            models = None
+            if not rank and not is_training and "torch" in sys.modules:
+                models = GivenModels(loaded.args, loaded.kwargs)
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             value = value if models is None else models.with_weights(value)
-            kept.advise()
+            if kept is not None:
+                kept.advise()
             outcome.write_success(files.outcome(attempt, rank), value=value, references=references, **place)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = raised
@@ -125,6 +132,8 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
     else:
         sys.path.insert(0, str(files.modules))
     process_state.set_torchrun_environment(assignment)
+    if order.mpi:
+        mpi.join(order, assignment.attempt, rank)
     process_state.set_threads(assignment)
     process_state.set_seeds(assignment.seed + rank)
     device = "cpu"

@@ -69,7 +69,7 @@ class Pod:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kale_dist.runtime", "pod"],
+            [job.python, "-P", "-m", "kale_dist.runtime", "pod"],
             env=os.environ | told | environment,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -123,6 +123,7 @@ class PodJob:
     def __init__(
         self, root: pathlib.Path, function: Callable[..., Any], *args: Any, ranks: int, **options: Any
     ) -> None:
+        self.python = sys.executable
         self.root = root / f"t-{secrets.token_hex(4)}"
         self.root.mkdir()
         self.store = FolderStore(self.root / "notebook")
