@@ -13,13 +13,19 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings
 from kale_dist.strategies.ddp import DDP
+from kale_dist.strategies.gossip import Gossip
+from kale_dist.strategies.local_sgd import LocalSGD
 from kale_dist.strategies.recommendation import Recommendation, recommend
+from kale_dist.strategies.server import ParameterServer
 
 __all__ = [
     "ALL",
     "DDP",
     "Conditions",
+    "Gossip",
     "Layout",
+    "LocalSGD",
+    "ParameterServer",
     "Recommendation",
     "Settings",
     "from_json",
@@ -28,7 +34,7 @@ __all__ = [
     "to_json",
 ]
 
-ALL: tuple[type[Settings], ...] = (DDP,)
+ALL: tuple[type[Settings], ...] = (DDP, ParameterServer, LocalSGD, Gossip)
 """Every strategy there is. A new one is added here, and nowhere else."""
 
 _CLASSES = {settings.word: settings for settings in ALL}

@@ -382,7 +382,8 @@ class Session:
             for name, value in mine.items():
                 values[name] = values.get(name, 0.0) + value
         for name, value in values.items():
-            self._strategy_totals[name] = self._strategy_totals.get(name, 0.0) + value
+            before = 0.0 if name in self.strategy.levels else self._strategy_totals.get(name, 0.0)
+            self._strategy_totals[name] = before + value
         if values and not self.group.rank:
             context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="strategy")
 

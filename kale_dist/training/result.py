@@ -215,7 +215,8 @@ class TrainingResult:
     reason: str = ""
     """Why `model` is set: what changed."""
     strategy: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers of the strategy, summed over ranks and epochs, such as `bytes_sent`."""
+    """Numbers of the strategy, summed over ranks and epochs, such as `bytes_sent`; of the last epoch where a sum means nothing
+    (`consensus_distance`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

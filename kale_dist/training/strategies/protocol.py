@@ -62,6 +62,9 @@ class Strategy(Protocol):
 
     layout: Layout
 
+    levels: frozenset[str]
+    """Those of `metrics` that are not added up over epochs, such as a distance."""
+
     @property
     def has_pending(self) -> bool:
         """Whether gradients of an unfinished accumulation window are there, which `zero_grad` must not clear."""
@@ -168,6 +171,7 @@ class Base:
     """
 
     average_buffers = True
+    levels: frozenset[str] = frozenset()
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self.settings: Any = settings

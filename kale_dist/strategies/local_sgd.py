@@ -1,0 +1,67 @@
+"""Settings of local SGD: ranks train on their own and average their weights now and then."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from kale_dist.errors import ConfigError
+from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSGD(Settings):
+    """Each rank steps its own optimizer; weights and buffers are averaged over ranks every `sync_every` steps.
+
+    They are also averaged at the end of each epoch, so that evaluation and checkpoints see one model. A step sends
+    2(n - 1)/n of the model's bytes per rank, divided by `sync_every` (ring all-reduce: Patarasuk and Yuan, JPDC 2009).
+    Sources: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; with `outer="diloco"`, Douillard et al.,
+    DiLoCo, 2023, algorithm 1.
+    """
+
+    word: ClassVar[str] = "local-sgd"
+    home: ClassVar[str] = "local_sgd.LocalSteps"
+
+    sync_every: int | Literal["epoch"] = 8
+    """Steps of the optimizer between two averages; `"epoch"` averages at the end of each epoch only."""
+    outer: Literal["diloco"] | None = None
+    """What is done with the average: None takes it as the new weights; `"diloco"` steps towards it by SGD with Nesterov
+    momentum 0.9 and learning rate 0.7."""
+
+    def __post_init__(self) -> None:
+        every = self.sync_every
+        if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            problem = f"sync_every={every!r} is neither a number of steps nor 'epoch'"
+            raise ConfigError("strategy", problem, "Give such as sync_every=8, or sync_every='epoch'")
+        refuse_choice("outer", self.outer, (None, "diloco"))
+
+    def check(self, given: Conditions) -> None:
+        """Refuse an optimizer that evaluates the loss itself."""
+        refuse_closures(self.word, given)
+
+    def layout(self, rank: int, world_size: int) -> Layout:
+        """Every rank has a shard of its own; with an average after every step they agree at all times."""
+        return Layout(
+            shards=world_size,
+            shard=rank,
+            peers=(rank,),
+            replicas=tuple(range(world_size)),
+            part=f"shard {rank} of {world_size}",
+            agree="epoch",
+            exact=False,
+        )
+
+
+def refuse_closures(word: str, given: Conditions) -> None:
+    """Refuse an optimizer whose step evaluates the loss itself: its line search would need all ranks.
+
+    Raises:
+        ConfigError: It is LBFGS.
+    """
+    optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
+    if any(base.__name__ == "LBFGS" for one in optimizers for base in type(one).__mro__):
+        raise ConfigError(
+            "strategy",
+            f"{word!r} cannot be combined with LBFGS, which evaluates the loss of all ranks within a step",
+            "Use strategy='ddp', or another optimizer",
+        )

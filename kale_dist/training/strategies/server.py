@@ -1,0 +1,371 @@
+"""Parameter servers: the life of a server, and what it says to workers (`server_worker.py`).
+
+Parameters are divided among servers as whole tensors. A request of a worker is a header of whole numbers (`Request`), the
+options of the optimizer's parameter groups where they have changed (learning rates), and gradients in flat buffers; the
+answer is a header and, for a step, the new weights. The synchronous server reads one request of each worker in the
+order of the ranks, so it sums in that order; it needs no thread. The asynchronous one has a thread for each
+worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import pickle
+import queue
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.clip_grad import _get_total_norm
+
+from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.runtime import context
+from kale_dist.strategies.server import DEFAULT_STALENESS
+from kale_dist.training.strategies.buckets import sparse_parameters
+from kale_dist.training.strategies.flat import Flat
+from kale_dist.training.strategies.pairs import Pair, open_pairs
+from kale_dist.training.strategies.protocol import Base, FullState, Parts
+
+HEAD = 4
+"""Whole numbers at the beginning of a request: kind, batch, bytes of the options, and the bits of p of a p-norm. A 1 or 0
+for each parameter follows: whether it has a gradient."""
+LONGEST_STALENESS = 8
+"""From here on the histogram has one class."""
+
+
+class Kind(enum.IntEnum):
+    """What a worker asks for."""
+
+    STEP = 1
+    """Step the optimizer with these gradients, and give the new weights."""
+    NORM = 2
+    """Give the norm of the mean of these gradients."""
+    END = 3
+    """The epoch is over."""
+
+
+def norm_bits(kind: float) -> int:
+    """The p of a p-norm, which may be inf, as a whole number."""
+    (bits,) = struct.unpack("q", struct.pack("d", kind))
+    return int(bits)
+
+
+def norm_of(bits: int) -> float:
+    """The inverse of `norm_bits`."""
+    (kind,) = struct.unpack("d", struct.pack("q", bits))
+    return float(kind)
+
+
+class Shard:
+    """The parameters of one server, as it and the workers see them.
+
+    Args:
+        parameters: In the order of the optimizer.
+        indices: Their numbers in the optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], indices: Sequence[int]) -> None:
+        self.parameters = list(parameters)
+        self.indices = list(indices)
+
+    def weights(self) -> Flat:
+        """Buffers for the weights, on the CPU."""
+        return Flat(self.parameters, torch.device("cpu"))
+
+
+def divide(parameters: Sequence[Tensor], servers: int) -> list[Shard]:
+    """Give each parameter, the largest first, to the server with the fewest bytes."""
+    held: list[list[int]] = [[] for _ in range(servers)]
+    sizes = [0] * servers
+    by_size = sorted(range(len(parameters)), key=lambda i: -parameters[i].numel() * parameters[i].element_size())
+    for index in by_size:
+        least = sizes.index(min(sizes))
+        held[least].append(index)
+        sizes[least] += parameters[index].numel() * parameters[index].element_size()
+    return [Shard([parameters[i] for i in sorted(indices)], sorted(indices)) for indices in held]
+
+
+def open_shards(parts: Parts, servers: int) -> tuple[list[Shard], dict[int, Pair]]:
+    """What workers and servers do alike at the start; all ranks have to call this.
+
+    Returns:
+        The shards of all servers, and this rank's connections by rank.
+
+    Raises:
+        ConfigError: The model cannot be divided.
+    """
+    parameters = [parameter for options in parts.optimizer.param_groups for parameter in options["params"]]
+    if any(map(torch.nn.parameter.is_lazy, parameters)):
+        raise ConfigError(
+            "model",
+            "has parameters without a shape, which cannot be divided among servers",
+            "Run one batch through the model before the call",
+        )
+    roots = [root for root in (parts.model, parts.criterion) if isinstance(root, torch.nn.Module)]
+    if sparse_parameters(module for root in roots for module in root.modules()):
+        raise ConfigError(
+            "model",
+            "has an embedding with sparse=True, and gradients are sent to servers as a whole",
+            "Make the embedding without sparse=True, or use strategy='ddp'",
+        )
+    workers = parts.group.world_size - servers
+    wanted = [(worker, workers + number) for worker in range(workers) for number in range(servers)]
+    return divide(parameters, servers), open_pairs(parts.group, wanted)
+
+
+class Server(Base):
+    """One rank without data: it holds a shard, steps the optimizer for it, and answers workers."""
+
+    levels = frozenset({"steps_ahead"})
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Keep this server's parameters in the optimizer, and nothing else."""
+        super().prepare(parts, stack)
+        workers, rank = self.layout.shards, parts.group.rank
+        shards, pairs = open_shards(parts, self.settings.servers)
+        self._shard = shards[rank - workers]
+        self._pairs = [pairs[worker] for worker in range(workers)]
+        stack.push(self._leave)
+        own = set(map(id, self._shard.parameters))
+        optimizer = parts.optimizer
+        # Later, the loop takes over what users call.
+        self._step_optimizer = optimizer.step
+        for options in optimizer.param_groups:
+            options["params"] = [parameter for parameter in options["params"] if id(parameter) in own]
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in own]:
+            del optimizer.state[parameter]
+        self._weights = self._shard.weights()
+        self._counting = threading.Lock()
+        self._bytes_sent = 0
+        self._staleness = [0] * (LONGEST_STALENESS + 1)
+        self._largest_lead = 0
+
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for pair in self._pairs:
+                pair.close()
+
+    # -- an epoch --------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Answer workers until all have ended their epoch."""
+        if self.settings.mode == "sync":
+            self._serve_together()
+        else:
+            _Race(self).run()
+
+    def _serve_together(self) -> None:
+        """One request of each worker at a time; all must be alike.
+
+        Raises:
+            KaleDistError: They are not.
+        """
+        total, received = self._shard.weights(), self._shard.weights()
+        while True:
+            heads: list[list[int]] = []
+            used = [False] * len(self._shard.parameters)
+            for number, pair in enumerate(self._pairs):
+                head = self.receive_head(pair)
+                heads.append(head)
+                if head[0] == Kind.END:
+                    continue
+                options = self.receive_options(pair, head)
+                if number == 0:
+                    self.take_options(options)
+                pair.receive(*(received if number else total).buffers)
+                for mine, theirs in zip(total.buffers, received.buffers if number else [], strict=False):
+                    mine.add_(theirs)
+                used = [is_used or bool(flag) for is_used, flag in zip(used, head[HEAD:], strict=True)]
+            kind = heads[0][0]
+            self._check(heads)
+            for buffer in total.buffers:
+                buffer.mul_(1 / len(self._pairs))
+            if kind == Kind.STEP:
+                self.step(total, used)
+                self._weights.read()
+            norm = self._norm(total, used, heads[0][3]) if kind == Kind.NORM else None
+            for pair in self._pairs:
+                if kind == Kind.STEP:
+                    self.answer(pair, *self._weights.buffers)
+                else:
+                    self.answer(pair, *(() if norm is None else (norm,)))
+            context.mark_progress()
+            if kind == Kind.END:
+                return
+
+    def _check(self, heads: Sequence[Sequence[int]]) -> None:
+        """Whether all workers are at the same place.
+
+        Raises:
+            KaleDistError: They are not; they are told, too.
+        """
+        kinds, batches = {head[0] for head in heads}, {head[1] for head in heads}
+        if len(kinds) == 1 and (len(batches) == 1 or Kind.END in kinds):
+            return
+        what = "some have ended the epoch" if Kind.END in kinds else "some are elsewhere"
+        text = (
+            f"The workers do not take the same steps: when one was in batch {max(batches)}, {what}. Call optimizer.step()"
+            " equally often on every rank, whatever the data, and leave the loop over the loader on all ranks or none"
+        )
+        for pair in self._pairs:
+            self.answer_error(pair, text)
+        raise KaleDistError(text)
+
+    def _norm(self, gradients: Flat, used: Sequence[bool], kind: int) -> Tensor:
+        given = [piece for piece, is_used in zip(gradients.pieces, used, strict=True) if is_used]
+        return _get_total_norm(given, norm_of(kind)).double().reshape(1)
+
+    # -- requests and answers --------------------------------------------------------------------------------------
+
+    def receive_head(self, pair: Pair) -> list[int]:
+        """The header of a worker's next request."""
+        head = torch.empty(HEAD + len(self._shard.parameters), dtype=torch.int64)
+        pair.receive(head)
+        return head.tolist()
+
+    def receive_options(self, pair: Pair, head: Sequence[int]) -> list[dict[str, Any]]:
+        """The options of the parameter groups, if they come with the request; otherwise nothing."""
+        if not head[2]:
+            return []
+        data = torch.empty(head[2], dtype=torch.uint8)
+        pair.receive(data)
+        options: list[dict[str, Any]] = pickle.loads(data.numpy().tobytes())
+        return options
+
+    def take_options(self, given: Sequence[dict[str, Any]]) -> None:
+        """Put options into the optimizer."""
+        for options, new in zip(self.parts.optimizer.param_groups, given, strict=False):
+            options.update(new)
+
+    @torch.no_grad()
+    def step(self, gradients: Flat, used: Sequence[bool]) -> None:
+        """Step the optimizer; a parameter that no worker used has no gradient."""
+        for parameter, piece, is_used in zip(self._shard.parameters, gradients.pieces, used, strict=True):
+            whole = torch.view_as_complex(piece) if parameter.is_complex() else piece
+            parameter.grad = whole.to(parameter.device) if is_used else None
+        self._step_optimizer()
+
+    def answer(self, pair: Pair, *tensors: Tensor) -> None:
+        """Say that a request was carried out, and send what it asked for."""
+        pair.send(torch.tensor([0]), *tensors)
+        with self._counting:
+            self._bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def answer_error(self, pair: Pair, text: str) -> None:
+        """Refuse a request; the worker raises this text."""
+        data = text.encode()
+        pair.send(torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def note(self, *, staleness: int | None = None, lead: int = 0) -> None:
+        """Count a gradient that is this many versions old, and how far a worker is ahead of the slowest."""
+        if staleness is not None:
+            self._staleness[min(staleness, LONGEST_STALENESS)] += 1
+        self._largest_lead = max(self._largest_lead, lead)
+
+    # -- between epochs --------------------------------------------------------------------------------------------
+
+    def full_state(self) -> FullState | None:
+        """Send rank 0 this shard's part of the optimizer's state."""
+        parameters = zip(self._shard.indices, self._shard.parameters, strict=True)
+        state = self.parts.optimizer.state
+        part = {index: dict(state[parameter]) for index, parameter in parameters if parameter in state}
+        file = io.BytesIO()
+        torch.save(part, file)
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        self._pairs[0].send(torch.tensor([len(data)]), data)
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes sent; in the asynchronous mode also how stale gradients were, and how far workers ran ahead."""
+        found: dict[str, float] = {"bytes_sent": self._bytes_sent}
+        self._bytes_sent = 0
+        if self.settings.mode == "async":
+            for number, count in enumerate(self._staleness):
+                found[f"staleness_{number}{'_or_more' if number == LONGEST_STALENESS else ''}"] = count
+            self._staleness = [0] * (LONGEST_STALENESS + 1)
+            # One server reports it, as the loop adds up what all say.
+            if self.parts.group.rank == self.layout.shards:
+                found["steps_ahead"] = self._largest_lead
+            self._largest_lead = 0
+        return found
+
+
+class _Race:
+    """One epoch of an asynchronous server: a thread for each worker, and a bound on how far one may be ahead.
+
+    A worker's clock is the number of its steps that were carried out. The answer to a step is held back until the clock
+    is at most `staleness` ahead of the slowest worker's (Ho et al., stale synchronous parallel, NeurIPS 2013). The bound is on
+    steps: how many steps of others came between a worker's weights and its gradient is measured, not bounded.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._pairs = server._pairs  # noqa: SLF001 - a part of the server, in this file
+        self._bound = DEFAULT_STALENESS if server.settings.staleness is None else server.settings.staleness
+        self._state = threading.Condition()
+        self._clocks = dict.fromkeys(range(len(self._pairs)), 0)
+        """Of the workers that have not ended the epoch."""
+        self._version = 0
+        self._seen = [0] * len(self._pairs)
+        """The version of the weights that each worker has."""
+        self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Serve until all workers have ended the epoch.
+
+        Raises:
+            BaseException: That of a thread. The others end with the process.
+        """
+        for number in self._clocks:
+            threading.Thread(target=self._thread, args=(number,), name=f"worker-{number}", daemon=True).start()
+        for _ in self._pairs:
+            error = self._ends.get()
+            if error is not None:
+                raise error
+
+    def _thread(self, number: int) -> None:
+        try:
+            self._serve(number)
+        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+            self._ends.put(error)
+        else:
+            self._ends.put(None)
+
+    def _serve(self, number: int) -> None:
+        server, pair = self._server, self._pairs[number]
+        shard = server._shard  # noqa: SLF001
+        gradients, weights = shard.weights(), shard.weights()
+        while True:
+            head = server.receive_head(pair)
+            context.mark_progress()
+            if head[0] == Kind.END:
+                break
+            options = server.receive_options(pair, head)
+            pair.receive(*gradients.buffers)
+            with self._state:
+                server.take_options(options)
+                server.step(gradients, [bool(flag) for flag in head[HEAD:]])
+                server.note(staleness=self._version - self._seen[number])
+                self._version += 1
+                self._clocks[number] += 1
+                self._state.notify_all()
+                # The slowest worker never waits here, so all get on.
+                self._state.wait_for(lambda: self._lead(number) <= self._bound)
+                server.note(lead=self._lead(number))
+                self._seen[number] = self._version
+                weights.read()
+            server.answer(pair, *weights.buffers)
+        with self._state:
+            del self._clocks[number]
+            self._state.notify_all()
+            self._state.wait_for(lambda: not self._clocks)
+            weights.read()
+        server.answer(pair, *weights.buffers)
+
+    def _lead(self, number: int) -> int:
+        return self._clocks[number] - min(self._clocks.values())

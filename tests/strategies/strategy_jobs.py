@@ -1,0 +1,145 @@
+"""Jobs for tests of strategies that do not equal one process: resumed ones, failing ones, and digits."""
+
+import os
+import signal
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.errors import JobFailedError
+from kale_dist.strategies import DDP
+from kale_dist.training import supervised
+
+
+class _LossOfRank:
+    """A step that kills its rank in the middle of the third epoch of the first attempt."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.epochs = 0
+
+    def __call__(self, model, loader, criterion, optimizer, device, args):
+        self.epochs += 1
+        if kd.context().attempt == 0 and kd.context().rank == self.rank and self.epochs == 3:
+            next(iter(loader))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return supervised.train_epoch(model, loader, criterion, optimizer, device, args)
+
+
+def trained(strategy, number_of_processes, *, lost=None):
+    """Weights, the optimizer's state and the learning rate after four epochs, in the notebook; `lost` is killed in the third."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    x = torch.randn(96, 4)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    job = kd.distribute(
+        model, DataLoader(data, 8, shuffle=True), nn.CrossEntropyLoss(), optimizer, _LossOfRank(lost),
+        eval_data_loader=DataLoader(data, 8), scheduler=scheduler, epochs=4, seed=3, strategy=strategy,
+        number_of_processes=number_of_processes, threads=1, max_restarts=1, on="local",
+    )  # fmt: skip
+    try:
+        job.result()
+        assert job.status.attempt == (lost is not None)
+        return model.state_dict(), optimizer.state_dict()["state"], optimizer.param_groups[0]["lr"], job.metrics
+    finally:
+        job.delete()
+
+
+def assert_resumes(strategy, number_of_processes, lost):
+    """A training that lost a rank ends as one that lost none, bit for bit."""
+    expected, found = trained(strategy, number_of_processes), trained(strategy, number_of_processes, lost=lost)
+    for name, tensor in expected[0].items():
+        assert torch.equal(tensor, found[0][name]), name
+    for index, state in expected[1].items():
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        for name, value in state.items():
+            assert torch.equal(value, found[1][index][name]), (index, name)
+    assert expected[2] == found[2]
+
+
+def _fail(strategy, step):
+    from kale_dist.training.loop import train
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    train(
+        model=model,
+        train_data_loader=DataLoader(TensorDataset(torch.randn(64, 3), torch.zeros(64).long()), 4),
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_step=step,
+        strategy=strategy,
+    )
+
+
+def assert_fails(strategy, number_of_processes, step, match):
+    """A job with this step fails with these words."""
+    job = kd.launch(_fail, strategy, step, number_of_processes=number_of_processes, threads=1)
+    try:
+        with pytest.raises(JobFailedError) as caught:
+            job.result()
+        assert match in f"{caught.value} {caught.value.__cause__}"
+    finally:
+        job.delete()
+
+
+def leave_early(model, loader, criterion, optimizer, device, args):
+    """Rank 0 leaves the loop before the others."""
+    for number, (x, y) in enumerate(loader):
+        if number == 3 and not kd.context().rank:
+            break
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def _digits(strategies, epochs, step):
+    """Runs in each rank: accuracy and the strategy's numbers of each, by name."""
+    from kale_dist.training.loop import train
+
+    x, y = load_digits(return_X_y=True)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]
+    found = {}
+    for name, strategy in strategies.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        loader = DataLoader(
+            TensorDataset(x[:1400], y[:1400]), 16, shuffle=True, generator=torch.Generator().manual_seed(2)
+        )
+        result = train(
+            model=model,
+            train_data_loader=loader,
+            eval_data_loader=DataLoader(TensorDataset(x[1400:], y[1400:]), 64),
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            train_step=step,
+            epochs=epochs,
+            strategy=strategy,
+        )
+        found[name] = result.metrics.get("eval_accuracy", result.metrics.get("accuracy")), result.strategy
+    return found
+
+
+def digits(strategies, number_of_processes, epochs=12, step=None):
+    """Accuracy on digits, and the strategy's numbers, by name; each strategy has its own ranks in turn."""
+    job = kd.launch(_digits, strategies, epochs, step, number_of_processes=number_of_processes, threads=1)
+    try:
+        return job.results()[0]
+    finally:
+        job.delete()
+
+
+def assert_close_to_ddp(strategies, number_of_processes, *, ddp_processes=None, within=0.01):
+    """Each strategy is at most one point of accuracy below ddp, after as many epochs."""
+    best = digits({"ddp": DDP()}, ddp_processes or number_of_processes)["ddp"][0]
+    found = digits(strategies, number_of_processes)
+    for name, (accuracy, _) in found.items():
+        assert accuracy >= best - within, f"{name}: {accuracy:.3f}, ddp: {best:.3f}"
+    return found

@@ -1,0 +1,77 @@
+"""Local SGD: what equals one process, what is sent, and what comes back."""
+
+import one_process
+import pytest
+import torch
+from one_process import Case, compare
+from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, leave_early
+
+from kale_dist.errors import ConfigError
+from kale_dist.strategies import LocalSGD
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
+MODEL_BYTES = 8 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4)
+
+
+class MomentumAccumulated(Case):
+    """Linear in the gradient, with windows of three batches and of two."""
+
+    accumulate = 3
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+CASES = {"PlainSgd": one_process.PlainSgd, "MomentumAccumulated": MomentumAccumulated}
+
+
+def test_an_average_after_every_step_equals_one_process():
+    numbers = compare(LocalSGD(sync_every=1), names=tuple(CASES), cases=CASES)
+    # Each of 2 ranks sends 2 (n - 1)/n times the model for an average.
+    assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * MODEL_BYTES
+    assert numbers["MomentumAccumulated"]["bytes_sent"] == 20 * 2 * MODEL_BYTES
+
+
+@pytest.mark.nightly
+def test_four_ranks_equal_one_process():
+    numbers = compare(LocalSGD(sync_every=1), 4, names=tuple(CASES), cases=CASES)
+    assert numbers["PlainSgd"]["bytes_sent"] == 50 * 4 * 1.5 * MODEL_BYTES
+
+
+def test_a_lost_rank_resumes_with_its_own_optimizer_and_the_outer_momentum():
+    assert_resumes(LocalSGD(sync_every=4, outer="diloco"), 2, lost=1)
+
+
+def test_ranks_that_take_different_steps_are_told():
+    assert_fails(LocalSGD(sync_every=2), 2, leave_early, "have not made the same number of optimizer steps")
+
+
+@pytest.mark.nightly
+def test_digits_reach_the_accuracy_of_ddp():
+    strategies = {
+        "eight": LocalSGD(),
+        "epoch": LocalSGD(sync_every="epoch"),
+        "diloco": LocalSGD(sync_every=8, outer="diloco"),
+    }
+    found = assert_close_to_ddp(strategies, 2)
+    # 44 steps an epoch: 5 averages and one at the end, or the one alone.
+    assert found["eight"][1]["bytes_sent"] == 6 * found["epoch"][1]["bytes_sent"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sync_every": 0}, "sync_every=0 is neither"),
+        ({"sync_every": True}, "sync_every=True is neither"),
+        ({"sync_every": 2.5}, "sync_every=2.5 is neither"),
+        ({"sync_every": "epochs"}, "sync_every='epochs' is neither"),
+        ({"sync_every": float("nan")}, "sync_every=nan is neither"),
+        ({"outer": "dilco"}, "Did you mean 'diloco'"),
+        ({"outer": True}, "there is no outer=True"),
+        ({"every": 3}, "has no setting 'every'"),
+        ({"sync_evry": 3}, "Did you mean 'sync_every'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        LocalSGD(**settings)

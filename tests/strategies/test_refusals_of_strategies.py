@@ -1,0 +1,53 @@
+"""What a call refuses before anything starts, because of its strategy."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.errors import ConfigError
+from kale_dist.strategies import Gossip, LocalSGD, ParameterServer
+
+
+def call(strategy, number_of_processes, *, make=lambda p: torch.optim.SGD(p, lr=0.1), **options):
+    model = nn.Linear(3, 2)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 3), torch.zeros(8).long()), 4)
+    return kd.render(
+        model,
+        loader,
+        nn.CrossEntropyLoss(),
+        make(model.parameters()),
+        strategy=strategy,
+        number_of_processes=number_of_processes,
+        on="local",
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "words"),
+    [
+        ("parameter-server", 1, "the only process is a server.*Use at least 2 processes"),
+        (ParameterServer(servers=3), 3, "all 3 would be servers.*Use at least 4 processes"),
+        ("gossip", 1, "averages weights with neighbours.*Use at least 2 processes"),
+        (Gossip(mode="async"), 3, "Use 2 or 4 processes, or mode='sync'"),
+        ("gosip", 2, "Did you mean 'gossip'"),
+        ("local_sgd", 2, "Did you mean 'local-sgd'"),
+        ("parameter_server", 2, "Did you mean 'parameter-server'"),
+    ],
+)
+def test_worlds_that_cannot_be_are_refused_with_a_remedy(strategy, processes, words):
+    with pytest.raises(ConfigError, match=words):
+        call(strategy, processes)
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(), Gossip(), ParameterServer()], ids=repr)
+def test_a_line_search_needs_all_ranks(strategy):
+    with pytest.raises(ConfigError, match="cannot be combined with LBFGS"):
+        call(strategy, 2, make=torch.optim.LBFGS)
+
+
+def test_servers_do_not_leave_out_steps():
+    with pytest.raises(ConfigError, match="Use precision='bf16'"):
+        call("parameter-server", 2, precision="fp16")

@@ -1,0 +1,109 @@
+"""Parameter servers: equal to one process, or asynchronous within a bound."""
+
+import pytest
+import torch
+from one_process import compare, compare_in_notebook
+from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, digits, leave_early
+from torch import nn
+
+from kale_dist.errors import ConfigError
+from kale_dist.strategies import ParameterServer
+from kale_dist.training.strategies.server import divide
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
+MODEL_BYTES = 8 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4)
+
+
+def test_two_workers_with_a_server_equal_one_process():
+    numbers = compare(ParameterServer(), 3)
+    # 2 workers send the model's gradients and receive its weights.
+    assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 2 * MODEL_BYTES
+
+
+@pytest.mark.nightly
+def test_the_notebooks_own_objects_come_back_equal():
+    compare_in_notebook(ParameterServer(), 3)
+
+
+@pytest.mark.nightly
+def test_three_workers_with_two_servers_equal_one_process():
+    numbers = compare(ParameterServer(servers=2), 5)
+    assert numbers["PlainSgd"]["bytes_sent"] == 50 * 3 * 2 * MODEL_BYTES
+
+
+def test_a_lost_worker_resumes_from_the_servers_state():
+    assert_resumes(ParameterServer(), 3, lost=1)
+
+
+def slow_rank(model, loader, criterion, optimizer, device, args):
+    """Rank 0 is slow, so that others run ahead as far as they may."""
+    import time
+
+    import torch.distributed as dist
+
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        if not dist.get_rank():
+            time.sleep(0.02)
+        optimizer.step()
+
+
+def test_no_worker_is_further_ahead_than_the_bound():
+    settings = {bound: ParameterServer(mode="async", staleness=bound) for bound in (0, 2)}
+    for bound, (_, numbers) in digits(settings, 3, epochs=1, step=slow_rank).items():
+        assert numbers["steps_ahead"] == bound
+        assert sum(count for name, count in numbers.items() if name.startswith("staleness_")) == 2 * 44
+
+
+@pytest.mark.nightly
+def test_digits_reach_the_accuracy_of_ddp():
+    strategies = {"sync": ParameterServer(), "async": ParameterServer(mode="async")}
+    assert_close_to_ddp(strategies, 3, ddp_processes=2)
+
+
+def clamp(model, loader, criterion, optimizer, device, args):
+    """A step that changes weights by itself."""
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.clamp_(-1, 1)
+
+
+def test_a_worker_that_leaves_early_is_told():
+    assert_fails(ParameterServer(), 3, leave_early, "The workers do not take the same steps")
+
+
+@pytest.mark.nightly
+def test_weights_that_the_step_changes_are_not_lost_in_silence():
+    assert_fails(ParameterServer(), 3, clamp, "train_step changed weights by itself")
+
+
+def test_parameters_are_divided_evenly_and_each_once():
+    model = nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 100), nn.Linear(100, 10))
+    parameters = list(model.parameters())
+    shards = divide(parameters, 2)
+    assert sorted(index for shard in shards for index in shard.indices) == list(range(6))
+    sizes = [sum(parameter.numel() for parameter in shard.parameters) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1100
+    assert [shard.indices for shard in divide(parameters[:1], 3)] == [[0], [], []]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"servers": 0}, "servers=0"),
+        ({"servers": 1.5}, "servers=1.5"),
+        ({"mode": "asynch"}, "Did you mean 'async'"),
+        ({"staleness": 4}, "staleness=4 is given, and with mode='sync'"),
+        ({"staleness": 0, "mode": "sync"}, "staleness=0 is given"),
+        ({"staleness": -1, "mode": "async"}, "staleness=-1"),
+        ({"staleness": True, "mode": "async"}, "staleness=True"),
+        ({"backup": True}, "has no setting 'backup'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        ParameterServer(**settings)
