@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import __version__, backends, checks, doctor, image_cli, launch_cli, records, view, wording
+from kale_dist import __version__, backends, doctor, image_cli, job_cli, launch_cli, records, wording
 from kale_dist.backends.base import Adopts, Backend, JobRef, Selects, Surveys
-from kale_dist.contract import LogLine
-from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, KaleDistError
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.following.reader import JobReader
 from kale_dist.records import Record
 from kale_dist.status import JobStatus
@@ -83,11 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(name: str, what: str, *, ref: bool = False) -> argparse.ArgumentParser:
+    def command(name: str, what: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
         made.set_defaults(command=globals()[f"_{name}"])
-        if ref:
-            made.add_argument("ref", metavar="REF", help="a job's name or reference")
         return made
 
     def place(made: argparse.ArgumentParser, on: str, namespace: str, default: str | None = None) -> None:
@@ -102,18 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         "--labels", type=_pairs, metavar="NAME=VALUE,...", help="only jobs of a cluster with these labels"
     )
     listed.add_argument("--all", action="store_true", help="list all jobs")
-    command("status", "show how a job is", ref=True)
-    logs = command("logs", "print a job's log, each line behind its rank", ref=True)
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    logs.add_argument("--ranks", type=_counts, metavar="N,...", help="only the lines of these ranks")
-    logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
-    command("cancel", "end a job", ref=True)
-    command("render", "show what was submitted", ref=True)
+    listed.add_argument("--json", action="store_true", help="as JSON")
+    job_cli.add_commands(commands)
     delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs")
     delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
     delete.add_argument("--finished", action="store_true", help="all of your jobs that have ended")
     place(delete, "with --finished: where they ran (local)", "with --finished: only those of this namespace", "local")
     delete.add_argument("--yes", action="store_true", help="do not ask")
+    delete.add_argument("--json", action="store_true", help="print what was deleted as JSON; needs --yes")
     searched = command("sweeps", "list the sweeps of this machine, or show one")
     searched.add_argument("name", nargs="?", metavar="NAME", help="a sweep's name")
     examine = command("doctor", "check what jobs need")
@@ -160,34 +153,11 @@ def _sweeps(options: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part.strip()) for part in text.split(",")]
-
-
 def _pairs(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(separator for _, separator, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,NAME=VALUE")
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _find(text: str) -> tuple[Backend, JobRef]:
-    """The job of a reference, known to exist."""
-    ref = JobRef.parse(text)
-    if ref.backend not in backends.NAMES:
-        near = wording.closest(ref.backend, backends.NAMES)
-        raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
-    backend = backends.get(ref.backend)
-    if isinstance(backend, Adopts):
-        ref = backend.adopt(ref, trust=None)
-    backend.status(ref)
-    return backend, ref
 
 
 # -- the list of jobs ------------------------------------------------------------------------------------------------
@@ -256,6 +226,9 @@ def _jobs(options: argparse.Namespace) -> int:
     left_out += max(0, len(elsewhere) - _NEWEST) if limit else 0
     jobs = [_listed(status, is_now=True) for status in found]
     jobs += [_listed(status, is_now=False) for status in (elsewhere[-_NEWEST:] if limit else elsewhere)]
+    if options.json:
+        print(job_cli.to_json([_facts(job) for job in jobs]))
+        return 0
     rows = [tuple(text(job) for _, text, _ in _COLUMNS) for job in jobs]
     right = frozenset(index for index, (_, _, is_right) in enumerate(_COLUMNS) if is_right)
     table = plain.table([title for title, _, _ in _COLUMNS], rows, right=right)
@@ -275,6 +248,15 @@ def _jobs(options: argparse.Namespace) -> int:
         parts.append(f"Snapshots, shared by jobs: {records.blobs_size() / _MIB:,.1f} MiB in {folder}")
     print("\n\n".join(parts))
     return 0
+
+
+def _facts(job: _Listed) -> dict[str, Any]:
+    """A job of the list for JSON."""
+    status = job.status
+    times = {name: getattr(status, name) for name in ("created", "started", "ended")}
+    if job.record is not None:
+        times["created"] = job.record.created
+    return {**job_cli.ended(status), **times, "number_of_processes": len(status.replicas), "is_now": job.is_now}
 
 
 def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
@@ -335,53 +317,13 @@ def _last_seen() -> Iterator[JobStatus]:
 # -- the other commands ----------------------------------------------------------------------------------------------
 
 
-def _status(options: argparse.Namespace) -> int:
-    backend, ref = _find(options.ref)
-    status = backend.status(ref)
-    print(view.text(status, list(backend.logs(ref, tail=view.LOG_LINES)), time.time()))
-    return 0
-
-
-def _logs(options: argparse.Namespace) -> int:
-    backend, ref = _find(options.ref)
-    ranks = checks.check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
-    _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail))
-    return 0
-
-
-def _print_lines(lines: Iterator[LogLine]) -> None:
-    clean = sys.stdout.isatty()
-    for line in lines:
-        # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
-        text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
-        print(text, flush=True)
-
-
-def _cancel(options: argparse.Namespace) -> int:
-    backend, ref = _find(options.ref)
-    backend.cancel(ref)
-    deadline = time.monotonic() + _CANCEL_WAIT_S
-    while not (status := backend.status(ref)).is_final:
-        if time.monotonic() > deadline:
-            raise BackendError(f"{ref} has not ended within {_CANCEL_WAIT_S:.0f} s of its cancellation", retryable=True)
-        time.sleep(0.05)
-    print(f"{ref}: {facts.sentence(status, None)}")
-    return 0
-
-
-def _render(options: argparse.Namespace) -> int:
-    backend, ref = _find(options.ref)
-    print(backend.plan(records.read(ref.record_name).spec).text, end="")
-    return 0
-
-
 def _delete(options: argparse.Namespace) -> int:
     if not options.refs and not options.finished:
         raise ConfigError("REF", "no job is named", "Name one or more, or pass --finished")
     if options.namespace and not (options.finished and options.on == "kubernetes"):
         raise ConfigError("--namespace", "it selects finished jobs of a cluster", "Add --finished --on kubernetes")
     # All are looked up first: a mistyped name deletes nothing.
-    found = [(text, *_find(text)) for text in options.refs]
+    found = [(text, *job_cli.find(text)) for text in options.refs]
     for text, _, ref in found:
         if not _is_mine(ref) and text != str(ref):
             remedy = f"To delete it all the same, write its full reference: kale-dist delete {ref}"
@@ -389,16 +331,23 @@ def _delete(options: argparse.Namespace) -> int:
     chosen = {ref: backend for _, backend, ref in found}
     if options.finished:
         chosen |= dict.fromkeys(_finished(options.on, options.namespace), backends.get(options.on))
+    if options.json and not options.yes:
+        raise ConfigError("--json", "nothing can be asked then", "Add --yes")
     if not chosen:
-        print("None of your jobs has ended.")
+        print("[]" if options.json else "None of your jobs has ended.")
         return 0
-    if not _agreed(chosen, yes=options.yes):
+    if not options.json and not _agreed(chosen, yes=options.yes):
         print("Nothing was deleted.")
         return _FAILURE
+    deleted = []
     for ref, backend in chosen.items():
         with contextlib.suppress(JobNotFoundError):
             backend.delete(ref)
-            print(f"{ref} deleted")
+            deleted.append(str(ref))
+            if not options.json:
+                print(f"{ref} deleted")
+    if options.json:
+        print(json.dumps(deleted))
     return 0
 
 

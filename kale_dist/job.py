@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import os
+import pathlib
+import secrets
 import threading
 import time
 from collections import Counter
@@ -12,9 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kale_dist import checks, interrupts, watch, weights
-from kale_dist.backends.base import Backend, Describes, JobRef
+from kale_dist.backends.base import Backend, Describes, JobRef, PlaceEvent, TellsEvents
 from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
-from kale_dist.errors import BackendError, JobError, JobNotFoundError, ResultUnavailableError, warn
+from kale_dist.errors import (
+    BackendError,
+    ConfigError,
+    JobError,
+    JobNotFoundError,
+    ResultUnavailableError,
+    StoreError,
+    warn,
+)
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.runtime.given_models import Returned
 from kale_dist.spec import JobSpec
@@ -244,6 +255,39 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
 
+    def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
+        """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`; of `launch`, rank 0's value.
+
+        Args:
+            path: The file. It is replaced at once, or left as it is.
+            partial: Do not wait: the last checkpoint of a job that runs or has failed.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            ConfigError: There is no such folder.
+            JobError: As `result` and `state_dict`.
+        """
+        import torch
+
+        target = pathlib.Path(path).expanduser().absolute()
+        if target.is_dir() or not target.parent.is_dir():
+            problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+            raise ConfigError("path", problem, "Name a file in a folder that exists, such as model.pt")
+        value = self.state_dict(partial=partial) if self._spec.kind == "training" else self.result()
+        if value is None:
+            raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            torch.save(value, temporary)
+            temporary.replace(target)
+        except OSError as error:
+            raise StoreError(f"{target} cannot be written: {error.strerror}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return target
+
     # -- the log ------------------------------------------------------------------------------------------------------
 
     def logs(
@@ -271,6 +315,15 @@ class Job(Generic[R]):
         with self._interruptible():
             for line in self._backend.logs(self._ref, follow=True):
                 print(line, flush=True)  # noqa: T201 - this is what it is for
+
+    def events(self) -> list[PlaceEvent]:
+        """What the cluster has said of the job and its pods, oldest first: why they wait, where they run. Elsewhere nothing.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+            BackendError: You may not read events.
+        """
+        return list(self._backend.events(self._ref)) if isinstance(self._backend, TellsEvents) else []
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

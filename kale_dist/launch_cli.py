@@ -153,21 +153,33 @@ def _launch(options: argparse.Namespace) -> int:
         if options.detach:
             print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
             return 0
-        shown = _Output(sys.stderr if options.json else sys.stdout)
-        try:
-            print(f"[kale-dist] {job.ref}", file=sys.stderr, flush=True)
-            shown.show(job.logs(follow=True))
-            job.exception()
-        except KeyboardInterrupt:
-            job.cancel()
-            _await_end(job)
-            shown.show(job.logs())
+        return follow(job, caught, as_json=options.json, has_value=is_function)
+
+
+def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) -> int:
+    """Show a job's output until it has ended, and give its exit code.
+
+    Args:
+        job: The job.
+        caught: Gets the signals that came, see `interrupted_by_sigterm`.
+        as_json: Whether stdout gets nothing but an object that says how the job ended.
+        has_value: Whether what rank 0 returned is shown.
+    """
+    shown = _Output(sys.stderr if as_json else sys.stdout)
+    try:
+        print(f"[kale-dist] {job.ref}", file=sys.stderr, flush=True)
+        shown.show(job.logs(follow=True))
+        job.exception()
+    except KeyboardInterrupt:
+        job.cancel()
+        _await_end(job)
+        shown.show(job.logs())
     code = _BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
     status = job.status
-    value = job.result() if is_function and status.state is StateName.SUCCEEDED else None
-    if options.json:
+    value = job.result() if has_value and status.state is StateName.SUCCEEDED else None
+    if as_json:
         ended = {"ref": job.ref, "name": job.name, "state": status.state, "reason": status.reason, "exit_code": code}
-        print(json.dumps(ended | ({"value": value} if is_function else {}), default=repr))
+        print(json.dumps(ended | ({"value": value} if has_value else {}), default=repr))
     elif value is not None:
         print(value)
     if code and not (status.reason and status.reason in shown.last_of_agent):

@@ -249,6 +249,35 @@ class Describes(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceEvent:
+    """What a part of a cluster has said about a job."""
+
+    time: float
+    """When it was said last, in seconds since 1970."""
+    about: str
+    """The object: `pod/train-x3k9f-worker-0`."""
+    is_warning: bool
+    reason: str
+    """One word, such as `FailedScheduling`."""
+    message: str
+    count: int
+    """How often it was said."""
+
+
+@runtime_checkable
+class TellsEvents(Protocol):
+    """A backend whose place says what happens to a job's parts."""
+
+    def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
+        """What it has said of the newest run, oldest first; empty where it says nothing.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: It cannot be asked.
+        """
+
+
 # -- places: where a job's containers run ---------------------------------------------------------------------------------
 
 
@@ -479,6 +508,9 @@ class Place(Protocol):
 
     def describe(self, handle: RunHandle) -> dict[str, Any]:
         """The object itself, as its API shows it; empty where a run is no single object."""
+
+    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
+        """What the place has said of a run's parts, oldest first; empty where it says nothing."""
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have, as the values of `volumes=` take them."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kale_dist import records
-from kale_dist.backends.base import JobRef, Place, Plan, RunHandle
+from kale_dist.backends.base import JobRef, Place, PlaceEvent, Plan, RunHandle
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.following import reader, verdict
@@ -215,6 +215,11 @@ class FollowedBackend:
         """The object of the newest run, as it is now; empty where it is no single object."""
         record = self._reader(ref).record()
         return self.place.describe(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+
+    def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
+        """What the place has said of the newest run's parts, oldest first."""
+        record = self._reader(ref).record()
+        return self.place.events(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have."""

@@ -1,11 +1,12 @@
-"""`kale-dist launch` on a cluster: a script written for torchrun, with its own module, in two pods."""
+"""Commands on a cluster: a script written for torchrun, with its own module, in two pods; events of a job."""
 
 import json
 import sys
 
 import pytest
-from on_cluster import IMAGE
+from on_cluster import IMAGE, pods_in
 
+import kale_dist as kd
 from kale_dist.cli import main
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
@@ -38,3 +39,13 @@ def test_a_script_runs_in_pods_and_its_exit_code_is_that_of_the_command(namespac
     out = capsys.readouterr()
     assert out.out.splitlines() == ["beside lr: 0.5 2"] * 2
     assert "Rank 1 failed: SystemExit: 3" in out.err
+
+
+def test_events_of_a_job_are_what_the_cluster_says_of_its_pods(namespace, capsys):
+    job = kd.launch(len, [1], number_of_processes=1, on=pods_in(namespace))
+    assert job.result(180) == 1
+    about = {(event.about.partition("/")[0], event.reason) for event in job.events()}
+    assert {("pod", "Scheduled"), ("pod", "Started")} <= about
+    assert main(["events", job.ref]) == 0
+    assert "Scheduled" in capsys.readouterr().out
+    job.delete()

@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records
-from kale_dist.backends.base import BRIDGE, Connection, JobRef, Look, Part, Plan, RunHandle
+from kale_dist.backends.base import BRIDGE, Connection, JobRef, Look, Part, PlaceEvent, Plan, RunHandle
 from kale_dist.backends.docker import archive, containers, engines, preparation
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
@@ -157,6 +157,10 @@ class DockerPlace:
     def describe(self, handle: RunHandle) -> dict[str, Any]:  # noqa: ARG002 - as Place has it
         """Nothing: a run is some containers, and no object of its own."""
         return {}
+
+    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:  # noqa: ARG002 - as Place has it
+        """Nothing: what the engine says of a container is in the job's status."""
+        return ()
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
         """How the jobs on the engine are, oldest first: the first container of a job's newest run decides."""

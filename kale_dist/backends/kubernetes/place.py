@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import blobs, manifests, names, records
-from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
-from kale_dist.backends.kubernetes import client, errand, port_forward, prepare, self_pod, submit, survey, watch
+from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, PlaceEvent, Plan, RunHandle
+from kale_dist.backends.kubernetes import client, errand, events, port_forward, prepare, self_pod, submit, survey, watch
 from kale_dist.backends.kubernetes import look as looks
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
@@ -275,6 +275,10 @@ class KubernetesPlace:
         if found is None:
             raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} does not exist any more")
         return dict(found)
+
+    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
+        """What the cluster has said of the object and its pods."""
+        return events.of_job(self._cluster(handle), handle.spec.cluster.namespace, handle.object)
 
     def volumes(self) -> Sequence[str]:
         """Names of the claims in the configured namespace."""

@@ -320,6 +320,9 @@ class ScriptedPlace:
     def describe(self, handle):
         return {}
 
+    def events(self, handle):
+        return []
+
     def volumes(self):
         return []
 

@@ -1,0 +1,193 @@
+"""Commands for one job: `kale-dist status`, `logs`, `events`, `fetch`, `cancel`, `retry`, `render`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kale_dist import backends, calls, checks, launch_cli, records, view, wording
+from kale_dist.backends.base import Adopts, Backend, JobRef
+from kale_dist.contract import LogLine
+from kale_dist.errors import BackendError, ConfigError
+from kale_dist.job import Job
+from kale_dist.status import JobStatus
+from kale_dist.view import facts, plain
+
+_CANCEL_WAIT_S = 10.0
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands.
+
+    Args:
+        commands: Of the parser that they become part of.
+    """
+
+    def command(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
+        made.set_defaults(command=run)
+        made.add_argument("ref", metavar="REF", help="a job's name or reference")
+        made.add_argument("--json", action="store_true", help="as JSON")
+        return made
+
+    command("status", "show how a job is", _status)
+    logs = command("logs", "print a job's log, each line behind its rank", _logs)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    logs.add_argument("--ranks", type=_counts, metavar="N,...", help="only the lines of these ranks")
+    logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
+    command("events", "print what the cluster has said of a job and its pods", _events)
+    fetch = command("fetch", "write the trained weights to a file, or what a function returned", _fetch)
+    fetch.add_argument("-o", "--output", default="model.pt", metavar="FILE", help="where to (%(default)s)")
+    fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
+    command("cancel", "end a job", _cancel)
+    retry = command("retry", "submit the same call again, as a new job, and show its output", _retry)
+    retry.add_argument("--detach", action="store_true", help="print the new job's reference and return")
+    command("render", "show what was submitted", _render)
+
+
+def find(text: str) -> tuple[Backend, JobRef]:
+    """The job of a reference, known to exist.
+
+    Raises:
+        ConfigError: This is no reference.
+        JobNotFoundError: There is no such job.
+    """
+    ref = JobRef.parse(text)
+    if ref.backend not in backends.NAMES:
+        near = wording.closest(ref.backend, backends.NAMES)
+        raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
+    backend = backends.get(ref.backend)
+    if isinstance(backend, Adopts):
+        ref = backend.adopt(ref, trust=None)
+    backend.status(ref)
+    return backend, ref
+
+
+def to_json(value: Any) -> str:
+    """A value as JSON: a status, or parts of one."""
+    plain_value = (
+        dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    )
+    return json.dumps(plain_value, indent=2, default=str)
+
+
+def ended(status: JobStatus) -> dict[str, Any]:
+    """How a job is, in few words, for JSON."""
+    return {"ref": status.ref, "state": status.state, "reason": status.reason}
+
+
+def _status(options: argparse.Namespace) -> int:
+    backend, ref = find(options.ref)
+    status = backend.status(ref)
+    if options.json:
+        print(to_json(status))
+    else:
+        print(view.text(status, list(backend.logs(ref, tail=view.LOG_LINES)), time.time()))
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    backend, ref = find(options.ref)
+    ranks = checks.check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
+    _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
+    return 0
+
+
+def _print_lines(lines: Iterator[LogLine], *, as_json: bool) -> None:
+    clean = sys.stdout.isatty()
+    for line in lines:
+        if as_json:
+            # One object a line, so that a program can read while the job runs.
+            text = json.dumps(
+                {"rank": line.rank, "stream": line.stream.name.lower(), "time": line.time, "text": line.text}
+            )
+        else:
+            # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
+            text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
+        print(text, flush=True)
+
+
+def _events(options: argparse.Namespace) -> int:
+    found = _job(options.ref).events()
+    if options.json:
+        print(to_json([dataclasses.asdict(event) for event in found]))
+        return 0
+    rows = [
+        (
+            time.strftime("%H:%M:%S", time.localtime(event.time)),
+            "warning" if event.is_warning else "",
+            event.about,
+            event.reason,
+            facts.clean(event.message),
+        )
+        for event in found
+    ]
+    table = plain.table(["time", "", "object", "reason", "message"], rows)
+    print(
+        "\n".join(table)
+        if rows
+        else "There are no events: a cluster keeps them for an hour, and no other place has any."
+    )
+    return 0
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    job = _job(options.ref)
+    if not options.partial and not job.done():
+        remedy = "Wait for its end, or take its last checkpoint with --partial"
+        raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
+    path = job.save(options.output, partial=options.partial)
+    print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
+    return 0
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    backend, ref = find(options.ref)
+    backend.cancel(ref)
+    deadline = time.monotonic() + _CANCEL_WAIT_S
+    while not (status := backend.status(ref)).is_final:
+        if time.monotonic() > deadline:
+            raise BackendError(f"{ref} has not ended within {_CANCEL_WAIT_S:.0f} s of its cancellation", retryable=True)
+        time.sleep(0.05)
+    print(json.dumps(ended(status)) if options.json else f"{ref}: {facts.sentence(status, None)}")
+    return 0
+
+
+def _retry(options: argparse.Namespace) -> int:
+    first = _job(options.ref)
+    if options.detach and first.ref.startswith("local://") and not first.spec.policy.detach:
+        problem = "a job on this machine ends with this command"
+        raise ConfigError("--detach", problem, "Leave it out, or make the call again with detach=True")
+    with launch_cli.interrupted_by_sigterm() as caught:
+        job = first.retry()
+        if options.detach:
+            print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
+            return 0
+        return launch_cli.follow(job, caught, as_json=options.json, has_value=False)
+
+
+def _render(options: argparse.Namespace) -> int:
+    backend, ref = find(options.ref)
+    plan = backend.plan(records.read(ref.record_name).spec)
+    print(to_json(plan.spec.to_json()) if options.json else plan.text, end="\n" if options.json else "")
+    return 0
+
+
+def _job(text: str) -> Job[Any]:
+    _, ref = find(text)
+    return calls.attach(str(ref))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]

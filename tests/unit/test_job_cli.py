@@ -1,0 +1,119 @@
+"""Commands for one job, and `job.save`: what they print, write and refuse."""
+
+import json
+
+import pytest
+import torch
+
+import kale_dist as kd
+from kale_dist.backends import base
+from kale_dist.cli import main
+from kale_dist.errors import BackendError, ConfigError, ResultUnavailableError
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(0)
+    x = torch.randn(32, 4)
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=2, number_of_processes=2, name="to-fetch")
+    job.wait()
+    yield job
+    job.delete()
+
+
+def say(words):
+    for word in words:
+        print(word)
+    return words
+
+
+@pytest.fixture
+def spoken():
+    job = kd.launch(say, ["one", "two"], number_of_processes=1)
+    job.result()
+    yield job
+    job.delete()
+
+
+def output(capsys, *words, code=0):
+    assert main(list(words)) == code
+    return capsys.readouterr().out
+
+
+def test_the_model_is_fetched_from_any_process(trained, tmp_path, capsys):
+    file = tmp_path / "model.pt"
+    assert output(capsys, "fetch", "to-fetch", "-o", str(file)) == f"{file}\n"
+    loaded = torch.load(file, weights_only=True)
+    assert {name: value.tolist() for name, value in loaded.items()} == {
+        name: value.tolist() for name, value in trained.model.state_dict().items()
+    }
+    told = json.loads(output(capsys, "fetch", "to-fetch", "-o", str(file), "--partial", "--json"))
+    assert told == {"ref": "local://to-fetch", "file": str(file), "bytes": file.stat().st_size}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_function_returned_is_saved(spoken, tmp_path):
+    assert torch.load(spoken.save(tmp_path / "words.pt"), weights_only=True) == ["one", "two"]
+    nothing = kd.launch(print, number_of_processes=1)
+    with pytest.raises(ResultUnavailableError, match="returned nothing that could be saved"):
+        nothing.save(tmp_path / "nothing.pt")
+    nothing.delete()
+
+
+def test_files_that_cannot_be_written_are_refused(trained, tmp_path):
+    with pytest.raises(ConfigError, match="there is no folder"):
+        trained.save(tmp_path / "missing" / "model.pt")
+    with pytest.raises(ConfigError, match="is a folder"):
+        trained.save(tmp_path)
+    assert main(["fetch", "to-fetch", "-o", str(tmp_path)]) == 2
+
+
+def test_a_running_job_has_nothing_to_fetch(capsys):
+    import time
+
+    job = kd.launch(time.sleep, 60, number_of_processes=1)
+    assert main(["fetch", job.name]) == 1
+    assert "has not ended yet" in capsys.readouterr().err
+    told = json.loads(output(capsys, "cancel", job.name, "--json"))
+    assert (told["ref"], told["state"]) == (job.ref, "cancelled")
+    assert json.loads(output(capsys, "delete", job.name, "--json", "--yes")) == [job.ref]
+
+
+def test_every_command_speaks_json(spoken, capsys):
+    assert [item["state"] for item in json.loads(output(capsys, "jobs", "--json")) if item["ref"] == spoken.ref] == [
+        "succeeded"
+    ]
+    status = json.loads(output(capsys, "status", spoken.name, "--json"))
+    assert (status["state"], [replica["rank"] for replica in status["replicas"]]) == ("succeeded", [0])
+    lines = [json.loads(line) for line in output(capsys, "logs", spoken.name, "--json").splitlines()]
+    assert [(line["rank"], line["stream"], line["text"]) for line in lines] == [
+        (0, "stdout", "one"),
+        (0, "stdout", "two"),
+    ]
+    assert json.loads(output(capsys, "render", spoken.name, "--json"))["name"] == spoken.name
+    assert json.loads(output(capsys, "events", spoken.name, "--json")) == []
+    assert main(["delete", spoken.name, "--json"]) == 2
+
+
+def test_a_job_is_submitted_again_from_the_command_line(spoken, capsys):
+    assert main(["retry", spoken.name]) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert main(["retry", spoken.name, "--detach"]) == 2
+    assert "ends with this command" in capsys.readouterr().err
+
+
+def test_events_of_a_cluster_are_shown(spoken, capsys, monkeypatch):
+    told = base.PlaceEvent(
+        time=0.0, about="pod/x-worker-0", is_warning=True, reason="FailedScheduling", message="0/1 nodes", count=2
+    )
+    monkeypatch.setattr(type(spoken._backend), "events", lambda self, ref: [told], raising=False)
+    assert "warning  pod/x-worker-0  FailedScheduling  0/1 nodes" in output(capsys, "events", spoken.name)
+
+    def refuse(self, ref):
+        raise BackendError("You may not list events")
+
+    monkeypatch.setattr(type(spoken._backend), "events", refuse, raising=False)
+    assert main(["events", spoken.name]) == 1
