@@ -23,9 +23,10 @@ from kale_dist.wording import closest, show
 T = TypeVar("T")
 _Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
 
-OBJECT_KINDS = ("pytorch", "job")
+OBJECT_KINDS = ("pytorch", "train", "job")
 """What a job on a cluster can be; `manifests.KINDS` has each of them."""
 
+_RUNTIME_FIELDS = ("runtimePatches", "podTemplateOverrides")
 _PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 _LARGEST_ID = 2**31 - 1
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
@@ -118,8 +119,13 @@ class ClusterOptions:
     """Where and how pods run."""
 
     kind: str = ""
-    """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator) or `"job"` (a batch Job,
-    which needs no operator). Empty: the first of these that the cluster serves."""
+    """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator), `"train"` (TrainJob of
+    Kubeflow Trainer v2) or `"job"` (a batch Job, which needs no operator). Empty: the first of these that the cluster serves."""
+    runtime: str = ""
+    """Of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
+    `torch-distributed`."""
+    runtime_field: str = ""
+    """Of a TrainJob: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
     namespace: str = ""
     """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
     context: str = ""
@@ -176,7 +182,7 @@ class ClusterOptions:
             secret_environment=_secret_environment(self.secret_environment),
         )
         for field in (
-            "kind", "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
+            "kind", "runtime", "runtime_field", "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
         ):  # fmt: skip
             value = getattr(self, field)
             if not isinstance(value, str):
@@ -189,6 +195,14 @@ class ClusterOptions:
             near = closest(self.kind.lower().removesuffix("job"), OBJECT_KINDS)
             remedy = f"{near}Use one of: {', '.join(map(repr, OBJECT_KINDS))}; or leave it out"
             raise ConfigError("kind", f"there is no kind {show(self.kind)}", remedy)
+        if self.runtime and not names.is_object_name(self.runtime.removeprefix("TrainingRuntime/")):
+            remedy = "Write it as 'torch-distributed' or 'TrainingRuntime/mine'"
+            raise ConfigError("runtime", f"{show(self.runtime)} cannot be a runtime", remedy)
+        if self.runtime and self.kind not in ("", "train"):
+            raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
+        if self.runtime_field not in ("", *_RUNTIME_FIELDS):
+            remedy = f"Use one of: {', '.join(map(repr, _RUNTIME_FIELDS))}; or leave it out"
+            raise ConfigError("runtime_field", f"TrainJobs have no {show(self.runtime_field)}", remedy)
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
             raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
@@ -249,6 +263,8 @@ class Kubernetes(ClusterOptions):
             volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
             store: str | None = None,
             kind: str | None = None,
+            runtime: str | None = None,
+            runtime_field: str | None = None,
             namespace: str | None = None,
             context: str | None = None,
             master: bool | None = None,

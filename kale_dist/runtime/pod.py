@@ -215,9 +215,23 @@ def main() -> int:
     except (KeyError, ValueError, OSError) as error:
         sys.stderr.write(f"kale_dist: this pod's environment is incomplete: {type(error).__name__}: {error}\n")
         return ending.EXIT_OURS
+    ended = place.work / "ended"
+    with contextlib.suppress(OSError, ValueError):
+        # The kubelet has started the container again, as a runtime of Kubeflow Trainer has it do: its end stays what it was.
+        number, _, words = ended.read_bytes().partition(b"\n")
+        ending.write_termination(place.termination_log, words)
+        return int(number)
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    code = _run(place, launched)
+    with contextlib.suppress(OSError):
+        said = place.termination_log.read_bytes() if place.termination_log is not None else b""
+        ended.write_bytes(b"%d\n%s" % (code, said))
+    return code
+
+
+def _run(place: Place, launched: tuple[socket.socket, int]) -> int:
     try:
         return asyncio.run(_main(place, launched))
     except Exception as error:  # noqa: BLE001 - any error here is our own fault and has to be reported as such

@@ -88,6 +88,19 @@ JOBS = {
     ),
     "patched": (a_spec(cluster=ClusterOptions(patch=json.dumps(_PATCH))), SETTINGS),
     "patched_by_operations": (a_spec(cluster=ClusterOptions(patch=json.dumps(_OPERATIONS))), SETTINGS),
+    "train": (a_spec(volumes=VOLUMES[:2], cluster=ClusterOptions(kind="train")), SETTINGS),
+    "train_before_2.2": (
+        a_spec(
+            cluster=ClusterOptions(
+                kind="train",
+                runtime="TrainingRuntime/mine",
+                runtime_field="podTemplateOverrides",
+                node_selector=(("pool", "gpu"),),
+                queue="team-queue",
+            )
+        ),
+        SETTINGS,
+    ),
     "job": (a_spec(cluster=ClusterOptions(kind="job", ttl_s=3600)), SETTINGS),
     "job_one_pod": (
         a_spec(topology=Topology(number_of_processes=2, processes_per_pod=2), cluster=ClusterOptions(kind="job")),

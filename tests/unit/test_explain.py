@@ -102,7 +102,7 @@ SAID = [
     ("webhook", WAITS, "the webhook policy.example.com, which the cluster has to ask first, does not answer"),
     ("sa-missing", WAITS, "there is no service account nope"),
     ("priority-missing", WAITS, "there is no priority class nope"),
-    ("crash-loop", WAITS, "is started again after a pause"),
+    ("crash-loop", FAILS, "ended with exit code 3"),
     ("operator-dead", WAITS, "left to kueue.x-k8s.io/multikueue"),
     ("suspended", WAITS, "The job is suspended"),
     ("oom", FAILS, "more memory than its limit of 60Mi"),

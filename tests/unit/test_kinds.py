@@ -28,6 +28,11 @@ STATES = [
     ("pytorch", conditions("Created", "Running"), "", True, True),
     ("pytorch", conditions("Created", "Succeeded"), "succeeded", False, True),
     ("pytorch", conditions("Created", "Failed"), "failed", False, True),
+    ("train", {}, "", False, False),
+    ("train", {"jobsStatus": [{"name": "node", "active": 1, "ready": 0}]}, "", True, True),
+    ("train", {**conditions("Complete"), "jobsStatus": [{"name": "node", "succeeded": 1}]}, "succeeded", False, True),
+    ("train", {**conditions("Failed"), "jobsStatus": [{"name": "node", "active": 1}]}, "failed", False, True),
+    ("train", conditions("Suspended"), "", False, True),
     ("job", {}, "", False, False),
     ("job", {"active": 2, "startTime": "2026-01-31T08:00:00Z"}, "", True, True),
     ("job", conditions("SuccessCriteriaMet", "Complete"), "succeeded", False, True),
@@ -64,6 +69,23 @@ def test_every_kind_makes_all_pods_and_can_be_suspended(word, processes, per_pod
     assert kind.is_suspended(made)
 
 
+def test_a_train_job_that_was_resumed_has_only_the_pods_since_then():
+    resumed = {
+        "type": "Suspended",
+        "status": "False",
+        "reason": "Resumed",
+        "lastTransitionTime": "2026-01-31T08:00:09Z",
+    }
+    assert KINDS["train"].state({"status": {"conditions": [resumed]}}).started == "2026-01-31T08:00:09Z"
+
+
+@pytest.mark.parametrize("changes", [{"priority_class": "high"}, {"gang": True}, {"ttl_s": 60}])
+def test_what_only_a_runtime_can_say_is_refused_for_a_train_job(changes):
+    with pytest.raises(ConfigError, match="takes this from its runtime") as caught:
+        KINDS["train"].make(a_spec(cluster=ClusterOptions(kind="train", **changes)), SETTINGS)
+    assert caught.value.argument == next(iter(changes))
+
+
 @pytest.mark.parametrize("given", ["PyTorchJob", "pytorchs", "Job", 3, ("job",)])
 def test_a_kind_that_there_is_not_is_refused_with_those_there_are(given):
     with pytest.raises(ConfigError) as caught:
@@ -90,7 +112,12 @@ class Cluster:
 
 @pytest.mark.parametrize(
     ("words", "asked", "expected"),
-    [(("pytorch", "job"), "", "pytorch"), (("job",), "", "job"), (("pytorch", "job"), "job", "job")],
+    [
+        (("pytorch", "train", "job"), "", "pytorch"),
+        (("train", "job"), "", "train"),
+        (("job",), "", "job"),
+        (("pytorch", "job"), "job", "job"),
+    ],
 )
 def test_the_first_kind_that_a_cluster_serves_is_chosen(words, asked, expected):
     pytest.importorskip("kubernetes")

@@ -19,7 +19,7 @@ from kubernetes import client
 
 from kale_dist import manifests, quantities
 from kale_dist.backends.base import Trouble
-from kale_dist.backends.kubernetes import roles, submit
+from kale_dist.backends.kubernetes import roles, served, submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api, sentences
 from kale_dist.backends.kubernetes.explain.api import Doing
@@ -137,6 +137,7 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
         functools.partial(_dry_pods, cluster, job, groups),
         functools.partial(_claims, cluster, groups),
         functools.partial(_named, cluster, job, groups),
+        functools.partial(_runtime, cluster, job),
         *(() if waits else (functools.partial(_nodes, cluster, groups),)),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
@@ -451,6 +452,20 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
         for name in dict.fromkeys(names)
         if _lookup(functools.partial(read, name)) is _MISSING
     ]
+
+
+def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+    """The runtime that a TrainJob names; only few users may read those of the whole cluster."""
+    wanted = job["spec"].get("runtimeRef")
+    there = served.runtimes(cluster) if wanted else ()
+    if not there or not wanted:
+        return []
+    prefix = "TrainingRuntime/" if wanted["kind"] == "TrainingRuntime" else ""
+    name = f"{prefix}{wanted['name']}"
+    if name in there:
+        return []
+    trouble = sentences.of("runtime-missing", object=name, there=", ".join(there))
+    return [Finding(name="runtime", trouble=trouble, is_fatal=True)]
 
 
 _MISSING: Any = object()

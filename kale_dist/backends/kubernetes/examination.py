@@ -42,6 +42,9 @@ def examine(namespace: str = "", context: str = "") -> tuple[Said, ...]:
         said.append(
             ("kind", OK, f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}", "")
         )
+        if KINDS["train"] in there:
+            names = ", ".join(served.runtimes(cluster)) or "none that you may list"
+            said.append(("runtimes", OK, f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}", ""))
         found = checks.look_at_namespace(cluster, kind)
         said += _findings(
             checks.check(cluster, _example(configured, cluster, found, kind), found), found, cluster, kind

@@ -66,6 +66,7 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     found = checks.look_at_namespace(cluster, kind)
     if settled.cluster.master is None and found.forbids_master:
         settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
+    settled = served.with_runtime_field(cluster, settled)
     if found.needs_cpu_limit and settled.resources.cpu_limit is None:
         limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
         settled = dataclasses.replace(settled, resources=limit)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+
+from kale_dist.backends.kubernetes import submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import KINDS, Kind
+from kale_dist.manifests import KINDS, Kind, kind_of
+from kale_dist.manifests.train_job import TrainJob
+from kale_dist.spec import JobSpec
 
 _TIMEOUT_S = 10.0
+_RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
 
 AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
 """Those that are chosen without a wish, the best first."""
@@ -53,3 +61,39 @@ def choose(cluster: Cluster, word: str) -> Kind:
     )
     remedy = f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator install it: {kind.install}"
     raise ConfigError("kind", problem, remedy)
+
+
+def with_runtime_field(cluster: Cluster, spec: JobSpec) -> JobSpec:
+    """A TrainJob's specification with the field by which this cluster's version of Trainer changes a runtime's pods.
+
+    A dry run tells: an API server drops fields that it does not know. Where even that is refused, nothing is settled, and
+    the checks that follow say why.
+    """
+    if not isinstance(kind_of(spec), TrainJob) or spec.cluster.runtime_field:
+        return spec
+    kind = kind_of(spec)
+    taken: Any = {}
+    with contextlib.suppress(Exception):
+        taken = cluster.custom.create_namespaced_custom_object(
+            *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec, submit.settings_of(spec)), dry_run="All",
+            _request_timeout=_TIMEOUT_S,
+        )  # fmt: skip
+    if not taken:
+        return spec
+    field = "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
+    return dataclasses.replace(spec, cluster=dataclasses.replace(spec.cluster, runtime_field=field))
+
+
+def runtimes(cluster: Cluster) -> tuple[str, ...]:
+    """Names of the runtimes that TrainJobs of the namespace can have, as far as this user may list them."""
+    found: list[str] = []
+    for plural, prefix in _RUNTIMES:
+        api_of = KINDS[TrainJob.word].api
+        with contextlib.suppress(Exception):
+            listed: Any = (
+                cluster.custom.list_namespaced_custom_object(*api_of, cluster.namespace, plural)
+                if prefix
+                else cluster.custom.list_cluster_custom_object(*api_of, plural)
+            )
+            found += [prefix + item["metadata"]["name"] for item in listed["items"]]
+    return tuple(found)

@@ -164,12 +164,14 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     # The one pod of a type may have no index. Before Kubernetes 1.28 that of a Job stands in the annotation alone.
     index = labels.get(REPLICA_INDEX_LABEL) or labels.get(COMPLETION_INDEX) or annotations.get(COMPLETION_INDEX)
+    main = annotations.get(CONTAINER_ANNOTATION, "pytorch")
+    statuses = [_ended_once(item) if item["name"] == main else item for item in status.get("containerStatuses") or ()]
     digits = (labels.get(FIRST_POD_LABEL, "0"), index or "0")
     return PodView(
         uid=meta.get("uid", ""),
         name=meta["name"],
         number=sum(int(text) for text in digits if text.isdigit()),
-        container=annotations.get(CONTAINER_ANNOTATION, "pytorch"),
+        container=main,
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
@@ -180,7 +182,7 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
         is_ending="deletionTimestamp" in meta,
         containers=(
             *_containers(spec.get("initContainers"), status.get("initContainerStatuses"), is_init=True),
-            *_containers(spec.get("containers"), status.get("containerStatuses"), is_init=False),
+            *_containers(spec.get("containers"), statuses, is_init=False),
         ),
         claims=tuple(
             volume["persistentVolumeClaim"]["claimName"]
@@ -225,6 +227,12 @@ def seconds(text: str | None) -> float | None:
 
 def _said(condition: Mapping[str, Any]) -> str:
     return f"{condition.get('reason') or ''}: {condition.get('message') or ''}"
+
+
+def _ended_once(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The status of the agent's container; where it was started again, that of its end, for an agent serves one job once."""
+    last = status.get("lastState") or {}
+    return {**status, "state": last} if status.get("restartCount") and "terminated" in last else status
 
 
 def _containers(specs: Any, statuses: Any, *, is_init: bool) -> tuple[ContainerView, ...]:

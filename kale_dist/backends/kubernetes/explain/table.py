@@ -278,6 +278,10 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Ask the administrator", heals=False,
         ),
         Entry(
+            "runtime-missing", "The runtime of a TrainJob does not exist", (Seen.STRUCTURE,), "",
+            "there is no runtime {object} for TrainJobs; there are: {there}", "Give one of them with runtime=", heals=False,
+        ),
+        Entry(
             "name-taken", "Pods of this name exist already", (Seen.JOB_EVENT,), r'"(?P<object>[^"]+)" already exists',
             "there is a {object} already, which does not belong to this job", "Delete it, or give this job another name",
         ),
