@@ -130,6 +130,11 @@ class ClusterOptions:
     """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
     context: str = ""
     """Of the kubeconfig; empty for its current one."""
+    cluster_secret: str = ""
+    """Name of a Secret in your own namespace that holds the kubeconfig of another cluster, where the job then runs."""
+    roles: str = ""
+    """Resources by role, over those of `resources`: `{"worker": {"gpus": 1}}`. A PyTorchJob has `master` and `worker`; kinds
+    whose pods are all alike have none. Kept as JSON."""
     master: bool | None = None
     """One master and workers, or workers only. None: with a master, unless the namespace forbids what it needs."""
     labels: tuple[tuple[str, str], ...] = ()
@@ -178,11 +183,12 @@ class ClusterOptions:
             tolerations=_json("tolerations", self.tolerations),
             affinity=_json("affinity", self.affinity),
             patch=_json("patch", self.patch),
+            roles=_roles(self.roles),
             image_pull_secrets=_names("image_pull_secrets", self.image_pull_secrets),
             secret_environment=_secret_environment(self.secret_environment),
         )
         for field in (
-            "kind", "runtime", "runtime_field", "namespace", "context", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
+            "kind", "runtime", "runtime_field", "namespace", "context", "cluster_secret", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
         ):  # fmt: skip
             value = getattr(self, field)
             if not isinstance(value, str):
@@ -206,7 +212,7 @@ class ClusterOptions:
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
             raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
-        for field in ("priority_class", "service_account", "scheduler_name"):
+        for field in ("priority_class", "service_account", "scheduler_name", "cluster_secret"):
             if getattr(self, field):
                 _check_object_name(field, getattr(self, field))
         for secret in self.image_pull_secrets:
@@ -267,6 +273,8 @@ class Kubernetes(ClusterOptions):
             runtime_field: str | None = None,
             namespace: str | None = None,
             context: str | None = None,
+            cluster_secret: str | None = None,
+            roles: Mapping[str, Resources | Mapping[str, Any]] | None = None,
             master: bool | None = None,
             labels: _Pairs = (),
             annotations: _Pairs = (),
@@ -412,6 +420,21 @@ def _names(field: str, given: Any) -> tuple[str, ...]:
     if not isinstance(listed, list | tuple):
         raise ConfigError(field, f"{show(given)} is not a list", "Write it as ['secret']")
     return tuple(listed)
+
+
+def _roles(given: Any) -> str:
+    """Resources by role as JSON: of each role only what is set."""
+    if isinstance(given, str):
+        # As it is kept.
+        return given
+    if not isinstance(given, Mapping) or not all(isinstance(role, str) for role in given):
+        raise ConfigError(
+            "roles", f"{show(given)} is not a dict", "Write it as {'worker': {'cpu': 2, 'memory': '4Gi'}}"
+        )
+    empty = dataclasses.asdict(Resources())
+    checked = {role: dataclasses.asdict(resources(value)) for role, value in given.items()}
+    named = {role: {key: value for key, value in one.items() if value != empty[key]} for role, one in checked.items()}
+    return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
 
 
 def _check_object_name(field: str, name: Any) -> None:

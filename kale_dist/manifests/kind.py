@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 from kale_dist.errors import ConfigError
 from kale_dist.manifests.objects import metadata
 from kale_dist.manifests.patching import apply_patch
+from kale_dist.manifests.pod_template import roles_of
 from kale_dist.manifests.settings import PodSettings
 from kale_dist.spec import JobSpec
 
@@ -128,6 +129,10 @@ class Kind(abc.ABC):
         Raises:
             ConfigError: The patch cannot be applied, or changes what the job depends on.
         """
+        for role in roles_of(spec):
+            if role not in self.roles:
+                there = f"It has: {', '.join(self.roles)}" if self.roles else "Its pods are all alike: use resources="
+                raise ConfigError("roles", f"a {self.name} has no role {role!r}", there)
         made = {
             "apiVersion": "/".join(self.api),
             "kind": self.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -40,7 +41,7 @@ ERRAND_S = 600
 
 
 def pod_template(
-    spec: JobSpec, settings: PodSettings, *, container: str, first_pod: int, ranks: int, index: str = ""
+    spec: JobSpec, settings: PodSettings, *, container: str, first_pod: int, ranks: int, index: str = "", role: str = ""
 ) -> dict[str, Any]:
     """The template of one replica type's pods.
 
@@ -51,8 +52,11 @@ def pod_template(
         first_pod: Number of the type's first pod.
         ranks: Ranks of each of these pods.
         index: Field of the pod that holds its index in the type; empty for a type of one pod.
+        role: The type, for `kd.Kubernetes(roles=...)`; empty for a kind whose pods are all alike.
     """
     cluster = spec.cluster
+    if own := roles_of(spec).get(role):
+        spec = dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, **own))
     volumes, mounts = _volumes(spec, settings, ranks)
     main = {
         "name": container,
@@ -97,6 +101,13 @@ def pod_template(
     }
     annotations = {CONTAINER_ANNOTATION: container, _ISTIO: "false", **dict(cluster.annotations)}
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
+
+
+def roles_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
+    """What `kd.Kubernetes(roles=...)` sets of the resources of each role."""
+    given: dict[str, dict[str, Any]] = json.loads(spec.cluster.roles or "{}")
+    pairs = {role: tuple((name, amount) for name, amount in one.get("extended", ())) for role, one in given.items()}
+    return {role: {**one, **({"extended": pairs[role]} if pairs[role] else {})} for role, one in given.items()}
 
 
 def _if(key: str, value: Any) -> dict[str, Any]:

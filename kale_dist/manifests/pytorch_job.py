@@ -101,19 +101,19 @@ class PyTorchJob(Kind):
         world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
         head = min(world, per_pod)
         if not _has_master(spec):
-            return {"Worker": self._replica(spec, settings, first_pod=0, pods=pods, ranks=head)}
-        replicas = {"Master": self._replica(spec, settings, first_pod=0, pods=1, ranks=head)}
+            return {"Worker": self._replica(spec, settings, "worker", first_pod=0, pods=pods, ranks=head)}
+        replicas = {"Master": self._replica(spec, settings, "master", first_pod=0, pods=1, ranks=head)}
         if pods > 1:
             ranks = min(per_pod, world - head)
-            replicas["Worker"] = self._replica(spec, settings, first_pod=1, pods=pods - 1, ranks=ranks)
+            replicas["Worker"] = self._replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=ranks)
         return replicas
 
     def _replica(
-        self, spec: JobSpec, settings: PodSettings, *, first_pod: int, pods: int, ranks: int
+        self, spec: JobSpec, settings: PodSettings, role: str, *, first_pod: int, pods: int, ranks: int
     ) -> dict[str, Any]:
         template = pod_template(
             spec, settings, container=self.container, first_pod=first_pod, ranks=ranks,
-            index=f"metadata.labels['{REPLICA_INDEX_LABEL}']",
+            index=f"metadata.labels['{REPLICA_INDEX_LABEL}']", role=role,
         )  # fmt: skip
         return {"replicas": pods, "restartPolicy": "Never", "template": template}
 

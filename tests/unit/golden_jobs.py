@@ -88,6 +88,13 @@ JOBS = {
     ),
     "patched": (a_spec(cluster=ClusterOptions(patch=json.dumps(_PATCH))), SETTINGS),
     "patched_by_operations": (a_spec(cluster=ClusterOptions(patch=json.dumps(_OPERATIONS))), SETTINGS),
+    "roles": (
+        a_spec(
+            resources=Resources(cpu=1, memory_gib=4),
+            cluster=ClusterOptions(roles={"master": {"cpu": 2}, "worker": {"memory": "8Gi", "gpus": 1, "rdma/hca": 1}}),
+        ),
+        SETTINGS,
+    ),
     "train": (a_spec(volumes=VOLUMES[:2], cluster=ClusterOptions(kind="train")), SETTINGS),
     "train_before_2.2": (
         a_spec(

@@ -10,7 +10,7 @@ from kale_dist import places
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import KINDS, kind_of
 from kale_dist.places import ClusterOptions
-from kale_dist.spec import Topology
+from kale_dist.spec import JobSpec, Topology
 
 
 def test_every_word_has_a_kind_and_the_first_is_kubeflow_s():
@@ -77,6 +77,28 @@ def test_a_train_job_that_was_resumed_has_only_the_pods_since_then():
         "lastTransitionTime": "2026-01-31T08:00:09Z",
     }
     assert KINDS["train"].state({"status": {"conditions": [resumed]}}).started == "2026-01-31T08:00:09Z"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("pytorch", "It has: master, worker"), ("job", "all alike"), ("train", "all alike")]
+)
+def test_a_role_that_a_kind_does_not_have_is_refused(word, said):
+    spec = a_spec(cluster=ClusterOptions(kind=word, roles={"launcher": {"cpu": 1}}))
+    with pytest.raises(ConfigError, match=said) as caught:
+        KINDS[word].make(spec, SETTINGS)
+    assert caught.value.argument == "roles"
+
+
+@pytest.mark.parametrize("roles", [["worker"], {"worker": 3}, {"worker": {"cpus": 1}}, {1: {"cpu": 1}}])
+def test_roles_that_are_none_are_refused(roles):
+    with pytest.raises(ConfigError):
+        ClusterOptions(roles=roles)
+
+
+def test_roles_come_back_from_a_record():
+    spec = a_spec(cluster=ClusterOptions(roles={"worker": {"memory": "8Gi", "rdma/hca": 1}}))
+    back = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert KINDS["pytorch"].make(back, SETTINGS) == KINDS["pytorch"].make(spec, SETTINGS)
 
 
 @pytest.mark.parametrize("changes", [{"priority_class": "high"}, {"gang": True}, {"ttl_s": 60}])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
 import pathlib
@@ -16,6 +18,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import urllib3
+import yaml
 from kubernetes import client
 from kubernetes import config as kubeconfig
 from kubernetes.client import rest
@@ -24,6 +27,7 @@ from kubernetes.config.kube_config import KubeConfigMerger
 from yaml import YAMLError
 
 from kale_dist import config as settings
+from kale_dist import records
 from kale_dist.backends.kubernetes.explain import api as answers
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.config import Config
@@ -40,6 +44,9 @@ _POOL = 64
 _ACCOUNT = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_KEYS = ("BearerToken", "authorization")
 """What versions of the client call the credentials in their settings."""
+
+_SECRET_KEYS = ("kubeconfig", "config", "value")
+"""Where a Secret may have a kubeconfig, the first that is there; else its only key."""
 
 _ANONYMOUS = "system:anonymous"
 
@@ -75,26 +82,29 @@ class Cluster:
         return basic or ""
 
 
-def connect(namespace: str = "", context: str = "", config: Config | None = None) -> Cluster:
+def connect(namespace: str = "", context: str = "", config: Config | None = None, *, secret: str = "") -> Cluster:
     """The cluster that a call means.
 
     Args:
         namespace: Empty for the configured one, that of the context, or the pod's own.
         context: Empty for the configured one, or the current one of the kubeconfig.
         config: In place of the configured settings.
+        secret: Name of a Secret with the kubeconfig of another cluster, in the namespace that a call without it means.
 
     Raises:
-        ConfigError: There is no such kubeconfig or context.
+        ConfigError: There is no such kubeconfig, Secret or context.
         BackendUnavailableError: No cluster is known, or it does not answer.
         BackendError: It does not accept this user.
     """
     config = settings.load() if config is None else config
-    source = _source(config, context or config.context)
+    source = _source_in(secret, config, context) if secret else _source(config, context or config.context)
     with _lock:
         found = _connections.get(source)
         if found is None:
             found = _connections[source] = _open(source)
-    own = namespace or config.namespace or found.namespace or own_namespace() or "default"
+    # What is configured, and this pod, are of one's own cluster.
+    configured, pod_s = ("", "") if secret else (config.namespace, own_namespace())
+    own = namespace or configured or found.namespace or pod_s or "default"
     return dataclasses.replace(found, namespace=own)
 
 
@@ -230,6 +240,39 @@ def _source(config: Config, context: str) -> _Source:
         "No cluster is known: there is no ~/.kube/config, KUBECONFIG is not set, and this is not a pod with a service "
         "account. Get a kubeconfig from the cluster's administrator or provider; 'kubectl get nodes' tells if it works"
     )
+
+
+def _source_in(secret: str, config: Config, context: str) -> _Source:
+    """A kubeconfig out of a Secret, as a private file. It may not name programs: whoever can write the Secret would choose them."""
+    own = connect(config=config)
+    try:
+        data = own.core.read_namespaced_secret(secret, own.namespace).data or {}
+    except Exception as error:
+        doing = Doing(verb="get", resource="secrets", namespace=own.namespace, name=secret)
+        raise answers.explain(error, doing) from error
+    key = next((key for key in _SECRET_KEYS if key in data), next(iter(data), "") if len(data) == 1 else "")
+    where = f"the Secret {secret!r} of the namespace {own.namespace!r}"
+    if not key:
+        raise ConfigError(
+            "cluster_secret", f"{where} has no kubeconfig", f"Put it there by the key {_SECRET_KEYS[0]!r}"
+        )
+    text = base64.b64decode(data[key])
+    try:
+        users = [entry["user"] for entry in yaml.safe_load(text)["users"]]
+        runs = any("exec" in user or "auth-provider" in user for user in users)
+    except (YAMLError, KeyError, TypeError) as error:
+        problem = f"{key!r} of {where} is no kubeconfig ({type(error).__name__})"
+        raise ConfigError("cluster_secret", problem, "Put a kubeconfig there, with a token or a certificate") from None
+    if runs:
+        remedy = "Put one there with a token or a certificate"
+        raise ConfigError("cluster_secret", f"the kubeconfig in {where} runs a program to log in", remedy)
+    file = records.state_dir() / f"cluster-{hashlib.sha256(text).hexdigest()[:16]}"
+    if not file.exists():
+        part = file.with_suffix(f".{os.getpid()}")
+        part.touch(mode=0o600)
+        part.write_bytes(text)
+        part.replace(file)
+    return _Source(files=str(file), stamps=_stamps([str(file)]), context=context)
 
 
 def _stamps(files: Iterable[str]) -> tuple[tuple[int, int], ...]:

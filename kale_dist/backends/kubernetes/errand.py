@@ -167,7 +167,14 @@ def _running(
 def make(spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """The object of an errand."""
     options = dataclasses.replace(
-        spec.cluster, patch="", queue="", gang=False, min_available=None, secret_environment=(), ttl_s=ERRAND_S
+        spec.cluster,
+        patch="",
+        roles="",
+        queue="",
+        gang=False,
+        min_available=None,
+        secret_environment=(),
+        ttl_s=ERRAND_S,
     )
     small = dataclasses.replace(
         spec, name=f"kale-dist-{secrets.token_hex(4)}", image=image, topology=Topology(number_of_processes=1), cuda=False,

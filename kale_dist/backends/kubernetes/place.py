@@ -70,7 +70,7 @@ class KubernetesPlace:
     def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create the object of a run, then its Secret."""
         spec = plan.spec
-        cluster = client.connect(spec.cluster.namespace, spec.cluster.context)
+        cluster = client.connect(spec.cluster.namespace, spec.cluster.context, secret=spec.cluster.cluster_secret)
         source = prepare.place_bytes(cluster, spec, says=run == 1)
         data = submit.input_data(spec, key, source, run=run, checkpoint=checkpoint)
         made = submit.create(cluster, spec, data, run=run)
@@ -312,7 +312,7 @@ class KubernetesPlace:
         """The cluster that a run was started on, also when the kubeconfig's current context is another one by now."""
         asked = handle.spec.cluster.namespace, handle.spec.cluster.context or handle.get("context")
         try:
-            return client.connect(*asked)
+            return client.connect(*asked, secret=handle.spec.cluster.cluster_secret)
         except ConfigError as error:
             raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
 

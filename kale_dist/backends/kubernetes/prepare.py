@@ -131,7 +131,9 @@ def claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
 
 def _reach(spec: JobSpec, configured: Config, *, required: bool) -> Cluster | None:
     try:
-        return client.connect(spec.cluster.namespace, spec.cluster.context, configured)
+        return client.connect(
+            spec.cluster.namespace, spec.cluster.context, configured, secret=spec.cluster.cluster_secret
+        )
     except (BackendError, ConfigError):
         if required:
             raise

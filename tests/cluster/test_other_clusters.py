@@ -1,0 +1,75 @@
+"""A cluster that a Secret names, and pods with the random user that OpenShift gives them."""
+
+import base64
+import json
+import pathlib
+
+import pytest
+from on_cluster import pods_in, run_kubectl, write_kubeconfig
+from rank_work import summed
+
+import kale_dist as kd
+from kale_dist.backends.kubernetes import client
+from kale_dist.errors import BackendError, ConfigError
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
+
+def put(namespace, name, text, key="kubeconfig"):
+    data = {key: base64.b64encode(text.encode()).decode()}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(secret))
+
+
+@pytest.fixture
+def mine(kubeconfig, namespace, monkeypatch, tmp_path):
+    """One's own cluster, as a kubeconfig has it whose namespace is that of the Secrets."""
+    import yaml
+
+    user = yaml.safe_load(pathlib.Path(kubeconfig).read_text())["users"][0]["user"]
+    path = write_kubeconfig(tmp_path / "mine", kubeconfig, user=user, namespace=namespace)
+    monkeypatch.setenv("KALE_DIST_KUBECONFIG", str(path))
+    return path
+
+
+def test_a_job_runs_on_the_cluster_of_a_kubeconfig_in_a_secret(mine, kubeconfig, namespace, make_namespace):
+    there = make_namespace()
+    put(namespace, "elsewhere", pathlib.Path(kubeconfig).read_text())
+    job = kd.launch(summed, 2, number_of_processes=1, on=pods_in(there, cluster_secret="elsewhere"))
+    assert job.result(150) == 2.0
+    assert job.ref == f"kubernetes://{there}/{job.name}"
+    job.delete()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "said"),
+    [
+        ("users: []\n", "kubeconfig", "no current context"),
+        ("[1, 2", "kubeconfig", "is no kubeconfig"),
+        ("just text", "config", "is no kubeconfig"),
+        ("users: [{name: x, user: {exec: {command: sh}}}]", "kubeconfig", "runs a program"),
+    ],
+)
+def test_a_secret_without_a_usable_kubeconfig_is_refused(mine, namespace, text, key, said):
+    put(namespace, "wrong", text, key)
+    with pytest.raises(ConfigError, match=said):
+        client.connect(secret="wrong")
+    run_kubectl("-n", namespace, "delete", "secret", "wrong")
+
+
+def test_a_secret_that_does_not_exist_is_named(mine, namespace):
+    with pytest.raises((BackendError, ConfigError), match="no-such"):
+        client.connect(secret="no-such")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["pytorch", "job"])
+def test_a_pod_with_a_random_user_works(namespace, kind):
+    """OpenShift gives each namespace users from 1000000000 on, of the group 0, without a name and a home."""
+    pod = {"spec": {"securityContext": {"runAsUser": 1000660000, "runAsGroup": 0, "fsGroup": 1000660000}}}
+    template = {"spec": {"pytorchReplicaSpecs": {role: {"template": pod} for role in ("Master", "Worker")}}}
+    patch = template if kind == "pytorch" else {"spec": {"template": pod}}
+    on = pods_in(namespace, kind=kind, run_as_user=-1, patch=patch)
+    job = kd.launch(summed, 2, number_of_processes=2, on=on)
+    assert job.results(150) == [6.0, 6.0], (job.status, [str(line) for line in job.logs()])
+    job.delete()
