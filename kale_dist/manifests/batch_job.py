@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kale_dist.errors import ConfigError
 from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, last_condition
 from kale_dist.manifests.objects import headless_service
 from kale_dist.manifests.pod_template import pod_template
@@ -31,6 +32,9 @@ class BatchJob(Kind):
 
     def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
         """Completions and a template."""
+        if spec.cluster.gang:
+            remedy = "Leave it out; with queue= Kueue starts all pods together"
+            raise ConfigError("gang", "a Job's pods are scheduled one by one", remedy)
         topology = spec.topology
         pods, ranks = topology.number_of_pods, min(topology.number_of_processes, topology.processes_per_pod)
         index = f"metadata.annotations['{COMPLETION_INDEX}']" if pods > 1 else ""

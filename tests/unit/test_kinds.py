@@ -108,6 +108,11 @@ def test_what_only_a_runtime_can_say_is_refused_for_a_train_job(changes):
     assert caught.value.argument == next(iter(changes))
 
 
+def test_a_job_without_an_operator_has_no_gang():
+    with pytest.raises(ConfigError, match="one by one"):
+        KINDS["job"].make(a_spec(cluster=ClusterOptions(kind="job", gang=True)), SETTINGS)
+
+
 @pytest.mark.parametrize("given", ["PyTorchJob", "pytorchs", "Job", 3, ("job",)])
 def test_a_kind_that_there_is_not_is_refused_with_those_there_are(given):
     with pytest.raises(ConfigError) as caught:
