@@ -13,28 +13,34 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings
 from kale_dist.strategies.ddp import DDP
+from kale_dist.strategies.fsdp import FSDP
 from kale_dist.strategies.gossip import Gossip
 from kale_dist.strategies.local_sgd import LocalSGD
+from kale_dist.strategies.mesh import Mesh
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
+from kale_dist.strategies.tensor import Tensor
 
 __all__ = [
     "ALL",
     "DDP",
+    "FSDP",
     "Conditions",
     "Gossip",
     "Layout",
     "LocalSGD",
+    "Mesh",
     "ParameterServer",
     "Recommendation",
     "Settings",
+    "Tensor",
     "from_json",
     "recommend",
     "resolve",
     "to_json",
 ]
 
-ALL: tuple[type[Settings], ...] = (DDP, ParameterServer, LocalSGD, Gossip)
+ALL: tuple[type[Settings], ...] = (DDP, FSDP, Tensor, Mesh, ParameterServer, LocalSGD, Gossip)
 """Every strategy there is. A new one is added here, and nowhere else."""
 
 _CLASSES = {settings.word: settings for settings in ALL}

@@ -343,6 +343,8 @@ class Session:
         if is_training:
             self.control.flush()
             self.strategy.end_epoch()
+        else:
+            self.strategy.end_evaluation()
         has_replicas = len(self.layout.replicas) > 1
         prints = fingerprint(self.named.values()) if is_training and has_replicas else []
         outcome = average(self.group, normalise(name, returned), feed.samples, prints)

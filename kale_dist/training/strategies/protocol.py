@@ -139,6 +139,9 @@ class Strategy(Protocol):
     def end_epoch(self) -> None:
         """After the user's train_step, and the last held-back step: bring all shards to one state, buffers too."""
 
+    def end_evaluation(self) -> None:
+        """After the user's eval_step, in which ranks may have taken different numbers of batches."""
+
     def full_state(self) -> FullState | None:
         """Rank 0: the states of one process; other ranks: None. Called between epochs, and before all is undone."""
 
@@ -209,6 +212,9 @@ class Base:
     def end_epoch(self) -> None:
         """Average the buffers over shards."""
         self._buffers.synchronise()
+
+    def end_evaluation(self) -> None:
+        """Nothing."""
 
     def full_state(self) -> FullState | None:
         """Rank 0's own."""

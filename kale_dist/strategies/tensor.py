@@ -1,0 +1,242 @@
+"""Settings of tensor parallelism: each rank has a part of every large weight, and all ranks see the same batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from kale_dist.errors import ConfigError
+from kale_dist.strategies.base import Conditions, Layout, Settings
+
+WORDS = ("alone", "columns", "columns/3", "rows", "whole")
+"""What a plan can say of a Linear or Embedding."""
+
+_TOGETHER = ("Adafactor", "Muon", "LBFGS", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS")
+"""Optimizers whose update of an element depends on the rest of its weight, which a rank does not have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor(Settings):
+    """Tensor parallelism: every Linear and Embedding is divided over the ranks; the rest of the model is on each.
+
+    Without a plan, each divided layer gives its whole output to the next one, which is right for any `forward`. A plan
+    keeps the output of one layer divided up to the next (Shoeybi et al., Megatron-LM, 2019, section 3), which sends
+    less. All ranks of a group see the same batch, and draw the same random numbers.
+
+    Bytes that each rank sends in a training step, for n ranks and outputs of `size` bytes (batch and positions
+    included), where an all-gather sends (n-1)/n of the whole and an all-reduce 2(n-1)/n (Thakur, Rabenseifner and
+    Gropp, 2005, sections 4.1 and 4.5):
+
+    - a Linear alone: (n-1)/n of its output in the forward pass, 2(n-1)/n of its input in the backward pass (unless
+      the input needs no gradient);
+    - an Embedding alone: (n-1)/n of its output; one that is tied to a Linear: 2(n-1)/n of it;
+    - a pair of `columns` and `rows`: 2(n-1)/n of the output, and 2(n-1)/n of the input.
+    """
+
+    word: ClassVar[str] = "tensor"
+    home: ClassVar[str] = "tensor.TensorParallel"
+
+    plan: Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
+    """What to do with layers other than to divide each alone, by name or pattern: `{"blocks.*.fc1": "columns",
+    "blocks.*.fc2": "rows", "head": "whole"}`.
+
+    `columns`: divided by outputs, the output stays divided (`columns/3` for three weights in one, such as a fused
+    query, key and value). `rows`: divided by inputs, takes such an output and gives a whole one. `whole`: on every
+    rank. `alone`: as without a plan.
+    """
+    compile: bool = False
+    """Whether to compile the model's blocks (`torch.compile`); the exchange itself is not compiled."""
+    activation_checkpointing: bool = False
+    """Whether to compute the blocks' activations again in the backward pass (Chen et al., 2016), to save memory."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", checked_plan(self.plan))
+        check_flags(self, "compile", "activation_checkpointing")
+
+    def check(self, given: Conditions) -> None:
+        """Refuse models that cannot be divided so.
+
+        Raises:
+            ConfigError: A width is not divisible, or the plan names what is not there.
+        """
+        check_tensor(self.plan, given, given.number_of_processes)
+
+    def layout(self, rank: int, world_size: int) -> Layout:
+        """All ranks have the same batch."""
+        return Layout(
+            shards=1,
+            shard=0,
+            peers=tuple(range(world_size)),
+            replicas=(rank,),
+            part=f"part {rank} of {world_size} of the weights",
+        )
+
+
+def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
+    """A plan as pairs of a pattern and a word.
+
+    Raises:
+        ConfigError: It is not a plan.
+    """
+    if plan is None:
+        return ()
+    if isinstance(plan, Mapping):
+        plan = tuple(plan.items())
+    if not isinstance(plan, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in plan):  # noqa: PLR2004
+        raise ConfigError("strategy", f"plan={plan!r} is not a dict", 'Give such as plan={"head": "whole"}')
+    for pattern, word in plan:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
+        if word not in WORDS:
+            near = difflib.get_close_matches(str(word), WORDS, n=1)
+            said = f"Did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                "strategy", f"plan has {pattern!r}: {word!r}", f"{said}Use one of {', '.join(map(repr, WORDS))}"
+            )
+    return plan
+
+
+def check_flags(settings: Any, *names: str) -> None:
+    """Check that settings are True or False.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name in names:
+        if not isinstance(value := getattr(settings, name), bool):
+            raise ConfigError("strategy", f"{name}={value!r} is neither True nor False", f"Use {name}=True or leave it")
+
+
+def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
+    """Refuse a call whose weights cannot be divided into `degree` parts.
+
+    Raises:
+        ConfigError: The reason.
+    """
+    if degree < 2:  # noqa: PLR2004 - two parts
+        remedy = "Give number_of_processes=2 or more, or leave strategy out"
+        raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
+    optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if name in _TOGETHER:
+            problem = f"{name} updates a weight as a whole, and each rank has a part of it"
+            raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
+    named = given.model.items() if isinstance(given.model, dict) else [("", given.model)]
+    modules = {
+        ".".join(part for part in (prefix, name) if part): module
+        for prefix, model in named
+        for name, module in model.named_modules()
+    }
+    assign(modules, plan, degree)
+
+
+def kind_of(module: Any) -> str | None:
+    """`Linear` or `Embedding` where a module is one that can be divided, else None."""
+    kind: Any = type(module)
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.nn.modules.") and base.__name__ in ("Linear", "Embedding"):
+            # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and does not call it.
+            is_called = kind.forward is base.forward and kind.__name__[:6] != "NonDyn"
+            weight = module._parameters.get("weight")  # noqa: SLF001 - a parametrized weight is not there
+            has_shape = weight is not None and type(weight).__name__ != "UninitializedParameter"
+            limits_norm = getattr(module, "max_norm", None) is not None
+            return str(base.__name__) if is_called and has_shape and not limits_norm else None
+    return None
+
+
+def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree: int) -> dict[str, str]:
+    """What to do with each Linear and Embedding that is divided: a word of a plan, or `vocabulary`.
+
+    Args:
+        modules: All modules of the model by name.
+        plan: Pairs of a pattern and a word; the last that fits counts.
+        degree: Parts.
+
+    Raises:
+        ConfigError: A pattern fits nothing, a width is not divisible, or nothing can be divided.
+    """
+    words = {name: "alone" for name, module in modules.items() if kind_of(module)}
+    for pattern, word in plan:
+        fitting = fitting_names(modules, pattern)
+        if not any(name in words for name in fitting):
+            raise ConfigError("strategy", *_unplanned(pattern, fitting, modules, words))
+        words.update({name: word for name in fitting if name in words})
+    _keep_shared(modules, words)
+    divided = {name: word for name, word in words.items() if word != "whole"}
+    linear = {id(modules[name].weight) for name in divided if kind_of(modules[name]) == "Linear"}
+    for name, word in divided.items():
+        if kind_of(modules[name]) != "Embedding":
+            continue
+        if word != "alone":
+            problem = f"plan has {name!r}: {word!r}, and that is an Embedding"
+            raise ConfigError("strategy", problem, "Embeddings are divided alone, or stay 'whole'")
+        if id(modules[name].weight) in linear:
+            divided[name] = "vocabulary"
+    dimensions: dict[int, tuple[str, tuple[int, int]]] = {}
+    for name, word in divided.items():
+        module = modules[name]
+        how = dimension(kind_of(module) or "", word)
+        size = module.weight.shape[how[0]]
+        if size % (degree * how[1]):
+            pieces = f"{how[1]} x {degree}" if how[1] > 1 else str(degree)
+            problem = f"{name} has {size} {_WIDTHS[word]}, which {pieces} ranks do not divide"
+            remedy = f"Use a number of processes that divides {size}, or plan={{{name!r}: 'whole'}}"
+            raise ConfigError("strategy", problem, remedy)
+        first = dimensions.setdefault(id(module.weight), (name, how))
+        if first[1] != how:
+            problem = f"{first[0]} and {name} share one weight, and the plan divides it in two ways"
+            raise ConfigError("strategy", problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
+    if not divided:
+        problem = "the model has no Linear or Embedding whose weights can be divided"
+        raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp', which take any model")
+    return divided
+
+
+_WIDTHS = {
+    "alone": "outputs", "columns": "outputs", "columns/3": "outputs", "rows": "inputs", "vocabulary": "entries",
+}  # fmt: skip
+
+
+def dimension(kind: str, word: str) -> tuple[int, int]:
+    """Along which dimension a weight is divided, and how many weights it holds one after another in it."""
+    if word == "columns/3":
+        return 0, 3
+    return (1 if word == "rows" or (kind == "Embedding" and word == "alone") else 0), 1
+
+
+def fitting_names(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that fit a pattern, in which `*` stands for one part of a name between dots."""
+    parts = pattern.split(".")
+    return [
+        name
+        for name in names
+        if len(own := name.split(".")) == len(parts) and all(map(fnmatch.fnmatchcase, own, parts))
+    ]
+
+
+def _keep_shared(modules: Mapping[str, Any], words: dict[str, str]) -> None:
+    """Leave a weight whole where another module than a divided one has it too."""
+    whole: set[int] = set()
+    for name, module in modules.items():
+        kept = words.get(name, "whole") == "whole"
+        whole |= {id(parameter) for parameter in module._parameters.values() if kept}  # noqa: SLF001 - by this module
+    for name in words:
+        if id(modules[name].weight) in whole:
+            words[name] = "whole"
+
+
+def _unplanned(pattern: str, fitting: list[str], modules: Mapping[str, Any], words: Mapping[str, str]) -> Iterator[str]:
+    """Problem and remedy where a plan names no layer that can be divided."""
+    if fitting:
+        kind = type(modules[fitting[0]]).__name__
+        yield f"plan names {pattern!r}, and {fitting[0]} is a {kind}, which is not divided"
+        yield f"Name Linear or Embedding layers: {', '.join(list(words)[:5]) or 'this model has none'}"
+        return
+    yield f"plan names {pattern!r}, and the model has no such layer"
+    near = difflib.get_close_matches(pattern, list(words), n=1)
+    said = f"Did you mean {near[0]!r}? " if near else ""
+    yield f"{said}Its layers are {', '.join(list(words)[:8]) or 'none that could be divided'}"

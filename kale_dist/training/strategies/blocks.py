@@ -1,0 +1,65 @@
+"""Compilation and activation checkpointing of a model's blocks, in place: `forward` of each is replaced and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The entries of the model's lists and sequences that have parameters, the outermost ones; else the model itself."""
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or type(module) not in (torch.nn.ModuleList, torch.nn.Sequential):
+            continue
+        for entry in module.children():
+            if type(entry) not in (torch.nn.ModuleList, torch.nn.ModuleDict) and any(True for _ in entry.parameters()):
+                found.append(entry)
+                inside |= set(map(id, entry.modules()))
+    return found or [model]
+
+
+def alter_blocks(
+    blocks: Iterable[torch.nn.Module], stack: contextlib.ExitStack, *, compiled: bool, checkpointed: bool
+) -> None:
+    """Compile blocks, and have their activations computed again in the backward pass.
+
+    Args:
+        blocks: The modules, each called by itself.
+        stack: Undoes it.
+        compiled: Whether to compile.
+        checkpointed: Whether to drop activations.
+    """
+    for block in blocks:
+        forward: Any = block.forward
+        if compiled:
+            forward = torch.compile(forward)
+        if checkpointed:
+            forward = functools.partial(_recomputed, block, forward)
+        if forward is not block.forward:
+            replace_forward(block, forward, stack)
+
+
+def replace_forward(module: torch.nn.Module, forward: Any, stack: contextlib.ExitStack) -> None:
+    """Give a module another `forward`; its class, hooks and parameters stay. The stack undoes it."""
+    state = module.__dict__
+    before = {name: state[name] for name in ("forward",) if name in state}
+
+    def restore() -> None:
+        state.pop("forward", None)
+        state.update(before)
+
+    state["forward"] = forward
+    stack.callback(restore)
+
+
+def _recomputed(block: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (torch.is_grad_enabled() and block.training):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

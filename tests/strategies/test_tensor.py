@@ -1,0 +1,216 @@
+"""Tensor parallelism: equal to one process, with and without a plan; what cannot be divided is refused."""
+
+import pytest
+import torch
+from one_process import Case, TiedAdamClippedInStep, WithLoss, compare, compare_in_notebook
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.errors import ConfigError, JobFailedError
+from kale_dist.strategies import Tensor
+
+
+class Attention(nn.Module):
+    """Attention whose forward takes as many heads as there are, with one weight for query, key and value."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.size = width // heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, time, _ = x.shape
+        parts = [one.view(batch, time, -1, self.size).transpose(1, 2) for one in self.qkv(x).chunk(3, -1)]
+        mixed = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention = Attention(width, 4)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Transformer(nn.Module):
+    """A language model with tied weights, padding, and an encoder layer of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8, padding_idx=0)
+        self.place = nn.Embedding(5, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        hidden = self.embedding(x) + self.place(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.encoder(hidden))
+
+
+class Attentive(TiedAdamClippedInStep):
+    def model(self):
+        torch.manual_seed(7)
+        return Transformer().double()
+
+
+class AttentiveAccumulated(Attentive):
+    """Also with a state of the optimizer from before the call."""
+
+    accumulate = 2
+    clip_norm = 0.5
+    clips_in_step = None
+
+    def optimizer(self, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model(torch.ones(1, 5, dtype=torch.int64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+
+class Wide(Case):
+    """Widths that four divides."""
+
+    def model(self):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+ATTENTION = {case.__name__: case for case in (Attentive, AttentiveAccumulated, Wide)}
+PLANNED = ("Attentive", "AttentiveAccumulated")
+PLAN = {
+    "blocks.*.attention.qkv": "columns/3",
+    "blocks.*.attention.out": "rows",
+    "blocks.*.up": "columns",
+    "blocks.*.down": "rows",
+}
+
+
+def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
+    numbers = compare(Tensor())
+    # Outputs joined: 1/2 of 10 + 8 + 4 numbers a sample; gradients of the inputs of the last two layers summed: 10 + 8.
+    samples = 10 * (4 * 4 + 3)
+    assert numbers["PlainSgd"]["bytes_sent"] == 2 * samples * 8 * (22 / 2 + 18)
+
+
+def test_a_plan_for_attention_equals_one_process():
+    compare(Tensor(plan=PLAN), names=("AttentiveAccumulated",), cases=ATTENTION)
+
+
+@pytest.mark.nightly
+def test_a_plan_for_attention_sends_less():
+    numbers = compare(Tensor(plan=PLAN), names=PLANNED, cases=ATTENTION)
+    alone = compare(Tensor(activation_checkpointing=True), names=("Attentive",), cases=ATTENTION)
+    assert numbers["Attentive"]["bytes_sent"] < alone["Attentive"]["bytes_sent"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [Tensor(), Tensor(plan=PLAN, activation_checkpointing=True)], ids=repr)
+def test_four_ranks_equal_one_process(strategy):
+    compare(strategy, number_of_processes=4, names=PLANNED, cases=ATTENTION)
+
+
+@pytest.mark.nightly
+def test_compiled_blocks_equal_one_process():
+    compare(Tensor(plan=PLAN, compile=True), names=("Attentive",), cases=ATTENTION)
+
+
+def test_the_notebooks_own_objects_come_back_equal():
+    compare_in_notebook(Tensor())
+
+
+def fit(plan, misuse):
+    """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
+    from kale_dist.training.loop import train
+
+    torch.manual_seed(7)
+    model = Transformer()
+    data = torch.randint(0, 12, (16, 5), generator=torch.Generator().manual_seed(1))
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            criterion(model(x).flatten(0, 1), x.flatten()).backward()
+            if misuse == "noise":
+                import os
+
+                model.blocks[0].norm.bias.grad.add_(float(os.environ["RANK"]))
+            optimizer.step()
+
+    train(
+        model=model,
+        train_data_loader=DataLoader(TensorDataset(data), 4),
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_step=step,
+        strategy=Tensor(plan=plan),
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "misuse", "words"),
+    [
+        ({"blocks.*.down": "rows"}, None, "blocks.0.down is planned as 'rows' and got an input of width 16, not 8"),
+        ({}, "noise", "blocks.0.norm.bias is on every rank, and its gradients were not equal"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_forward_is_an_error_in_words(plan, misuse, words):
+    job = kd.launch(fit, plan, misuse, number_of_processes=2, threads=1)
+    try:
+        with pytest.raises(JobFailedError) as caught:
+            job.results()
+    finally:
+        job.delete()
+    assert words in f"{caught.value}{caught.value.__cause__}"
+
+
+def call(model=None, strategy=None, processes=2, optimizer=torch.optim.AdamW):
+    """A call that is refused before anything starts."""
+    model = model or WithLoss()
+    data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.int64))
+    return kd.distribute(
+        model,
+        DataLoader(data, 4),
+        nn.CrossEntropyLoss(),
+        optimizer(model.parameters()),
+        strategy=strategy or Tensor(),
+        number_of_processes=processes,
+        on="local",
+    )
+
+
+def two_ways():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: call(processes=4), r"body.0 has 10 outputs, which 4 ranks do not divide.*plan=\{'body.0': 'whole'\}"),
+        (lambda: call(processes=1), "cannot be divided over 1 process"),
+        (lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))), "no Linear or Embedding"),
+        (lambda: call(strategy=Tensor(plan={"boddy.0": "rows"})), "Did you mean 'body.0'"),
+        (lambda: call(strategy=Tensor(plan={"body.1": "rows"})), "body.1 is a Tanh, which is not divided"),
+        (lambda: call(two_ways(), Tensor(plan={"1": "rows"})), "share one weight"),
+        (lambda: call(nn.Sequential(nn.Embedding(4, 4)), Tensor(plan={"0": "rows"})), "that is an Embedding"),
+        (lambda: call(optimizer=torch.optim.LBFGS), "LBFGS updates a weight as a whole"),
+        (lambda: Tensor(plan={"0": "column"}), "Did you mean 'columns'"),
+        (lambda: Tensor(plan=["0"]), "is not a dict"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_at_the_call(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
