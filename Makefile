@@ -28,7 +28,7 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 test: $(VENV)/test.stamp ## Run the tests that this machine can run
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --reruns=1 -rR $(ARGS)
 
-nightly: $(VENV)/test.stamp stress ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
+nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp stress ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
 	@$(BIN)/python -m pytest -m nightly -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)
 	@.ci/newest-torch $(PYTHON)
 
@@ -67,7 +67,7 @@ $(VENV)/venv.stamp: .ci/make-venv
 	@touch $@
 
 # One stamp for each dependency group of pyproject.toml. The name in front of the colon is the group's.
-$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
+$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/nightly.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
 	@echo "Installing what \`$*\` needs"
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[docker,images,kubernetes,notebook]' --group $*
 	@touch $@

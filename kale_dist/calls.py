@@ -64,6 +64,7 @@ def distribute(
     stall_timeout_s: float | None = 1800.0,
     max_restarts: int = 0,
     detach: bool = False,
+    track: Any = None,
     strategy: str | strategies.Settings | None = None,
     state: Sequence[Any] = (),
     **unknown: Never,
@@ -114,6 +115,9 @@ def distribute(
             an exit, a stall). Not after an exception or out of memory.
         detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
             all jobs do.
+        track: Where metrics are written besides `job.metrics`: `tensorboard`, `mlflow`, `wandb`, settings such as
+            `kale_dist.trackers.MLflow(uri=...)`, or a list of them. This process writes, while it runs; `job.track()`
+            continues later.
         strategy: How ranks share the training: a word such as `"ddp"`, or an object of `kd.strategies` with settings;
             None for `"ddp"`.
         state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
@@ -142,7 +146,7 @@ def distribute(
     options = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
         threads=threads, seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, detach=detach,
+        max_restarts=max_restarts, detach=detach, track=track,
     )  # fmt: skip
     return starting.start(*_training_call(training, options))
 
@@ -175,6 +179,7 @@ def launch(
     stall_timeout_s: float | None = None,
     max_restarts: int = 0,
     detach: bool = False,
+    track: Any = None,
     **kwargs: Any,
 ) -> Job[R]:
     """Call a function on several processes that can talk to each other through `torch.distributed`.
@@ -198,6 +203,7 @@ def launch(
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
             stall); `context().attempt` tells. Not after an exception or out of memory.
         detach: As for `distribute`.
+        track: Likewise.
         **kwargs: The function's keyword arguments.
 
     Returns:
@@ -213,7 +219,7 @@ def launch(
     options = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
         threads=threads, seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, detach=detach,
+        max_restarts=max_restarts, detach=detach, track=track,
     )  # fmt: skip
     return starting.start(*_function_call(fn, args, kwargs, options))
 

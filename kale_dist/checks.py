@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kale_dist import names, strategies
+from kale_dist import names, strategies, trackers
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
 from kale_dist.places import Kubernetes, Place
@@ -62,6 +62,8 @@ class Options:
     stall_timeout_s: float | None = None
     max_restarts: int = 0
     detach: bool = False
+    track: Any = ()
+    """As given; then settings of trackers."""
 
     def __post_init__(self) -> None:
         for count in ("number_of_processes", "threads"):
@@ -79,6 +81,7 @@ class Options:
                 "seed", f"{seed!r} is not an int from 0 to 2**31 - 1", "Give one, or None for a random one"
             )
         object.__setattr__(self, "environment", _variables(self.environment))
+        object.__setattr__(self, "track", trackers.resolve(self.track or None))
         _ = self.policy
 
     @property

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kale_dist import checks, interrupts, watch, weights
+from kale_dist import checks, interrupts, trackers, watch, weights
 from kale_dist.backends.base import Backend, Describes, JobRef, PlaceEvent, TellsEvents
 from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
 from kale_dist.errors import (
@@ -64,6 +64,8 @@ class Inside:
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
     plan: Callable[[], str]
     """What was submitted, as text."""
+    model_state: Callable[[], dict[str, Any]]
+    """The trained weights of a job that has succeeded; the notebook's model is left alone."""
 
 
 class Job(Generic[R]):
@@ -80,6 +82,7 @@ class Job(Generic[R]):
         targets: The notebook's objects that it trains; None after `attach` from another process.
         display: Shows a job as live output of a cell; None for a static picture.
         again: Submits the same call as a new job.
+        track: Begins or continues to write its metrics to trackers.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Job(Generic[R]):
         targets: weights.Targets | None = None,
         display: Callable[[Job[R]], None] | None = None,
         again: Callable[[Job[R]], Job[R]] | None = None,
+        track: Callable[[Job[R], Sequence[trackers.Tracker]], None] | None = None,
     ) -> None:
         self._backend = backend
         self._ref = ref
@@ -100,9 +104,15 @@ class Job(Generic[R]):
         self._trained = _Trained(str(ref), spec, outcomes, targets, lambda: backend.status(ref).attempt)
         self._display = display
         self._again = again
+        self._track = track
         self._watcher = watch.watcher(backend)
         self._inside = Inside(
-            files=outcomes.files, key=outcomes.key, targets=targets, after_wait=[], plan=lambda: backend.plan(spec).text
+            files=outcomes.files,
+            key=outcomes.key,
+            targets=targets,
+            after_wait=[],
+            plan=lambda: backend.plan(spec).text,
+            model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -324,6 +334,21 @@ class Job(Generic[R]):
             BackendError: You may not read events.
         """
         return list(self._backend.events(self._ref)) if isinstance(self._backend, TellsEvents) else []
+
+    def track(self, track: Any) -> None:
+        """Write what the job has reported, and what it reports from now on, to experiment trackers.
+
+        One that has tracked the job before, as by `distribute(..., track=...)`, continues where it stopped.
+
+        Args:
+            track: As for `distribute`.
+
+        Raises:
+            ConfigError: There is no such tracker, or its package is not installed here.
+        """
+        chosen = trackers.resolve(track)
+        if self._track is not None:
+            self._track(self, chosen)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.manifests import PodSettings, kind_of
 from kale_dist.places import Docker, Kubernetes, Local, Place
 from kale_dist.spec import JobSpec, Topology
+from kale_dist.trackers import Tracker
 from kale_dist.wording import closest
 
 PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes) for field in dataclasses.fields(kind)))
@@ -59,6 +60,8 @@ class Run:
     """Sentences for the user about what may be a mistake."""
     notes: tuple[str, ...] = ()
     """Sentences about what was chosen."""
+    track: tuple[Tracker, ...] = ()
+    """Where its metrics are written."""
 
 
 def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def _settled(options: Options, backend: Backend, place: Place, machine: Machine 
         environment=options.environment,
         policy=options.policy,
     )
-    run = Run(backend=backend, name=options.name, spec=spec)
+    run = Run(backend=backend, name=options.name, spec=spec, track=options.track)
     if isinstance(place, Local):
         return _on_machine(run, options, machine or _this_machine(options.cuda), rank_bytes)
     return _in_pods(run, options, place)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import names, records, weights
+from kale_dist import names, records, tracking, weights
 from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.errors import BackendError, SnapshotError, warn
@@ -98,7 +98,9 @@ def start(call: Call, run: Run) -> Job[Any]:
         elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
             targets = weights.remember(together(models), None)
         ref = run.backend.submit(run.backend.plan(spec), key)
-    return handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
+    job = handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
+    tracking.begin(job, run.track, tracking.params_of(call.kwargs) if call.kind == "training" else {})
+    return job
 
 
 def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
@@ -168,7 +170,7 @@ def handle(
     )  # fmt: skip
     job: Job[Any] = Job(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
-        again=functools.partial(_again, backend),
+        again=functools.partial(_again, backend), track=tracking.again,
     )  # fmt: skip
     inside(job).after_wait.append(Pictures(records.files(ref.record_name).events).show)
     with _jobs_lock:

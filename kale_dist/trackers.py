@@ -1,0 +1,256 @@
+"""Experiment trackers: their settings, as `track=` takes them, and how each writes a job's metrics.
+
+They write in the notebook's process, from the events that every backend sends: images and pods need no tracker's package
+and no credentials, and a tracker that fails cannot disturb the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from kale_dist.contract import StateName
+from kale_dist.errors import ConfigError
+from kale_dist.status import MetricRow
+from kale_dist.wording import closest
+
+_MLFLOW_BATCH = 1000
+"""Metrics that MLflow's server takes in one request."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What a tracker is told of a job before its metrics."""
+
+    name: str
+    ref: str
+    params: Mapping[str, Any]
+    """Numbers and words that decide the training: epochs, batch size, learning rate, strategy, processes, seed."""
+    tags: Mapping[str, str]
+    """Where it comes from: the snapshot's digest, git's commit and a hash of what is not committed, versions."""
+
+
+class Writer(Protocol):
+    """Writes one job to one tracker."""
+
+    run_id: str
+    """The tracker's own name of the run, with which another writer continues it; empty where it needs none."""
+
+    def log(self, rows: Sequence[MetricRow], first: int) -> None:
+        """Write some rows.
+
+        Args:
+            rows: New rows, in order.
+            first: How many rows came before them.
+        """
+
+    def end(self, state: StateName, model: pathlib.Path | None) -> None:
+        """The job has ended.
+
+        Args:
+            state: How.
+            model: A file with the trained state dict, if it has one and `model` was asked for.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBoard:
+    """Event files for TensorBoard, in a folder for each job. Needs the package `tensorboard`."""
+
+    word: ClassVar[str] = "tensorboard"
+    package: ClassVar[str] = "tensorboard"
+
+    folder: str = "runs"
+    """The folder that `%tensorboard --logdir` gets; each job has a folder of its name in it."""
+
+    @property
+    def model(self) -> bool:
+        """Whether the tracker keeps the trained model: this one cannot."""
+        return False
+
+    def open(self, run: TrackedRun, run_id: str) -> Writer:
+        """Begin a run, or continue the one of this identifier."""
+        return _TensorBoardWriter(self, run, run_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MLflow:
+    """A run of MLflow, on a server or in a local folder. Needs the package `mlflow` or `mlflow-skinny`."""
+
+    word: ClassVar[str] = "mlflow"
+    package: ClassVar[str] = "mlflow"
+
+    uri: str | None = None
+    """The tracking server's URL, or a local one such as `sqlite:///mlflow.db`; None for MLflow's own default (`MLFLOW_TRACKING_URI`)."""
+    experiment: str = "kale-dist"
+    model: bool = True
+    """Whether the trained state dict is stored as the artifact `model.pt`."""
+
+    def open(self, run: TrackedRun, run_id: str) -> Writer:
+        """Begin a run, or continue the one of this identifier."""
+        return _MLflowWriter(self, run, run_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WandB:
+    """A run of Weights & Biases. Needs the package `wandb`."""
+
+    word: ClassVar[str] = "wandb"
+    package: ClassVar[str] = "wandb"
+
+    project: str = "kale-dist"
+    mode: str = "online"
+    """`online` (log in with `wandb login` before the call), or `offline`: `wandb sync` sends the folder later."""
+    folder: str = "."
+    """Where W&B makes its folder `wandb`."""
+    model: bool = True
+    """Whether the trained state dict is stored as a file of the run."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("online", "offline"):
+            raise ConfigError("mode", f"{self.mode!r} is not a mode", "Use 'online' or 'offline'")
+
+    def open(self, run: TrackedRun, run_id: str) -> Writer:
+        """Begin a run, or continue the one of this identifier."""
+        return _WandBWriter(self, run, run_id)
+
+
+Tracker = TensorBoard | MLflow | WandB
+
+_TRACKERS: dict[str, type[Tracker]] = {one.word: one for one in (TensorBoard, MLflow, WandB)}
+
+
+def resolve(track: Any) -> tuple[Tracker, ...]:
+    """What `track=` was given, as settings.
+
+    Args:
+        track: None, a word, settings, or a list of words and settings.
+
+    Raises:
+        ConfigError: A word is unknown, or a tracker's package is not installed here.
+    """
+    if track is None:
+        return ()
+    given = list(track) if isinstance(track, list | tuple) else [track]
+    found = tuple(_checked(one) for one in given)
+    words = [one.word for one in found]
+    if twice := next((word for word in words if words.count(word) > 1), None):
+        raise ConfigError("track", f"it names {twice} twice", "Name each tracker once")
+    return found
+
+
+def _checked(one: Any) -> Tracker:
+    if isinstance(one, str) and one in _TRACKERS:
+        one = _TRACKERS[one]()
+    if not isinstance(one, Tracker):
+        near = closest(one, tuple(_TRACKERS)) if isinstance(one, str) else ""
+        words = ", ".join(map(repr, _TRACKERS))
+        remedy = f"{near}Use one of {words}, or settings such as kale_dist.trackers.MLflow(uri=...)"
+        raise ConfigError("track", f"there is no tracker {one!r}", remedy)
+    if importlib.util.find_spec(one.package) is None:
+        problem = f"{one.word} needs the package {one.package}, which is not installed here"
+        raise ConfigError("track", problem, f"Run: pip install {one.package}")
+    return one
+
+
+def series(rows: Sequence[MetricRow], first: int) -> Iterator[tuple[MetricRow, str, float, int]]:
+    """Each value of some rows, with the name of its series and its step: the row's, else its epoch, else a running number."""
+    for number, row in enumerate(rows, start=first):
+        step = row.step if row.step is not None else row.epoch if row.epoch is not None else number
+        # What a step returned is an average over ranks.
+        rank = f"/rank {row.rank}" if row.source == "report" and row.rank else ""
+        for name, value in row.values:
+            yield row, f"{row.source}/{name}{rank}", value, step
+
+
+class _TensorBoardWriter:
+    run_id = ""
+
+    def __init__(self, settings: TensorBoard, run: TrackedRun, _run_id: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(pathlib.Path(settings.folder) / run.name))
+        rows = "".join(f"| {name} | {value} |\n" for name, value in (*run.params.items(), *run.tags.items()))
+        self._writer.add_text("job", f"{run.ref}\n\n| | |\n|---|---|\n{rows}")
+
+    def log(self, rows: Sequence[MetricRow], first: int) -> None:
+        for row, name, value, step in series(rows, first):
+            self._writer.add_scalar(name, value, step, row.time)
+        self._writer.flush()
+
+    def end(self, _state: StateName, _model: pathlib.Path | None) -> None:
+        self._writer.close()
+
+
+class _MLflowWriter:
+    def __init__(self, settings: MLflow, run: TrackedRun, run_id: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param, RunTag
+
+        self._client = MlflowClient(tracking_uri=settings.uri)
+        if run_id:
+            self.run_id = run_id
+            self._client.set_terminated(run_id, "RUNNING")
+            return
+        found = self._client.get_experiment_by_name(settings.experiment)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(settings.experiment)
+        self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        params = [Param(_key(name), str(value)) for name, value in run.params.items()]
+        tags = [RunTag(_key(name), value) for name, value in {"job": run.ref, **run.tags}.items()]
+        self._client.log_batch(self.run_id, params=params, tags=tags)
+
+    def log(self, rows: Sequence[MetricRow], first: int) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(_key(name), value, int(row.time * 1000), step) for row, name, value, step in series(rows, first)
+        ]
+        for begin in range(0, len(metrics), _MLFLOW_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[begin : begin + _MLFLOW_BATCH])
+
+    def end(self, state: StateName, model: pathlib.Path | None) -> None:
+        if model is not None:
+            self._client.log_artifact(self.run_id, str(model))
+        words = {StateName.SUCCEEDED: "FINISHED", StateName.CANCELLED: "KILLED"}
+        self._client.set_terminated(self.run_id, words.get(state, "FAILED"))
+
+
+def _key(name: str) -> str:
+    """A name that MLflow takes."""
+    return re.sub(r"[^\w\-./: ]", "_", name)
+
+
+class _WandBWriter:
+    def __init__(self, settings: WandB, run: TrackedRun, run_id: str) -> None:
+        import wandb
+
+        if settings.mode == "online" and not wandb.api.api_key:
+            # W&B would wait for a key to be typed.
+            raise ConfigError("track", "Weights & Biases has no login here", "Run `wandb login`, or use mode='offline'")
+        self._run = wandb.init(
+            project=settings.project, name=run.name, config={**run.params, **run.tags, "job": run.ref},
+            mode="offline" if settings.mode == "offline" else "online", dir=settings.folder, id=run_id or None, resume="allow" if run_id else None,
+            reinit="create_new", settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+        self.run_id = str(self._run.id)
+
+    def log(self, rows: Sequence[MetricRow], first: int) -> None:
+        for number, row in enumerate(rows, start=first):
+            values = {name: value for _, name, value, _ in series((row,), number)}
+            place = {"epoch": row.epoch, "step": row.step}
+            self._run.log({**values, **{name: count for name, count in place.items() if count is not None}})
+
+    def end(self, state: StateName, model: pathlib.Path | None) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._run.finish, exit_code=int(state is not StateName.SUCCEEDED))
+            if model is not None:
+                # W&B links files from elsewhere, and this one is about to be removed.
+                inside = pathlib.Path(self._run.dir) / model.name
+                shutil.copyfile(model, inside)
+                self._run.save(str(inside), base_path=str(inside.parent), policy="now")
