@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Layout, Settings
+from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +20,39 @@ class DDP(Settings):
     word: ClassVar[str] = "ddp"
     home: ClassVar[str] = "ddp.DataParallel"
 
+    exchange: str | None = None
+    """How gradients are summed: `shared-memory` (CPU ranks of one machine), `torch` (gloo, NCCL), or, for teaching and
+    comparison, `ring` and `driver`. None takes shared memory where it can, else torch."""
+    compress: str | None = None
+    """`fp16`, `bf16` or `powersgd`: fewer bytes, and gradients that are not exact. Needs `exchange="torch"` or None."""
     bucket_mib: float = 25.0
     """Gradients are exchanged in buckets of about this size, in MiB."""
     average_buffers: bool = True
     """Whether floating-point buffers (BatchNorm's statistics) are averaged over ranks after each epoch."""
 
     def __post_init__(self) -> None:
+        refuse_choice("exchange", self.exchange, (None, "torch", "shared-memory", "ring", "driver"))
+        refuse_choice("compress", self.compress, (None, "fp16", "bf16", "powersgd"))
+        if self.compress is not None and self.exchange not in (None, "torch"):
+            problem = (
+                f"compress={self.compress!r} is torch's, and exchange={self.exchange!r} sends gradients as they are"
+            )
+            raise ConfigError("strategy", problem, "Leave out one of them")
         size = self.bucket_mib
         if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
             raise ConfigError("strategy", f"bucket_mib={size!r} is not a positive number", "Give such as 25.0")
+
+    def check(self, given: Conditions) -> None:
+        """Shared memory is for CPU ranks of one machine."""
+        if self.exchange == "shared-memory":
+            is_one_machine = given.is_local or given.processes_per_pod >= given.number_of_processes
+            if given.cuda or not is_one_machine:
+                where = "these train on GPUs" if given.cuda else "these are in several pods"
+                problem = f"exchange='shared-memory' is for CPU ranks of one machine, and {where}"
+                raise ConfigError("strategy", problem, "Leave exchange out, or use exchange='torch'")
+        if self.exchange in ("ring", "driver") and given.cuda:
+            problem = f"exchange={self.exchange!r} is for CPU ranks, and these train on GPUs"
+            raise ConfigError("strategy", problem, "Leave exchange out, or use exchange='torch'")
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has a shard of its own."""
@@ -37,5 +61,6 @@ class DDP(Settings):
             shard=rank,
             peers=(rank,),
             replicas=tuple(range(world_size)),
+            exact=self.compress is None,
             part=f"shard {rank} of {world_size}",
         )

@@ -5,7 +5,12 @@ from one_process import compare, compare_in_notebook
 
 from kale_dist.strategies import DDP
 
-EXACT = [DDP(), DDP(bucket_mib=1e-5)]
+EXACT = [
+    DDP(),
+    DDP(exchange="torch", bucket_mib=1e-5),
+    DDP(exchange="ring", bucket_mib=1e-3),
+    DDP(exchange="driver"),
+]
 
 
 @pytest.mark.parametrize("strategy", EXACT, ids=repr)

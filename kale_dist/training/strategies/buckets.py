@@ -1,4 +1,4 @@
-"""How gradients are sent: dense ones side by side in flat buffers, sparse ones by rows."""
+"""Gradients side by side in flat buffers, which an exchange sums over ranks; sparse ones by rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.training.group import Group
+from kale_dist.training.strategies.exchanges import Exchange
 
 
 class Bucket:
@@ -18,23 +19,31 @@ class Bucket:
     Args:
         parameters: In the order in which their gradients are expected.
         group: The ranks.
+        exchange: Sums the buffer.
+        index: The bucket's number in the order of exchange.
         extra: Numbers after the gradients, for the caller's own use.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Group, extra: int = 0) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], group: Group, exchange: Exchange, index: int, extra: int = 0
+    ) -> None:
         self.parameters = list(parameters)
+        self.index = index
+        self.is_last = False
+        """Whether it is the last of the exchange."""
         self._group = group
+        self._exchange = exchange
         self.ready = 0
         self.work: Any = None
         first = self.parameters[0]
-        sizes = [_real(p.detach()).numel() for p in self.parameters]
-        self._flat = torch.empty(sum(sizes) + extra, dtype=_real(first.detach()).dtype, device=first.device)
-        pieces = torch.split(self._flat, [*sizes, extra])
-        self._views = [piece.view(_real(p.detach()).shape) for piece, p in zip(pieces, self.parameters, strict=False)]
+        sizes = [real(p.detach()).numel() for p in self.parameters]
+        self.flat = torch.empty(sum(sizes) + extra, dtype=real(first.detach()).dtype, device=first.device)
+        pieces = torch.split(self.flat, [*sizes, extra])
+        self.views = [piece.view(real(p.detach()).shape) for piece, p in zip(pieces, self.parameters, strict=False)]
         self.extra = pieces[-1]
-        self._body = self._flat[: sum(sizes)]
+        self._body = self.flat[: sum(sizes)]
         # Half floats overflow when summed; the others keep the last bit by dividing after.
-        self._divide_first = self._flat.dtype in (torch.float16, torch.bfloat16)
+        self._divide_first = not exchange.averages and self.flat.dtype in (torch.float16, torch.bfloat16)
 
     @property
     def is_full(self) -> bool:
@@ -49,18 +58,18 @@ class Bucket:
     def launch(self) -> None:
         """Copy the gradients in and start the sum over ranks."""
         views, gradients = [], []
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
             else:
                 views.append(view)
-                gradients.append(_real(gradient.to_dense() if gradient.is_sparse else gradient))
+                gradients.append(real(gradient.to_dense() if gradient.is_sparse else gradient))
         if views:
             torch._foreach_copy_(views, gradients)
         if self._divide_first:
-            self._flat.div_(self._group.world_size)
-        self.work = dist.all_reduce(self._flat, group=self._group.world, async_op=True)
+            self.flat.div_(self._group.world_size)
+        self.work = self._exchange.start(self)
 
     def wait(self) -> None:
         """Wait for the sum."""
@@ -74,10 +83,10 @@ class Bucket:
         Args:
             used: For each parameter, whether any rank has a gradient; where none has, none is made.
         """
-        if not self._divide_first:
+        if not (self._divide_first or self._exchange.averages):
             self._body.mul_(1 / self._group.world_size)
         gradients, views = [], []
-        for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
+        for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
             if not is_used:
                 continue
             gradient = parameter.grad
@@ -85,14 +94,14 @@ class Bucket:
                 whole = torch.view_as_complex(view) if parameter.is_complex() else view
                 parameter.grad = whole.clone(memory_format=torch.preserve_format)
             else:
-                gradients.append(_real(gradient))
+                gradients.append(real(gradient))
                 views.append(view)
         if gradients:
             torch._foreach_copy_(gradients, views)
 
 
 def fill_buckets(
-    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int, group: Group
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int, group: Group, exchange: Exchange
 ) -> tuple[list[Bucket], Tensor]:
     """Lay parameters out in buckets, last parameter first, as backward passes make gradients in about that order.
 
@@ -101,6 +110,7 @@ def fill_buckets(
         bucket_bytes: A bucket that has reached this size is closed.
         controls: Count of numbers to exchange along with the gradients.
         group: The ranks.
+        exchange: Sums the buckets.
 
     Returns:
         The buckets in the order of their exchange, and the tensor of the control numbers on the gradients' device: a
@@ -110,21 +120,29 @@ def fill_buckets(
     open_groups: dict[Any, list[torch.nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     for parameter in reversed(parameters):
-        key = (parameter.device, _real(parameter.detach()).dtype)
+        key = (parameter.device, real(parameter.detach()).dtype)
         if key not in open_groups or sizes[key] >= bucket_bytes:
             open_groups[key] = []
             sizes[key] = 0
             groups.append(open_groups[key])
         open_groups[key].append(parameter)
         sizes[key] += parameter.numel() * parameter.element_size()
-    if groups and _real(groups[-1][0].detach()).dtype in (torch.float32, torch.float64):
-        carrier = Bucket(groups[-1], group, extra=controls)
-        return [*(Bucket(members, group) for members in groups[:-1]), carrier], carrier.extra
+    is_exact = bool(groups) and not exchange.averages
+    if is_exact and real(groups[-1][0].detach()).dtype in (torch.float32, torch.float64):
+        extras = [0] * (len(groups) - 1) + [controls]
+        buckets = [
+            Bucket(members, group, exchange, index, extra)
+            for index, (members, extra) in enumerate(zip(groups, extras, strict=True))
+        ]
+        return buckets, buckets[-1].extra
+    buckets = [Bucket(members, group, exchange, index) for index, members in enumerate(groups)]
+    if buckets:
+        buckets[-1].is_last = True
     device = groups[-1][0].device if groups else group.device
-    return [Bucket(members, group) for members in groups], torch.empty(controls, dtype=torch.float32, device=device)
+    return buckets, torch.empty(controls, dtype=torch.float32, device=device)
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones, which every backend can sum."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,15 +27,20 @@ from torch import Tensor
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
-from kale_dist.training.strategies.buckets import Bucket, average_sparse, fill_buckets, sparse_parameters
+from kale_dist.training.strategies.buckets import Bucket, average_sparse, fill_buckets, real, sparse_parameters
+from kale_dist.training.strategies.compression import Half, PowerSGD
+from kale_dist.training.strategies.exchanges import AllReduce, Driver, Exchange, Ring
 from kale_dist.training.strategies.protocol import Parts
 from kale_dist.training.strategies.replica import Replica
+from kale_dist.training.strategies.shared_memory import SharedMemory, SharedSum
 
 _SLOTS = 8
 """Control numbers that tell batches apart: the batch's number modulo this."""
 
 _SKIPPED, _LEFT = _SLOTS, _SLOTS + 1
 _CONTROLS = _SLOTS + 2
+_NOTES = 3
+"""Bytes of a note in shared memory before those of the parameters: batch, skipped, left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +65,15 @@ class DataParallel(Replica):
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self.average_buffers = self.settings.average_buffers
+        self._exchange: Exchange | None = None
+        self._sum: SharedSum | None = None
+        self._shares_memory = False
+        self._told_bytes = 0.0
+        self._bytes_before = 0
+        """Written to memory that is not used any more."""
         self._bucket_bytes = max(1, int(self.settings.bucket_mib * 2**20))
         self._trainable: list[torch.nn.Parameter] = []
+        self._dense: list[torch.nn.Parameter] = []
         self._flags: list[bool] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -76,6 +89,34 @@ class DataParallel(Replica):
         roots = [root for root in (parts.model, parts.criterion) if isinstance(root, torch.nn.Module)]
         self._sparse_ids = sparse_parameters(module for root in roots for module in root.modules())
         super().prepare(parts, stack)
+        if not parts.column.is_alone:
+            self._choose(stack)
+
+    def _choose(self, stack: contextlib.ExitStack) -> None:
+        """Find out by which way gradients are exchanged, together with all ranks."""
+        column, wanted, compress = self.parts.column, self.settings.exchange, self.settings.compress
+        if wanted == "shared-memory" or (wanted is None and compress is None and column.device.type == "cpu"):
+            try:
+                SharedMemory(column, 1, 1).close()
+                self._shares_memory = True
+                stack.callback(self._close_memory)
+            except OSError as error:
+                if wanted is not None:
+                    raise KaleDistError(
+                        f"exchange='shared-memory' does not work here: {error.strerror}. Leave it out"
+                    ) from None
+        if compress == "powersgd":
+            self._exchange = PowerSGD(column)
+        elif compress is not None:
+            self._exchange = Half(column, compress)
+        else:
+            self._exchange = {"ring": Ring, "driver": Driver}.get(wanted or "", AllReduce)(column)
+
+    def _close_memory(self) -> None:
+        if self._sum is not None:
+            self._sum.memory.close()
+            self._bytes_before += self._sum.bytes_written
+            self._sum = None
 
     def _refresh(self) -> None:
         """Lay out the buckets again if parameters came, were frozen or unfrozen."""
@@ -84,12 +125,17 @@ class DataParallel(Replica):
             return
         self._flags = flags
         self._trainable = [p for p, wanted in zip(self.parameters.values(), flags, strict=True) if wanted]
-        dense = [p for p in self._trainable if id(p) not in self._sparse_ids]
-        controls = _CONTROLS + len(self._trainable)
-        self._buckets, self._control = fill_buckets(dense, self._bucket_bytes, controls, self.parts.column)
-        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._dense = [p for p in self._trainable if id(p) not in self._sparse_ids]
+        self._close_memory()
         self._overlap = False
         self._next_launch = 0
+        if self._shares_memory or self._exchange is None:
+            return
+        controls = _CONTROLS + len(self._trainable)
+        self._buckets, self._control = fill_buckets(
+            self._dense, self._bucket_bytes, controls, self.parts.column, self._exchange
+        )
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
 
     # -- a backward pass -------------------------------------------------------------------------------------------
 
@@ -108,6 +154,8 @@ class DataParallel(Replica):
 
     def gradient_is_complete(self, parameter: Tensor) -> None:
         """Send each bucket as soon as it is full."""
+        if self._shares_memory:
+            return
         key = id(parameter)
         if not self._overlap:
             if key in self._fired:
@@ -140,6 +188,9 @@ class DataParallel(Replica):
         """
         self._verify()
         self._refresh()
+        if self._shares_memory:
+            self._reduce_in_memory(skipped=skipped, left=left)
+            return
         with torch.no_grad():
             mine = self._write_controls(skipped=skipped, left=left)
             for bucket in self._buckets[self._next_launch :]:
@@ -162,6 +213,56 @@ class DataParallel(Replica):
         # A pass that gave each gradient once has shown that buckets may be sent before its end.
         if self._fired and self._may_overlap and len(self._buckets) > 1:
             self._overlap = True
+
+    @torch.no_grad()
+    def _reduce_in_memory(self, *, skipped: bool, left: bool) -> None:
+        """Average through the memory that ranks share."""
+        if self._sum is None:
+            shapes = [real(parameter.detach()) for parameter in self._dense]
+            self._sum = SharedSum(shapes, _NOTES + len(self._trainable), self.parts.column)
+        tensors = []
+        for parameter in self._dense:
+            gradient = parameter.grad
+            if gradient is None:
+                tensors.append(torch.zeros_like(real(parameter.detach()), memory_format=torch.contiguous_format))
+            else:
+                tensors.append(real(gradient.to_dense() if gradient.is_sparse else gradient).contiguous())
+        mine = [parameter.grad is not None for parameter in self._trainable]
+        here = self.parts.pace.batches
+        notes = self._sum.average(tensors, bytes((here % _SLOTS, skipped, left, *mine)))
+        is_alike = not (skipped or left) and all(note == notes[0] for note in notes)
+        used = mine if is_alike else _checked(_sums(notes), here, len(notes))
+        is_used = {id(p): one for p, one in zip(self._trainable, used, strict=True)}
+        for parameter, tensor in zip(self._dense, tensors, strict=True):
+            gradient = parameter.grad
+            if gradient is None and not is_used[id(parameter)]:
+                continue
+            mean = torch.view_as_complex(tensor) if parameter.is_complex() else tensor
+            if gradient is None or gradient.is_sparse:
+                parameter.grad = mean
+            elif not gradient.is_contiguous():
+                gradient.copy_(mean)
+        for parameter in self._trainable:
+            if id(parameter) in self._sparse_ids and is_used[id(parameter)]:
+                average_sparse(parameter, self.parts.column)
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes that were sent, or written into shared memory, since the last call."""
+        if self._exchange is None:
+            return {}
+        written = self._bytes_before + (self._sum.bytes_written if self._sum is not None else 0)
+        total = self._exchange.bytes_sent + written
+        new, self._told_bytes = total - self._told_bytes, total
+        return {"bytes_sent": new}
+
+    def own_state(self) -> dict[str, Any]:
+        """Residuals of the compression."""
+        return {} if self._exchange is None else self._exchange.state()
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `own_state`."""
+        if self._exchange is not None:
+            self._exchange.load(state)
 
     def end_epoch(self) -> None:
         """Look at the last control numbers, then average the buffers."""
@@ -191,37 +292,53 @@ class DataParallel(Replica):
         self._sent = _Sent(self.parts.pace.batches, numbers, arrived)
 
     def _verify(self) -> list[bool]:
-        """Look at the control numbers of the last exchange, if that has not been done.
-
-        Returns:
-            Whether any rank had a gradient, for each parameter.
-
-        Raises:
-            KaleDistError: The ranks were not at the same place.
-        """
+        """Look at the control numbers of the last exchange, if that has not been done; see `_checked`."""
         sent, self._sent = self._sent, None
         if sent is None:
             return []
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        world, here, numbers = self.parts.column.world_size, sent.batch, sent.numbers.tolist()
-        if numbers[_LEFT] not in (0, world):
-            raise KaleDistError(
-                f"train_step left the loop over its loader on {numbers[_LEFT]:.0f} of {world} ranks only, here after or"
-                f" before batch {here}. All ranks must take the same steps: decide on a value that is equal on all,"
-                ' or return {"stop": True} at the end of the epoch'
-            )
-        if numbers[here % _SLOTS] != world:
-            raise KaleDistError(
-                f"The ranks exchange gradients of different batches (this rank is at batch {here}). Call backward()"
-                " equally often on every rank, whatever the data"
-            )
-        if numbers[_SKIPPED] not in (0, world):
-            raise KaleDistError(
-                f"train_step made no backward pass in batch {here} on {numbers[_SKIPPED]:.0f} of {world} ranks."
-                " Every rank must call backward() in the same steps: multiply the loss by 0 instead of skipping a batch"
-            )
-        return [number > 0 for number in numbers[_CONTROLS:]]
+        return _checked(sent.numbers.tolist(), sent.batch, self.parts.column.world_size)
+
+
+def _sums(notes: Sequence[bytes]) -> list[float]:
+    """The control numbers that an exchange by buckets would have summed, of notes in shared memory."""
+    numbers = [0.0] * _CONTROLS
+    for batch, skipped, left, *_ in notes:
+        numbers[batch] += 1.0
+        numbers[_SKIPPED] += skipped
+        numbers[_LEFT] += left
+    return [*numbers, *map(float, map(sum, zip(*(note[_NOTES:] for note in notes), strict=True)))]
+
+
+def _checked(numbers: Sequence[float], here: int, world: int) -> list[bool]:
+    """Whether any rank had a gradient, for each parameter.
+
+    Args:
+        numbers: Sums over ranks of the control numbers.
+        here: The number of this rank's batch.
+        world: How many ranks there are.
+
+    Raises:
+        KaleDistError: The ranks were not at the same place.
+    """
+    if numbers[_LEFT] not in (0, world):
+        raise KaleDistError(
+            f"train_step left the loop over its loader on {numbers[_LEFT]:.0f} of {world} ranks only, here after or"
+            f" before batch {here}. All ranks must take the same steps: decide on a value that is equal on all,"
+            ' or return {"stop": True} at the end of the epoch'
+        )
+    if numbers[here % _SLOTS] != world:
+        raise KaleDistError(
+            f"The ranks exchange gradients of different batches (this rank is at batch {here}). Call backward()"
+            " equally often on every rank, whatever the data"
+        )
+    if numbers[_SKIPPED] not in (0, world):
+        raise KaleDistError(
+            f"train_step made no backward pass in batch {here} on {numbers[_SKIPPED]:.0f} of {world} ranks."
+            " Every rank must call backward() in the same steps: multiply the loss by 0 instead of skipping a batch"
+        )
+    return [number > 0 for number in numbers[_CONTROLS:]]
 
 
 def _nested_error() -> KaleDistError:

@@ -145,10 +145,10 @@ BODIES = [by_method, by_parts, clipping, two_backwards, by_hand, checkpointed, s
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("bucket_mib", [25.0, 1e-5])
-def test_any_step_equals_one_process(ranks, body, bucket_mib):
+@pytest.mark.parametrize("strategy", [DDP(), DDP(exchange="torch"), DDP(exchange="torch", bucket_mib=1e-5)], ids=repr)
+def test_any_step_equals_one_process(ranks, body, strategy):
     def job():
-        return run(body, strategy=DDP(bucket_mib=bucket_mib))
+        return run(body, strategy=strategy)
 
     own = ranks(2, job)
     expected = plain(body, 2)
@@ -393,7 +393,7 @@ def late(body, **options):
     kept = DataParallel._reads_late
     DataParallel._reads_late = property(lambda _: True)
     try:
-        return run(body, **options)
+        return run(body, strategy=DDP(exchange="torch"), **options)
     finally:
         DataParallel._reads_late = kept
 
@@ -415,7 +415,7 @@ def test_control_numbers_that_are_read_late_change_nothing(ranks, world):
         optimizer.step()
 
     for body in (plain_step, sometimes_spare):
-        expected = ranks(world, lambda body=body: run(body))[0]
+        expected = ranks(world, lambda body=body: run(body, strategy=DDP(exchange="torch")))[0]
         for found in ranks(world, lambda body=body: late(body)):
             assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
