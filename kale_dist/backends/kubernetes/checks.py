@@ -145,6 +145,9 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
     sums = list(quota_sums(namespace.quotas, kind, groups))
     # The dry run of one pod says less of the same.
     found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
+    # So does Trainer's webhook of a runtime that does not exist.
+    has_no_runtime = any(item.name == "runtime" for item in found)
+    found = [item for item in found if not (has_no_runtime and item.name == "webhook")]
     found += missing_rights(cluster, kind, namespace.granted)
     # The pods of both kinds may be refused alike.
     by_name = {(item.name, item.trouble.sentence): item for item in found}
