@@ -426,7 +426,7 @@ def _run(options: argparse.Namespace) -> int:
         from kale_dist.notebook_runner import documents, execution, in_cluster
     except ImportError as error:
         missing = f"{error.name} is not installed"
-        raise ConfigError("run", missing, "Install what it needs: pip install 'kale-dist[notebook]'") from error
+        raise ConfigError("run", missing, f"Install what it needs: {wording.install('notebook')}") from error
     pod = {name: wording.parse(value) for name, value in options.pod.items()}
     pod |= {name: getattr(options, name) for name in ("image", "packages", "namespace") if getattr(options, name)}
     if options.in_cluster:

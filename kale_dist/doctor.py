@@ -18,6 +18,7 @@ import tempfile
 
 from kale_dist import records
 from kale_dist.errors import StoreError
+from kale_dist.wording import install
 
 _GIB = 1 << 30
 _TORCH_TIMEOUT_S = 120.0
@@ -90,7 +91,7 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
         if package == "kale_dist":
             raise
         sentence = f"{package!r} is not installed in this Python"
-        return (*here, _failed("package", sentence, f"pip install 'kale-dist[{on}]'"))
+        return (*here, _failed("package", sentence, install(on)))
     return (
         *here,
         *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
@@ -199,7 +200,7 @@ def _notebook() -> Check:
     missing = [name for name in ("ipykernel", "nbclient", "nbformat") if importlib.util.find_spec(name) is None]
     if missing:
         sentence = f"{', '.join(missing)} not installed; only `kale-dist run` needs it"
-        return _warning("notebooks", sentence, "pip install 'kale-dist[notebook]'")
+        return _warning("notebooks", sentence, install("notebook"))
     return _ok("notebooks", "can be executed by `kale-dist run`")
 
 

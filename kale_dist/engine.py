@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import BackendError, BackendUnavailableError
+from kale_dist.wording import install
 
 if TYPE_CHECKING:
     import docker
@@ -132,7 +133,7 @@ def connect(base_url: str | None = None) -> Engine:
     except ModuleNotFoundError as error:
         raise BackendUnavailableError(
             f"The package {error.name!r}, by which a Docker engine is reached, is not installed in this Python. Install it: "
-            "pip install 'kale-dist[docker]'"
+            f"{install('docker')}"
         ) from None
     if base_url is None:
         base_url = os.environ.get("DOCKER_HOST") or _context_url()

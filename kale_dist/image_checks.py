@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kale_dist import names
 from kale_dist.errors import ConfigError
 from kale_dist.recipe import BUILDERS, LAYERS, ImageFile, Recipe
-from kale_dist.wording import closest, shorten, show
+from kale_dist.wording import closest, install, shorten, show
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -204,5 +204,5 @@ def _parser(argument: str) -> ModuleType:
         from kale_dist.image import requirements
     except ModuleNotFoundError as error:
         problem = f"images are made with the package {error.name}, which is not installed"
-        raise ConfigError(argument, problem, "pip install 'kale-dist[images]'") from error
+        raise ConfigError(argument, problem, install("images")) from error
     return requirements

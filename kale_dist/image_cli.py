@@ -1,12 +1,9 @@
-"""`kale-dist image`: make images for jobs ahead of time, and see those there are."""
+"""`kale-dist image`: make images for jobs ahead of time."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kale_dist import config, image_checks, records
 from kale_dist.blobs import FolderStore
@@ -14,15 +11,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
 from kale_dist.recipe import BUILDERS, Recipe
 from kale_dist.runtime import loading
-from kale_dist.view import plain
-
-if TYPE_CHECKING:
-    from kale_dist.image.catalog import Made
-    from kale_dist.image.reference import Reference
-    from kale_dist.image.registry import Registry
-
-_MIB = 1 << 20
-_SHOWN_PACKAGES = 4
+from kale_dist.wording import install
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,17 +20,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     Args:
         commands: Of the parser that it becomes part of.
     """
-    what = "make images for jobs, list and show them"
+    what = "make images for jobs ahead of time"
     parser = commands.add_parser("image", help=what, description=f"{what[:1].upper()}{what[1:]}.")
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        made = inner.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
-        made.set_defaults(command=run)
-        made.add_argument("--registry", metavar="PLACE", help="registry.example.com/team (the configured one)")
-        return made
-
-    build = command("build", "make an image, unless it is there, and print its reference", _build)
+    build = inner.add_parser("build", help="make an image, unless it is there, and print its reference")
+    build.set_defaults(command=_build)
+    build.add_argument("--registry", metavar="PLACE", help="registry.example.com/team (the configured one)")
     build.add_argument("--base", default="", metavar="IMAGE", help="what it is built on (the configured image)")
     for option, name, what in (
         ("--package", "REQUIREMENT", "such as einops==0.8"),
@@ -63,11 +48,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     build.add_argument("--allow-torch-change", action="store_true", help="let packages replace the base's torch")
     build.add_argument("--rebuild", action="store_true", help="make it although it is there")
-    listed = command("list", "list the images that were made for jobs", _list)
-    shown = command("show", "show what an image is made of", _show)
-    shown.add_argument("tag", metavar="TAG", help="kd-..., as `list` prints it")
-    for made in (listed, shown):
-        made.add_argument("--json", action="store_true", help="as JSON")
     asked = inner.add_parser("question", help="print the program that a base is asked with, to run where it can be run")
     asked.set_defaults(command=_question)
 
@@ -89,60 +69,15 @@ def _build(options: argparse.Namespace) -> int:
         remedy = "Name an image with Python and torch, or configure `image` (KALE_DIST_IMAGE)"
         raise ConfigError("--base", "nothing is named that the image is built on, and no image is configured", remedy)
     from kale_dist.image.resolve import resolve
-    from kale_dist.image.settle import keep_files
 
     with records.keeping_blobs():
         resolved = resolve(
-            keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
+            for_job.keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
             pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(),
             base_packages=_answer(options.base_packages), say=for_job.say, progress=for_job.Progress(),
         )  # fmt: skip
     for_job.say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
     print(resolved.reference)
-    return 0
-
-
-def _list(options: argparse.Namespace) -> int:
-    registry, home = _open(options)
-    from kale_dist.image import catalog
-
-    with registry:
-        found = catalog.images(registry, home.repository)
-    if options.json:
-        print(json.dumps([made.to_json() for made in found], indent=2))
-    elif not found:
-        print(f"There are no images in {home.name}.")
-    else:
-        rows = [(made.tag, f"{made.size / _MIB:,.0f} MiB", _base(made), _made_of(made)) for made in found]
-        head = ("tag", "size", "base", "made of")
-        print("\n".join(plain.table(head, rows, right=frozenset((1,)))))
-    return 0
-
-
-def _show(options: argparse.Namespace) -> int:
-    registry, home = _open(options)
-    from kale_dist.image import catalog
-
-    with registry:
-        made = catalog.image(registry, home.repository, options.tag)
-    if options.json:
-        print(json.dumps(made.to_json(), indent=2))
-        return 0
-    recipe = made.recipe
-    facts = [("image", f"{home.name}@{made.digest}"), ("tag", made.tag), ("platform", made.platform)]
-    facts += [("base", made.base or "not said")]
-    for name, values in (
-        ("packages", recipe.packages if recipe else ()),
-        ("apt", recipe.apt if recipe else ()),
-        ("files", [file.path for file in recipe.files] if recipe else ()),
-        ("environment", [f"{key}={value}" for key, value in recipe.environment] if recipe else ()),
-        ("index URLs", recipe.index_urls if recipe else ()),
-    ):
-        facts += [(name if not number else "", value) for number, value in enumerate(values)]
-    facts += [("size", f"{made.size / _MIB:,.1f} MiB in {len(made.layers)} layers")]
-    facts += [("", f"{digest}  {size / _MIB:,.1f} MiB") for digest, size in made.layers]
-    width = max(len(name) for name, _ in facts)
-    print("\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in facts))
     return 0
 
 
@@ -173,18 +108,11 @@ def _place(options: argparse.Namespace, settings: config.Config) -> str:
         from kale_dist.image.resolve import repository_of
     except ModuleNotFoundError as error:
         missing = f"{error.name} is not installed"
-        raise ConfigError("image", missing, "Install what it needs: pip install 'kale-dist[images]'") from error
+        raise ConfigError("image", missing, f"Install what it needs: {install('images')}") from error
 
     place = options.registry if options.registry is not None else settings.registry
     repository_of(place, "--registry" if options.registry is not None else "registry")
     return str(place)
-
-
-def _open(options: argparse.Namespace) -> tuple[Registry, Reference]:
-    place = _place(options, config.load())
-    from kale_dist.image.resolve import open_registry
-
-    return open_registry(place)
 
 
 def _pair(option: str, text: str, example: str) -> tuple[str, str]:
@@ -192,23 +120,3 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     if not separator or not name:
         raise ConfigError(option, f"{text!r} has no '='", f"Write it as {example}")
     return name, value
-
-
-def _base(made: Made) -> str:
-    """The base without its digest's tail."""
-    name, _, digest = made.base.partition("@sha256:")
-    return f"{name}@{digest[:12]}" if digest else name
-
-
-def _made_of(made: Made) -> str:
-    recipe = made.recipe
-    if recipe is None:
-        return "not said"
-    parts: list[str] = [*_some(recipe.packages), *_some([f"apt {name}" for name in recipe.apt])]
-    parts += _some([file.path for file in recipe.files])
-    return ", ".join(parts) or ", ".join(name for name, _ in recipe.environment)
-
-
-def _some(values: Sequence[str]) -> list[str]:
-    more = len(values) - _SHOWN_PACKAGES
-    return [*values[:_SHOWN_PACKAGES], *([f"and {more} more"] if more > 0 else [])]

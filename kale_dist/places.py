@@ -18,7 +18,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.recipe import Recipe
 from kale_dist.resources import Resources, resources
 from kale_dist.volumes import Volume
-from kale_dist.wording import closest, show
+from kale_dist.wording import closest, install, show
 
 T = TypeVar("T")
 _Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
@@ -504,7 +504,7 @@ def _parsed(field: str, text: str) -> Any:
 
         return yaml.safe_load(text)
     except ModuleNotFoundError:
-        remedy = "Give a dict or a list, or pip install 'kale-dist[kubernetes]'"
+        remedy = f"Give a dict or a list, or {install('kubernetes')}"
         raise ConfigError(field, "to read it as text needs the package PyYAML", remedy) from None
     except yaml.YAMLError as error:
         problem = f"it cannot be read as YAML: {' '.join(str(error).split())}"

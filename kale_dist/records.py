@@ -209,16 +209,6 @@ def runs(name: str) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def newest_run(name: str) -> tuple[JobFiles, str, int]:
-    """The run whose outcomes count: its files, the name of its object, and the attempts of all runs before it.
-
-    Raises:
-        JobNotFoundError: There is no such job.
-    """
-    run = runs(name)[-1]
-    return run.files, run.object or read(name).spec.name, run.first_attempt
-
-
 def write_run(run: Run) -> None:
     """Write down a run, or what is new about it.
 

@@ -124,7 +124,7 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
         )
     image, recipe = run.spec.image, run.spec.recipe
     if recipe is not None:
-        from kale_dist.image.settle import settle
+        from kale_dist.image.for_job import settle
 
         imports = captured.snapshot.imports if run.auto_packages else None
         settled = settle(recipe, store, imports=imports, say=_say)

@@ -144,19 +144,6 @@ class UrlStore:
         with self._writing(name) as target:
             self._fs.put_file(str(path), target)
 
-    def delete_file(self, name: str) -> None:
-        """Delete a file of the store; one that is not there is left at that.
-
-        Args:
-            name: As in `get_file`.
-
-        Raises:
-            StoreError: The store cannot be written.
-        """
-        if self.exists(name):
-            with self._asking(f"delete {name}"):
-                self._fs.rm_file(self._path(name))
-
     def _path(self, name: str) -> str:
         parts = name.split("/")
         if any(part in {"", ".", ".."} for part in parts):

@@ -11,6 +11,19 @@ from typing import Any
 
 _SHOWN_CHARACTERS = 40
 
+EXTRAS = {
+    "docker": ("docker<8",),
+    "images": ("isal<2", "packaging", "urllib3<3", "uv<0.14"),
+    "kubernetes": ("kubernetes<38", "jsonpatch<2"),
+    "notebook": ("anywidget<0.12", "ipykernel<8", "nbclient<0.12"),
+}
+"""What parts of this library need, by the names of its extras; their other packages come with these."""
+
+
+def install(extra: str) -> str:
+    """The command that installs what a part of this library needs: `pip install 'docker<8'`."""
+    return "pip install " + " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
+
 
 def show(value: Any) -> str:
     """A value for a message: its text if that is short, else its type."""

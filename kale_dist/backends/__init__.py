@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kale_dist.backends.base import Backend, Place
 from kale_dist.errors import ConfigError
+from kale_dist.wording import install
 
 NAMES = ("local", "docker", "kubernetes")
 """The words that `on=` takes."""
@@ -34,7 +35,7 @@ def get(name: str) -> Backend:
             if package not in _ENGINE_PACKAGES:
                 raise
             problem = f"'docker' needs the package {package!r}, which is not installed in this Python"
-            raise ConfigError("on", problem, "Install it: pip install 'kale-dist[docker]'") from None
+            raise ConfigError("on", problem, f"Install it: {install('docker')}") from None
         return _followed(DockerPlace)
     if name == "kubernetes":
         try:
@@ -44,7 +45,7 @@ def get(name: str) -> Backend:
             if package not in _CLIENT_PACKAGES:
                 raise
             problem = f"'kubernetes' needs the package {package!r}, which is not installed in this Python"
-            raise ConfigError("on", problem, "Install it: pip install 'kale-dist[kubernetes]'") from None
+            raise ConfigError("on", problem, f"Install it: {install('kubernetes')}") from None
         return _followed(KubernetesPlace)
     raise KeyError(name)
 

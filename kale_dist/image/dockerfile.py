@@ -1,14 +1,13 @@
 """Images that BuildKit makes in the Docker engine: for recipes that run commands, and for users who prefer it.
 
-The engine is sent a Dockerfile and the recipe's files as one tar. What only the build needs (pip's settings with the
-passwords in them, certificates, caches) is mounted, so that nothing of it stays in the image. The log comes line by line; a
-build that fails shows the last lines, and one that is interrupted leaves nothing running.
+The engine is sent a folder with a Dockerfile and the recipe's files. What only the build needs (pip's settings with the
+passwords in them, certificates, caches) is mounted, so that nothing of it stays in the image. A build that fails shows the
+last lines of its log, and one that is interrupted leaves nothing running.
 """
 
 from __future__ import annotations
 
 import configparser
-import contextlib
 import dataclasses
 import functools
 import io
@@ -20,12 +19,10 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
-import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
 from kale_dist import engine as engines
 from kale_dist.blobs import FolderStore
@@ -37,9 +34,7 @@ from kale_dist.image.reference import Reference
 from kale_dist.recipe import Recipe
 
 Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
-_PIECE_BYTES = 1 << 20
 _MOUNTED = "/dev/shm/kale-dist"  # noqa: S108 - in memory: elsewhere the folder that is mounted on would stay in the image
 _KEPT = "/tmp/.kale-dist-kept"  # noqa: S108 - a file of the build's own container
 _ASKING_S = 30.0
@@ -48,20 +43,18 @@ _ENDING_S = 2.0
 _FIRST_WITHOUT = 23
 """Major version of docker's command line from which on BuildKit is a plugin."""
 
-_SHOWN = 110
-"""Characters of an instruction."""
 _SHOWN_LINES = 40
 
 _SECRETS = {"certificates.pem": "PIP_CERT", "pip.conf": "PIP_CONFIG_FILE", "netrc": "NETRC"}
 """Files that are mounted, and the variable that names each."""
 
-_LINE = re.compile(r"#(?P<vertex>\d+) (?P<said>.*)")
-_OUTPUT = re.compile(r"\d+\.\d+ ?(?P<text>.*)")
-_STEP = re.compile(r"\[(?:\S+ )?(?P<number>\d+)/(?P<of>\d+)\] (?P<instruction>.*)")
+_PREFIX = re.compile(r"#\d+ (?:\d+\.\d+ )?")
+"""What BuildKit puts before a line: the step's number, and the seconds since its begin where the step wrote the line."""
+
 _CHATTER = re.compile(
-    r"sha256:|DONE |copy /context|transferring |resolve |extracting |exporting |writing |naming |\[|\.\.\.|preparing "
+    r"#\d+ (?:sha256:|DONE |CACHED|copy /context|transferring |resolve |extracting |exporting |writing |naming |\[internal|"
+    r"\.\.\.|preparing )"
 )
-_CAUSE = re.compile(r"(?:ERROR|error|failed to|executor failed|process \")")
 
 _TROUBLES = (
     (r"no space left on device|disk quota exceeded", "the engine's disk is full", "`docker system df` shows what fills it; `docker builder prune` and `docker image prune` make room"),
@@ -110,7 +103,6 @@ def build(
     blobs_dir: pathlib.Path,
     labels: Mapping[str, str],
     say: Say,
-    progress: Progress,
     push: bool = True,
     credentials: auth.Credentials | None = None,
 ) -> Built:
@@ -123,7 +115,6 @@ def build(
         blobs_dir: Folder of the blobs that the recipe's files lie in.
         labels: Labels of the image.
         say: Gets each line of the log.
-        progress: Gets how much is done and of how much: steps while it is built, bytes while it is pushed.
         push: Whether it goes to the registry; else it stays in the engine.
         credentials: What the registry is shown; None: what docker is configured for.
 
@@ -161,12 +152,12 @@ def build(
                 (folder / key).write_bytes(content)
                 options.append(f"--secret=id={key},src={folder / key}")
             environment = os.environ | dict(program.environment) | ({"DOCKER_HOST": host} if host else {})
-            reader = _Reader(say, progress)
-            _run([*program.command, *options, "-"], environment, _context(recipe, text, blobs_dir), reader)
+            _write_context(folder / "context", recipe, text, blobs_dir)
+            log = _run([*program.command, *options, str(folder / "context")], environment, say)
             if not (folder / "image").is_file():
-                raise _failed(tag, reader.log, reader.cause())
+                raise _failed(tag, log)
             image_id = (folder / "image").read_text().strip()
-        digest = _push(engine, tag, credentials, say, progress) if push else ""
+        digest = _push(engine, tag, credentials, say) if push else ""
     return Built(digest=digest, image_id=image_id)
 
 
@@ -241,34 +232,23 @@ def _literal(text: str, argument: str) -> str:
     return "".join(f"\\{char}" if char in '\\$"' else char for char in text)
 
 
-def _context(recipe: Recipe, text: str, blobs_dir: pathlib.Path) -> Iterator[bytes]:
-    """Dockerfile and files as a tar, piece by piece; equal files give equal bytes, so that the engine's cache holds."""
-    small = {"Dockerfile": text.encode()}
-    if recipe.packages:
-        small["pip/requirements.txt"] = "".join(f"{line}\n" for line in recipe.packages).encode()
-    for name, content in small.items():
-        yield from _packed(name, len(content), io.BytesIO(content), executable=False)
+def _write_context(folder: pathlib.Path, recipe: Recipe, text: str, blobs_dir: pathlib.Path) -> None:
+    """Dockerfile and files in a folder; equal files have equal modes and times, so that the engine's cache holds."""
+    (folder / "pip").mkdir(parents=True)
+    (folder / "files").mkdir()
+    (folder / "Dockerfile").write_text(text, encoding="utf-8")
+    (folder / "pip" / "requirements.txt").write_text("".join(f"{line}\n" for line in recipe.packages), encoding="utf-8")
     store = FolderStore(blobs_dir)
     for number, file in enumerate(recipe.files):
-        path = store.path(file.digest)
+        path, copied = store.path(file.digest), folder / "files" / str(number)
         if not path.is_file():
             raise ImageError(
                 f"The bytes of {file.path!r} are not in {blobs_dir} any more, so that the image cannot be built. Make the "
                 "recipe again from the file."
             )
-        with path.open("rb") as stream:
-            yield from _packed(f"files/{number}", path.stat().st_size, stream, executable=file.executable)
-    yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _packed(name: str, size: int, stream: IO[bytes], *, executable: bool) -> Iterator[bytes]:
-    header = tarfile.TarInfo(name)
-    header.size = size
-    header.mode = 0o755 if executable else 0o644
-    yield header.tobuf(tarfile.PAX_FORMAT)
-    while piece := stream.read(_PIECE_BYTES):
-        yield piece
-    yield bytes(-size % tarfile.BLOCKSIZE)
+        shutil.copyfile(path, copied)
+        copied.chmod(0o755 if file.executable else 0o644)
+        os.utime(copied, (0, 0))
 
 
 def _secrets(*, own_index: bool) -> dict[str, bytes]:
@@ -305,69 +285,20 @@ def _secrets(*, own_index: bool) -> dict[str, bytes]:
 # -- the build -------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
-    """Turns the plain progress of BuildKit into what the steps wrote."""
-
-    def __init__(self, say: Say, progress: Progress) -> None:
-        self.log: list[str] = []
-        self._rest: list[str] = []
-        self._say = say
-        self._progress = progress
-        self._steps: set[str] = set()
-        self._over = False
-
-    def read(self, line: str) -> None:
-        """Take the next line."""
-        found = _LINE.fullmatch(line)
-        # After the first rule everything is said a second time, as a summary.
-        self._over = self._over or line == "------"
-        if found is None or self._over:
-            self._rest.append(line)
-            return
-        said = found["said"]
-        if output := _OUTPUT.fullmatch(said):
-            # Of a line that was overwritten, what it was in the end.
-            self._keep(output["text"].rpartition("\r")[2])
-        elif step := _STEP.fullmatch(said):
-            self._steps.add(found["vertex"])
-            self._progress(int(step["number"]), int(step["of"]))
-            instruction = re.sub(r"--mount=\S+ ", "", step["instruction"])
-            instruction = instruction if len(instruction) <= _SHOWN else f"{instruction[:_SHOWN]}..."
-            self._keep(f"[{step['number']}/{step['of']}] {instruction}")
-        elif said == "CACHED":
-            if found["vertex"] in self._steps:
-                self._keep("  found in the cache")
-        elif said.startswith("ERROR"):
-            self._rest.append(said)
-        elif not _CHATTER.match(said):
-            self._keep(said)
-
-    def cause(self) -> str:
-        """The line that says what failed."""
-        named = [line for line in self._rest if _CAUSE.match(line)]
-        return (named or [line for line in self._rest if line.strip()] or [""])[-1]
-
-    def _keep(self, line: str) -> None:
-        self.log.append(line)
-        self._say(line)
-
-
-def _run(arguments: list[str], environment: Mapping[str, str], context: Iterator[bytes], reader: _Reader) -> None:
+def _run(arguments: list[str], environment: Mapping[str, str], say: Say) -> list[str]:
+    """Run a build; gives the lines of its log, without what BuildKit says of its own work."""
     # In a session of its own: an interrupt of the notebook's whole group would reach it before us, and unexplained.
     process = subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
-        start_new_session=True,
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+        start_new_session=True, encoding="utf-8", errors="replace",
     )  # fmt: skip
-    if process.stdin is None or process.stdout is None:
-        raise AssertionError
-    failures: list[Exception] = []
-    feeder = threading.Thread(
-        target=_feed, args=(process.stdin, context, failures), name="kale-dist-build", daemon=True
-    )
-    feeder.start()
+    log: list[str] = []
     try:
-        for line in process.stdout:
-            reader.read(line.decode(errors="replace").rstrip())
+        for line in process.stdout or ():
+            if line.strip() and not _CHATTER.match(line):
+                # Of a line that was overwritten, what it was in the end.
+                log.append(_PREFIX.sub("", line.rstrip()).rpartition("\r")[2])
+                say(log[-1])
         process.wait()
     finally:
         if process.poll() is None:
@@ -378,35 +309,22 @@ def _run(arguments: list[str], environment: Mapping[str, str], context: Iterator
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        feeder.join()
-        process.stdout.close()
-    if failures:
-        raise failures[0]
+        if process.stdout is not None:
+            process.stdout.close()
+    return log
 
 
-def _feed(stream: IO[bytes], context: Iterator[bytes], failures: list[Exception]) -> None:
-    try:
-        with contextlib.suppress(BrokenPipeError), stream:
-            for piece in context:
-                stream.write(piece)
-    except Exception as error:  # noqa: BLE001 - it is raised again in the caller's thread
-        failures.append(error)
-
-
-def _failed(tag: str, log: list[str], cause: str) -> ImageError:
+def _failed(tag: str, log: list[str]) -> ImageError:
     """The error for a build that failed: what its last lines mean, and those lines."""
-    shown = [line for line in log[-_SHOWN_LINES:] if line.strip()]
+    shown = log[-_SHOWN_LINES:]
     problem, remedy = "a step of it failed", "Its last lines are below"
     for pattern, meaning, advice in _TROUBLES:
-        found = re.search(pattern, "\n".join([*shown, cause]), re.IGNORECASE)
+        found = re.search(pattern, "\n".join(shown), re.IGNORECASE)
         if found is not None:
             problem, remedy = meaning.format(*(group or "" for group in found.groups())), advice
             break
     text = f"The image {tag} could not be built by BuildKit: {problem}. {remedy}"
-    said = cause.strip()
-    return ImageError(
-        "\n".join([text, *(f"  {line}" for line in shown), *([f"  {said}"] if said not in shown else [])])
-    )
+    return ImageError("\n".join([text, *(f"  {line}" for line in shown)]))
 
 
 @functools.lru_cache(maxsize=8)
@@ -432,14 +350,14 @@ def _asked(*command: str) -> str | None:
 # -- its way to the registry -----------------------------------------------------------------------------------------
 
 
-def _push(engine: Engine, tag: str, credentials: auth.Credentials | None, say: Say, progress: Progress) -> str:
+def _push(engine: Engine, tag: str, credentials: auth.Credentials | None, say: Say) -> str:
     """Have the engine push an image; gives the digest of its manifest."""
     import docker.errors
 
     reference = Reference.parse(tag)
     shown = credentials or auth.find(reference.registry, repository=reference.repository)
     say(f"Pushing {tag}.")
-    doing, layers, digest = f"pushing {tag}", dict[str, tuple[int, int]](), ""
+    doing, digest = f"pushing {tag}", ""
     stream: Iterator[dict[str, Any]] = engine.api.push(
         reference.name, tag=reference.tag, stream=True, decode=True, auth_config=auth.for_engine(shown) or {}
     )
@@ -447,10 +365,6 @@ def _push(engine: Engine, tag: str, credentials: auth.Credentials | None, say: S
         if "error" in event:
             meaning = engines.explain(docker.errors.DockerException(str(event["error"])), doing)
             raise ImageError(str(meaning), meaning.retryable)
-        detail = event.get("progressDetail") or {}
-        if detail.get("total") and event.get("status") == "Pushing":
-            layers[event["id"]] = (min(detail["current"], detail["total"]), detail["total"])
-            progress(sum(done for done, _ in layers.values()), sum(total for _, total in layers.values()))
         digest = (event.get("aux") or {}).get("Digest", digest)
     if not digest:
         raise ImageError(f"The engine pushed {tag} without saying its digest. Push it again.", retryable=True)

@@ -1,16 +1,22 @@
-"""The image of a job: the one that is named, with what its recipe puts on top of it."""
+"""The image of a job: its recipe as it is when the call is made, and the reference that the job pins."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import mmap
+import pathlib
 import sys
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from kale_dist.blobs import Store
 from kale_dist.config import Config
-from kale_dist.errors import ConfigError
-from kale_dist.recipe import Recipe
+from kale_dist.errors import ConfigError, SnapshotError
+from kale_dist.recipe import ImageFile, Recipe
 from kale_dist.runtime import loading
+from kale_dist.wording import install
 
 if TYPE_CHECKING:
     from kale_dist.image.base import Ask
@@ -18,10 +24,77 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _SAY_EACH_S = 2.0
 _BAR_LENGTH = 24
-_MOST_STEPS = 1000
-"""Builders that run commands count those; everything else counts bytes."""
-
 _CLIENT_PACKAGES = ("isal", "packaging", "urllib3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """A recipe that later changes on this machine cannot alter."""
+
+    recipe: Recipe | None
+    """None: nothing goes on top of the base."""
+    image: str
+    """Then the base; else empty."""
+    notes: tuple[str, ...] = ()
+    """What the user should be told, a sentence or two each."""
+
+
+def settle(recipe: Recipe, store: Store, *, imports: Iterable[str] | None, say: Callable[[str], None]) -> Settled:
+    """Take in what the recipe names on this machine.
+
+    Args:
+        recipe: As `image_checks.check` gives it.
+        store: Where the bytes of its files go.
+        imports: What the call imports, if the packages behind it belong to the recipe; None: they do not.
+        say: Takes a line for the user, such as what was found for the imports.
+
+    Raises:
+        SnapshotError: A file cannot be read any more.
+        StoreError: The disk is full.
+    """
+    notes: tuple[str, ...] = ()
+    if imports is not None:
+        from kale_dist.image import auto
+
+        report = auto.find(imports)
+        for line in report.lines:
+            say(line)
+        notes = report.notes
+        recipe = auto.with_packages(recipe, report.packages)
+    recipe = keep_files(recipe, store)
+    if not recipe.adds_something:
+        return Settled(recipe=None, image=recipe.base, notes=notes)
+    return Settled(recipe=recipe, image="", notes=notes)
+
+
+def keep_files(recipe: Recipe, store: Store) -> Recipe:
+    """The recipe with its files by their digests, and their bytes in the store.
+
+    Raises:
+        SnapshotError: A file cannot be read any more.
+        StoreError: The disk is full.
+    """
+    return dataclasses.replace(recipe, files=tuple(_kept(file, store) for file in recipe.files))
+
+
+def _kept(file: ImageFile, store: Store) -> ImageFile:
+    """A file by the digest of its bytes."""
+    if not file.source:
+        return file
+    try:
+        with pathlib.Path(file.source).open("rb") as opened:
+            empty = not opened.read(1)
+            if empty:
+                digest = store.put([b""])
+            else:
+                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                    digest = store.put([view])
+    except OSError as error:
+        raise SnapshotError(
+            f"{file.source}, which goes to {file.path} in the image, cannot be read: {error.strerror or error}. "
+            f"Name a file that this process can read."
+        ) from error
+    return ImageFile(path=file.path, digest=digest, executable=file.executable)
 
 
 def make(
@@ -68,7 +141,7 @@ def make(
         if package not in _CLIENT_PACKAGES:
             raise
         problem = f"to make an image needs the package {package!r}, which is not installed in this Python"
-        raise ConfigError("packages", problem, "Install it: pip install 'kale-dist[images]'") from None
+        raise ConfigError("packages", problem, f"Install it: {install('images')}") from None
 
     def in_registry(made_of: Recipe, base: str) -> str:
         return resolve.resolve(
@@ -80,7 +153,7 @@ def make(
         torch = importlib.metadata.version("torch")
         return in_registry(resolve.standard_recipe(recipe or Recipe(), python=python, torch=torch, cuda=cuda), "")
     if in_engine and not settings.registry:
-        return resolve.resolve_in_engine(recipe, base=image, python=python, say=say, progress=Progress()).reference
+        return resolve.resolve_in_engine(recipe, base=image, python=python, say=say).reference
     return in_registry(recipe, image)
 
 
@@ -108,10 +181,9 @@ class Progress:
         self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Take what is done and what there is: bytes, or a few steps."""
-        steps = total < _MOST_STEPS
-        if (steps or total > _MIB) and time.monotonic() - self._said > _SAY_EACH_S:
+        """Take the bytes done and the bytes in all."""
+        if total > _MIB and time.monotonic() - self._said > _SAY_EACH_S:
             self._said = time.monotonic()
             full = min(_BAR_LENGTH, _BAR_LENGTH * done // max(total, 1))
-            amount = f"step {done} of {total}" if steps else f"{done / _MIB:,.1f} of {total / _MIB:,.1f} MiB"
-            say(f"  [{'#' * full}{'.' * (_BAR_LENGTH - full)}] {amount}")
+            bar = f"{'#' * full}{'.' * (_BAR_LENGTH - full)}"
+            say(f"  [{bar}] {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB")

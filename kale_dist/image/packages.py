@@ -26,6 +26,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from kale_dist import wording
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.base import FOLDER, Distribution, Facts
@@ -213,7 +214,7 @@ def _uv() -> str:
         found = shutil.which("uv")
         if found is None:
             problem = "packages of an image are resolved by uv, which is not installed in this Python"
-            raise ConfigError("packages", problem, "pip install 'kale-dist[images]'") from None
+            raise ConfigError("packages", problem, wording.install("images")) from None
         return found
     return str(uv.find_uv_bin())
 

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, Self
@@ -28,8 +27,6 @@ Progress = Callable[[int, int], None]
 """Bytes sent, bytes in all; the first falls back after a cut."""
 
 _OK, _ACCEPTED, _ABSENT = 200, 202, 404
-_PAGE, _MAX_PAGES = 500, 1000
-_NEXT = re.compile(r'<([^>]*)>\s*;\s*rel="?next"?')
 _TRIES = 4
 _BETWEEN_S = 0.1
 _SINGLE_BYTES = 1 << 20
@@ -166,23 +163,6 @@ class Registry:
         if said != digest:
             raise self._damaged(doing, digest, said)
         return digest
-
-    def tags(self, repository: str) -> tuple[str, ...]:
-        """The repository's tags, sorted; none where it does not exist."""
-        _check_repository(repository)
-        path, names = f"/v2/{repository}/tags/list?n={_PAGE}", set[str]()
-        doing = f"list the tags of {repository}"
-        for _ in range(_MAX_PAGES):
-            answer = self._connection.send("GET", path, doing=doing, access=_pull(repository), expect=(_OK, _ABSENT))
-            data = self._connection.read(answer, doing)
-            if answer.status == _ABSENT:
-                break
-            names.update(str(name) for name in self._json(data, doing).get("tags") or ())
-            following = _NEXT.search(answer.headers.get("Link", ""))
-            if following is None:
-                break
-            path = self._connection.absolute(following[1])
-        return tuple(sorted(names))
 
     # -- blobs -------------------------------------------------------------------------------------------------------
 

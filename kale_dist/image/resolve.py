@@ -70,7 +70,7 @@ def resolve(
         ask: Runs the base to learn what it has; None: this machine's Docker engine does.
         base_packages: What the base answered elsewhere; then it is not asked.
         say: Takes a line for the user.
-        progress: Takes what is done and what there is, of the step that is running: bytes, or a build's steps.
+        progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
 
     Raises:
         ConfigError: There is no registry or base, or one of them is no reference.
@@ -101,7 +101,7 @@ def resolve(
 
                 return dockerfile.build(
                     recipe, base=str(pinned.reference), tag=str(target), blobs_dir=records.blobs_dir(),
-                    labels=pinned.labels(recipe), say=say, progress=progress, credentials=credentials,
+                    labels=pinned.labels(recipe), say=say, credentials=credentials,
                 ).digest  # fmt: skip
             image = theirs.image(pinned.reference.repository, pinned.reference.target, recipe.platform)
             facts = bases.facts_of(
@@ -116,9 +116,7 @@ def resolve(
     return Resolved(reference=str(pulled.with_digest(digest)), was_built=was_built, tag=target.tag)
 
 
-def resolve_in_engine(
-    recipe: Recipe, *, base: str, python: str = "", say: Say, progress: Progress = lambda _done, _total: None
-) -> Resolved:
+def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) -> Resolved:
     """Find the recipe's image in the Docker engine, or make it there: for jobs of that engine, without a registry.
 
     Args:
@@ -126,7 +124,6 @@ def resolve_in_engine(
         base: What it is built on, if the recipe does not say so.
         python: As in `resolve`.
         say: Takes a line for the user.
-        progress: Takes what is done and what there is, of the step that is running.
 
     Raises:
         ConfigError: There is no base, or one that is no reference.
@@ -152,7 +149,7 @@ def resolve_in_engine(
 
             return dockerfile.build(
                 recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
-                labels=pinned.labels(recipe), say=say, progress=progress, push=False,
+                labels=pinned.labels(recipe), say=say, push=False,
             ).image_id  # fmt: skip
         with bases.connected() as engine:
             return builder.build_in_engine(
@@ -184,20 +181,6 @@ def repository_of(registry: str, argument: str = "registry") -> Reference:
         return Reference.parse(f"{registry.removeprefix(_PLAIN)}/{NAME}")
     except ConfigError as error:
         raise ConfigError(argument, error.problem, "Write it as 'registry.example.com/team'") from None
-
-
-def open_registry(registry: str) -> tuple[Registry, Reference]:
-    """A connection to where images lie, with this user's credentials, and the place itself.
-
-    Args:
-        registry: As in the configuration.
-
-    Raises:
-        ConfigError: It is empty, or is no place in a registry.
-        ImageError: A file of credentials is damaged.
-    """
-    home = repository_of(registry)
-    return _opened(home, plain=registry.startswith(_PLAIN)), home
 
 
 def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = False) -> Recipe:

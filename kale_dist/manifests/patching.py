@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from kale_dist.errors import ConfigError
+from kale_dist.wording import install
 
 _ARGUMENT = "patch"
 _DIRECTIVE = "$patch"
@@ -51,7 +52,7 @@ def _apply_operations(target: dict[str, Any], operations: list[Any]) -> Any:
         import jsonpatch
         import jsonpointer
     except ModuleNotFoundError as error:
-        remedy = "Install it: pip install 'kale-dist[kubernetes]'"
+        remedy = f"Install it: {install('kubernetes')}"
         raise ConfigError(_ARGUMENT, f"a JSON patch needs the package {error.name}", remedy) from None
     done: Any = target
     for number, operation in enumerate(operations):

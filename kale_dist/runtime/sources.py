@@ -101,11 +101,6 @@ def _clean(described: traceback.TracebackException, seen: set[int]) -> None:
             _clean(other, seen)
 
 
-def label_of(filename: str) -> str:
-    """What the user calls a source: "Cell In[3]" for a cell, else the file name."""
-    return _labels.get(filename) or cell_label(filename) or filename
-
-
 def cell_label(filename: str) -> str:
     """IPython's name of a cell by the file name of its code, or "" where it is no cell of this process."""
     shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)

@@ -16,8 +16,8 @@ from kale_dist import config, records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import for_job
+from kale_dist.image.for_job import keep_files
 from kale_dist.image.registry import Registry
-from kale_dist.image.settle import keep_files
 from kale_dist.recipe import ImageFile, Recipe
 from kale_dist.runtime import loading
 

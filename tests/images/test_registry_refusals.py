@@ -257,18 +257,6 @@ def test_a_download_that_is_cut_goes_on_where_it_ended(scripted):
     assert [headers.get("Range", "") for _, _, headers in fake.seen] == ["", "bytes=700000-", "bytes=1400000-"]
 
 
-def test_pages_of_tags_are_followed(scripted):
-    pages = {"n=500": (["b", "a"], '</v2/a/tags/list?last=b>; rel="next"'), "last=b": (["c"], "")}
-
-    def answer(request):
-        tags, link = pages[request.path.partition("?")[2]]
-        return 200, {"Link": link} if link else {}, json.dumps({"name": "a", "tags": tags}).encode()
-
-    _, host = scripted(answer)
-    with Registry(host) as registry:
-        assert registry.tags("a") == ("a", "b", "c")
-
-
 def test_a_registry_without_digests_in_its_answers_is_asked_for_the_whole_manifest(scripted):
     body = b'{"config": {}, "layers": []}'
     _, host = scripted(in_turn((200, {}, body)))

@@ -19,9 +19,9 @@ from kale_dist.blobs import FolderStore
 from kale_dist.errors import BackendError, ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.auth import Credentials
+from kale_dist.image.for_job import keep_files
 from kale_dist.image.registry import Registry
 from kale_dist.image.resolve import resolve_in_engine, standard_recipe
-from kale_dist.image.settle import keep_files
 from kale_dist.recipe import Recipe
 
 

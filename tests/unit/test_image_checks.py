@@ -318,7 +318,7 @@ for packages, requirements in ((["a"], None), ("auto", None), (None, "a")):
     except ConfigError as error:
         print(error)
 print(image_checks.check("train:1", None, None).image)
-sys.exit(cli.main(["image", "list"]))
+sys.exit(cli.main(["image", "build", "--base=x", "--env=A=b"]))
 """
 
 
@@ -327,10 +327,10 @@ def test_what_is_not_installed_is_named():
     told = ended.stdout.splitlines()
     assert len(told) == 4
     for line in told[:3]:
-        assert "the package packaging, which is not installed. pip install 'kale-dist[images]'" in line
+        assert "the package packaging, which is not installed. pip install 'isal<2' packaging" in line
     assert told[3] == "train:1"
     assert ended.returncode == 2
-    assert "is not installed. Install what it needs: pip install 'kale-dist[images]'" in ended.stderr
+    assert "is not installed. Install what it needs: pip install 'isal<2'" in ended.stderr
 
 
 # -- in a call -------------------------------------------------------------------------------------------------------

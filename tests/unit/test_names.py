@@ -1,8 +1,10 @@
+import pathlib
 import re
+import tomllib
 
 import pytest
 
-from kale_dist import names
+from kale_dist import names, wording
 from kale_dist.errors import ConfigError
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -114,3 +116,11 @@ def test_names_made_of_any_label_are_valid_and_keep_their_suffix(label, made):
 def test_names_in_a_cluster(check, good, bad):
     assert [text for text in good if not check(text)] == []
     assert [text for text in bad if check(text)] == []
+
+
+def test_what_to_install_are_packages_of_the_extras():
+    extras = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for extra, packages in wording.EXTRAS.items():
+        declared = {re.split(r"[<>]", entry)[0] for entry in extras["optional-dependencies"][extra]}
+        assert {package.partition("<")[0] for package in packages} <= declared
+    assert wording.install("kubernetes") == "pip install 'kubernetes<38' 'jsonpatch<2'"

@@ -198,6 +198,7 @@ def test_attempts_count_through_all_runs():
         copy.close()
         assert reader.status().attempt == first + 1
     assert reader.status().state is StateName.RUNNING
-    files, name, first_attempt = records.newest_run(job.folder.name)
+    run = records.runs(job.folder.name)[-1]
+    files, name, first_attempt = run.files, run.object, run.first_attempt
     assert (files.folder.name, name, first_attempt) == ("run-2", f"{spec.name}-2", 2)
     records.delete(job.folder.name)

@@ -81,7 +81,8 @@ def test_a_job_that_ends_well(backend, submit):
     assert status.state is StateName.SUCCEEDED
     assert [str(line) for line in backend.logs(ref)] == ["[0] hello", "[1] world"]
     assert [row.values for row in status.metrics] == [(("loss", 0.5),)]
-    files, name, first_attempt = records.newest_run(ref.record_name)
+    run = records.runs(ref.record_name)[-1]
+    files, name, first_attempt = run.files, run.object, run.first_attempt
     assert (name, first_attempt) == (ref.name, 0)
     assert files.outcome(0, 1).read_bytes() == b"result of 1"
     wait_for(lambda: head.acks)
@@ -417,7 +418,8 @@ def test_a_lost_head_is_followed_by_another_run_from_the_last_checkpoint(backend
     ]
     assert [line.sequence for line in lines] == [0, 1, 2]
     assert [line.attempt for line in lines] == [0, 0, 1]
-    files, name, first_attempt = records.newest_run(ref.record_name)
+    run = records.runs(ref.record_name)[-1]
+    files, name, first_attempt = run.files, run.object, run.first_attempt
     assert (name, first_attempt) == (f"{ref.name}-2", 1)
     assert files.outcome(0, 0).read_bytes() == b"result of 0"
 
