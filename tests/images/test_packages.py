@@ -204,7 +204,7 @@ def test_settings_of_uv_that_send_packages_elsewhere_do_not_count(house, install
 def test_without_uv_the_remedy_is_named(install, monkeypatch):
     monkeypatch.setitem(sys.modules, "uv", None)
     monkeypatch.setenv("PATH", "/absent")
-    with pytest.raises(ConfigError, match=r"uv, which is not installed.*pip install 'kale-dist\[images\]'"):
+    with pytest.raises(ConfigError, match=r"uv, which is not installed.*pip install 'isal<2' packaging"):
         install("kdthing")
 
 
