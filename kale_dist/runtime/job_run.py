@@ -22,7 +22,7 @@ from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
 from kale_dist.runtime.rank_run import RankRun
-from kale_dist.runtime.usage_watch import UsageWatch
+from kale_dist.runtime.usage import UsageWatch
 from kale_dist.runtime.writer import JobWriter
 
 FAILURE_GRACE_S = 1.0

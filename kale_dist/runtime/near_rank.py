@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kale_dist import contract
 from kale_dist.contract import Assignment, Stream
-from kale_dist.runtime import memory, processes
+from kale_dist.runtime import processes, usage
 from kale_dist.runtime.ending import End
 from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter
 from kale_dist.runtime.worker import STACKS_SIGNAL
@@ -140,8 +140,8 @@ class NearRank:
                 self._put(*cutter.finish())
             if self._gate is not None:
                 self._put_now(*self._gate.finish())
-            if end.signal == "SIGKILL" and not end.reason and not self._was_signalled and memory.kills() > self._kills:
-                end = dataclasses.replace(end, memory_limit=memory.limit_text())
+            if end.signal == "SIGKILL" and not end.reason and not self._was_signalled and usage.kills() > self._kills:
+                end = dataclasses.replace(end, memory_limit=usage.limit_text())
             tail = self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
             self._listener.ended(dataclasses.replace(end, tail=tail))
         self.close()
@@ -220,7 +220,7 @@ class NearRank:
         if self._assignment is None or self._control is None or self._listener is None:
             return
         (data, port), self._assignment = self._assignment, None
-        self._kills = memory.kills()
+        self._kills = usage.kills()
         sent = 0
         # A rank that has just been killed does not take it; its end follows.
         with contextlib.suppress(OSError):

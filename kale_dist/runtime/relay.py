@@ -25,7 +25,7 @@ from kale_dist.runtime.ending import End
 from kale_dist.runtime.near_rank import NearRank
 from kale_dist.runtime.pod import Pod, Problem
 from kale_dist.runtime.relay_protocol import COUNT, MAX_FRAME_BYTES, TICKS, Channel, Op, is_signed, sign
-from kale_dist.runtime.usage_watch import UsageWatch
+from kale_dist.runtime.usage import UsageWatch
 
 BODY_BYTES = 64 << 10
 """Lines of a rank that are sent together."""

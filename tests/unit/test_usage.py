@@ -11,8 +11,8 @@ import pytest
 import kale_dist as kd
 from kale_dist import view
 from kale_dist.contract import RankStateName, StateName
-from kale_dist.runtime import memory, nvml
-from kale_dist.runtime.nvml import Gpu, GpuUse
+from kale_dist.runtime import usage as uses
+from kale_dist.runtime.usage import Driver, Gpu
 from kale_dist.status import JobStatus, ReplicaStatus, Usage, reduce_events
 from kale_dist.view import facts
 
@@ -52,18 +52,18 @@ def family():
 
 def test_what_helpers_share_with_their_leader_counts_once(family):
     leader, helpers = family
-    found = memory.groups([leader])
+    found = uses.groups([leader])
     assert found[leader][0] == leader
     assert sorted(found[leader][1:]) == sorted(helpers)
-    assert 100 * MIB < memory.used_bytes(leader, ()) < 130 * MIB
-    assert 130 * MIB < memory.used_bytes(leader, helpers) < 160 * MIB
+    assert 100 * MIB < uses.used_bytes(leader, ()) < 130 * MIB
+    assert 130 * MIB < uses.used_bytes(leader, helpers) < 160 * MIB
 
 
 def test_a_process_that_is_gone_uses_nothing():
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert memory.groups([gone.pid]) == {gone.pid: [gone.pid]}
-    assert memory.used_bytes(gone.pid, [gone.pid]) == 0
+    assert uses.groups([gone.pid]) == {gone.pid: [gone.pid]}
+    assert uses.used_bytes(gone.pid, [gone.pid]) == 0
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ def test_a_process_that_is_gone_uses_nothing():
 def test_limits_of_containers(tmp_path, file, text, limit):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
-    assert memory.limit_bytes(tmp_path) == limit
+    assert uses.limit_bytes(tmp_path) == limit
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-class Driver:
+class Library:
     """Stands for libnvidia-ml: fills what its callers hand it, as the real one does. Some functions may be missing."""
 
     def __init__(self, *gpus, missing=(), code=0):
@@ -110,11 +110,6 @@ class Driver:
         device._obj.value = index.value + 1
         return self.gpus[index.value].get("lost", 0)
 
-    def _nvmlDeviceGetUUID(self, device, uuid, size):
-        del size
-        uuid.value = f"GPU-{device.value}".encode()
-        return 0
-
     def _nvmlDeviceGetUtilizationRates(self, device, rates):
         percent = self.gpus[device.value - 1]["percent"]
         rates._obj.gpu = percent or 0
@@ -124,66 +119,24 @@ class Driver:
         info._obj.total, info._obj.used = 80 * GIB, self.gpus[device.value - 1]["used"]
         return 0
 
-    def _nvmlDeviceGetComputeRunningProcesses(self, device, count, found):
-        known = self.gpus[device.value - 1]["processes"]
-        for place, (pid, used) in enumerate(known):
-            found[place].pid, found[place].used = pid, used
-        count._obj.value = len(known)
-        return 0
 
-
-def test_gpus_are_read_with_their_processes():
-    busy = {"percent": 97, "used": 61 * GIB, "processes": [(7, 60 * GIB), (8, (1 << 64) - 1)]}
-    part = {"percent": None, "used": 0, "processes": []}
-    assert nvml.Nvml(Driver(busy, part)).read() == (
-        Gpu(uuid="GPU-1", percent=97, used_bytes=61 * GIB, total_bytes=80 * GIB, processes=((7, 60 * GIB), (8, None))),
-        Gpu(uuid="GPU-2", percent=None, used_bytes=0, total_bytes=80 * GIB),
+def test_gpus_are_read():
+    busy, part = {"percent": 97, "used": 61 * GIB}, {"percent": None, "used": 0}
+    assert Driver(Library(busy, part)).read() == (
+        Gpu(percent=97, used_bytes=61 * GIB, total_bytes=80 * GIB),
+        Gpu(percent=None, used_bytes=0, total_bytes=80 * GIB),
     )
 
 
-@pytest.mark.parametrize(
-    ("missing", "processes"),
-    [
-        (["nvmlDeviceGetComputeRunningProcesses_v3"], ((7, 5),)),
-        (["nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"], ()),
-    ],
-)
-def test_older_drivers(missing, processes):
-    (gpu,) = nvml.Nvml(Driver({"percent": 1, "used": 5, "processes": [(7, 5)]}, missing=missing)).read()
-    assert gpu.processes == processes
-
-
 def test_a_gpu_that_has_failed_keeps_its_place():
-    lost, well = {"lost": 15}, {"percent": 1, "used": 5, "processes": []}
-    gpus = nvml.Nvml(Driver(lost, well)).read()
-    assert [(gpu.uuid, gpu.percent) for gpu in gpus] == [("", None), ("GPU-2", 1)]
+    gpus = Driver(Library({"lost": 15}, {"percent": 1, "used": 5})).read()
+    assert [(gpu.percent, gpu.used_bytes) for gpu in gpus] == [(None, None), (1, 5)]
 
 
-def test_a_library_without_its_driver():
-    driver = nvml.Nvml(Driver(code=9))
-    assert not driver.open()
-    assert driver.read() == ()
-
-
-TWO = (
-    Gpu(uuid="GPU-aa", percent=90, used_bytes=50, total_bytes=80, processes=((7, 30), (8, None), (9, 20))),
-    Gpu(uuid="GPU-ab", percent=11, used_bytes=4, total_bytes=80, processes=((7, 3),)),
-)
-
-
-@pytest.mark.parametrize(
-    ("pids", "assigned", "use"),
-    [
-        ([7], None, GpuUse(percent=50, used_bytes=33, total_bytes=160)),
-        ([8], None, GpuUse(percent=90, used_bytes=50, total_bytes=80)),
-        ([9, 1], 1, GpuUse(percent=90, used_bytes=20, total_bytes=80)),
-        ([1], 1, GpuUse(percent=11, used_bytes=4, total_bytes=80)),
-        ([1], None, None),
-        ([1], 2, None),
-    ],
-)
-def test_what_a_rank_uses_of_the_gpus(pids, assigned, use):
-    assert nvml.use_of(TWO, pids, assigned) == use
+def test_a_library_without_its_driver_or_its_functions():
+    assert Driver(Library(code=9)).read() == ()
+    (gpu,) = Driver(Library({"percent": 1, "used": 5}, missing=["nvmlDeviceGetUtilizationRates"])).read()
+    assert (gpu.percent, gpu.used_bytes) == (None, 5)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +147,6 @@ def test_what_a_rank_uses_of_the_gpus(pids, assigned, use):
         (None, 2, 0),
         ("1", 0, 1),
         ("1,0", 1, 0),
-        ("GPU-ab, GPU-aa", 0, 1),
-        ("GPU-a", 0, None),
         ("", 0, None),
         ("-1", 0, None),
         ("1,7,0", 1, 1),
@@ -205,8 +156,8 @@ def test_what_a_rank_uses_of_the_gpus(pids, assigned, use):
 )
 def test_which_gpu_a_rank_was_given(visible, local_rank, index):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert nvml.assigned_gpu(TWO, environment, local_rank) == index
-    assert nvml.assigned_gpu((), environment, local_rank) is None
+    assert uses.assigned_gpu(2, environment, local_rank) == index
+    assert uses.assigned_gpu(0, environment, local_rank) is None
 
 
 # -- the status and its pictures -------------------------------------------------------------------------------------
