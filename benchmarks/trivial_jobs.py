@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 
+from kale_dist.snapshot.process import capture_process
+
 from kale_dist import contract
 from kale_dist.backends.agent_client import AgentClient
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import EventKind, JobFiles, Order, StateName
 from kale_dist.snapshot.capture import capture
-from kale_dist.snapshot.process import capture_process
 
 RANKS = 2
 LIMIT_S = 30.0

@@ -43,7 +43,9 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if is_interactive() and not _is_second():
-            _say(f"{ref} runs on. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()")
+            _say(
+                f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
+            )
             raise
         try:
             cancel()

@@ -137,7 +137,7 @@ class OutcomeReader:
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
         if self.key is None:
             raise ResultUnavailableError(
-                f"The key of {self._ref} cannot be read, so nobody could tell a forged result from a real one; status "
+                f"The key of {self._ref} cannot be read, so a forged result could not be told from a real one; status "
                 f"and log are there. Only the user who started the job can read {self.files.key}",
                 self._ref,
             )

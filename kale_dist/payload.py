@@ -1,4 +1,4 @@
-"""The part of this library that travels: what runs in a pod, so that any image with Python and torch will do."""
+"""The part of this library that is sent: what runs in a pod, so that any image with Python and torch will do."""
 
 from __future__ import annotations
 

@@ -158,10 +158,11 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
             used = asked or there.gpus
             notes = (f"{used} of {there.gpus} GPUs, one for each process. cuda=False trains on the CPU",)
         else:
-            warnings = _sentences(
+            sentence = (
                 f"number_of_processes: {asked} processes train on the CPU, for there are {there.gpus} GPUs. Ask for at "
                 f"most {there.gpus} to use them, or say cuda=False"
             )
+            warnings = (sentence,)
     world = asked or (there.gpus if cuda else there.cores)
     if cuda and world > there.gpus:
         problem = f"{world} processes with cuda=True need {world} GPUs, and there are {there.gpus}"
@@ -176,17 +177,14 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
         remedy = f"Ask for at most {max(1, there.memory_bytes // each)}, or run on a cluster"
         raise ConfigError("number_of_processes", problem, remedy)
     if world > there.cores and not cuda:
-        warnings += _sentences(
+        sentence = (
             f"number_of_processes: {world} processes share {there.cores} cores. More processes than cores make training "
             "slower, not faster"
         )
+        warnings = (*warnings, sentence)
     topology = Topology(number_of_processes=world, processes_per_pod=world)
     spec = dataclasses.replace(run.spec, topology=topology, cuda=bool(cuda))
     return dataclasses.replace(run, spec=spec, warnings=warnings, notes=notes)
-
-
-def _sentences(*sentences: str) -> tuple[str, ...]:
-    return sentences
 
 
 def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:

@@ -23,7 +23,7 @@ from kale_dist.blobs import MemoryStore
 from kale_dist.contract import EventKind, FailureCause, JobFiles, LogLine, RankStateName, StateName, Stream
 from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError
 from kale_dist.runtime import outcome
-from kale_dist.runtime.references import References
+from kale_dist.runtime.reducers import References
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_event
 

@@ -120,7 +120,7 @@ class UrlStore:
             path: Where to.
 
         Raises:
-            StoreError: There is none, or it cannot be had or written.
+            StoreError: There is none, or it cannot be read or written.
         """
         source = self._path(name)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
@@ -180,7 +180,7 @@ class UrlStore:
         except Exception as error:
             raise StoreError(
                 f"Could not {doing} in the store {self._shown} {_side()}: {self._words(error)}. See that the address is "
-                "right, and that whoever runs there may read and write it"
+                "right, and that you may read and write there"
             ) from error
 
     def _words(self, error: Exception) -> str:

@@ -100,7 +100,7 @@ class Watcher:
             while not ended.is_set():
                 left = _LATE_S if deadline is None else min(_LATE_S, deadline - time.monotonic())
                 if left <= 0:
-                    raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it runs on", str(ref))
+                    raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it keeps running", str(ref))
                 # In slices: a job that another process deletes ends no other way.
                 if not ended.wait(left):
                     status = self.backend.status(ref)

@@ -94,7 +94,7 @@ class Fingerprint:
         if self.torch_version != now.torch_version:
             found.append(f"torch {self.torch_version} became {now.torch_version}")
         elif self.torch_file != now.torch_file:
-            found.append("torch was installed anew")
+            found.append("torch was installed again")
         return tuple(found)
 
 

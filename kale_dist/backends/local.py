@@ -25,8 +25,7 @@ from kale_dist.following import reader as job_reader
 from kale_dist.following.reader import JobReader
 from kale_dist.orders import order_of
 from kale_dist.records import Record
-from kale_dist.runtime import processes
-from kale_dist.snapshot import process
+from kale_dist.runtime import process_state, processes
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
@@ -248,7 +247,7 @@ def shared() -> LocalBackend:
 
 
 def _order(spec: JobSpec, folder: str, key: bytes) -> Order:
-    inherited = process.capture_process(cuda=spec.cuda)
+    inherited = process_state.capture(cuda=spec.cuda)
     environment = dict(inherited.environment) | dict(spec.environment)
     return order_of(
         spec,

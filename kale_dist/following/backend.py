@@ -197,7 +197,7 @@ class FollowedBackend:
         """Bring the checkpoint or an outcome of a job here.
 
         Raises:
-            StoreError: An ended job's file cannot be had.
+            StoreError: An ended job's file is gone.
         """
         ended = self._reader(ref).status().is_final
         try:

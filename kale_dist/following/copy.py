@@ -326,6 +326,6 @@ def _writable(files: JobFiles) -> Any:
         if not files.folder.exists():
             raise StoreError(f"{files.folder} is gone: the job was deleted on this machine") from error
         raise StoreError(
-            f"{files.folder} could not be written: {error.strerror or error}. Free some space; the job runs on, and what is "
+            f"{files.folder} could not be written: {error.strerror or error}. Free some space; the job keeps running, and what is "
             "missing here is copied once there is room"
         ) from error

@@ -80,7 +80,7 @@ class Results:
 
         Args:
             verdict: How the run ended.
-            copy: Its copy, which says what cannot be had.
+            copy: Its copy, which says what is missing.
             has_checkpoint: Whether the ranks wrote one; it is of use where there is no result.
 
         Returns:
@@ -102,7 +102,7 @@ class Results:
             return False
         if missing and is_success:
             what = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
-            copy.say(f"Results could not be brought here, because the head ended before they were fetched: {what}")
+            copy.say(f"Results could not be fetched, because the head ended before they were fetched: {what}")
         return True
 
     def keep_last_words(self, copy: RunCopy, heard: set[str]) -> None:

@@ -77,7 +77,9 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
         )  # fmt: skip
     else:
         reason = (
-            str(look.trouble) if look.trouble else f"The job {look.finished or 'ended'} without a word of its ranks"
+            str(look.trouble)
+            if look.trouble
+            else f"The job {look.finished or 'ended'} without a message from its ranks"
         )
         verdict = Verdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
     if canceller and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
@@ -208,7 +210,7 @@ def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> Verdict:
     if verdict.cause is FailureCause.SUSPENDED:
         if look.suspended:
             return dataclasses.replace(verdict, is_suspended=True, reason=look.suspended)
-        why = "Its first pod was told to end (SIGTERM)"
+        why = "Its first pod received SIGTERM"
         if (head is not None and head.lost) or look.trouble is not None:
             why = _loss(head, look) if head is not None else str(look.trouble)
         return dataclasses.replace(verdict, state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True, reason=why)

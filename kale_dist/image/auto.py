@@ -169,7 +169,7 @@ def _pinned(top: str, distribution: Distribution) -> tuple[Found | None, str]:
     origin = _origin(distribution)
     if origin == "editable":
         return None, (
-            f"`import {top}`: {name} is installed editable and is none of the code that travels with the call. "
+            f"`import {top}`: {name} is installed editable and is not part of the code that is sent with the call. "
             f"Build it, and add it to `packages=` by a URL, or use an image that has it"
         )
     if origin:

@@ -305,7 +305,7 @@ def read(said: bytes, image: str) -> Facts:
         raise ImageError(f"The base image {image} has no python3 on its PATH. Name a base image with Python and torch.")
     words = " ".join(text.split())[-400:] or "it wrote nothing"
     raise ImageError(
-        f"The base image {image} did not tell what it has: {words}. Try its python3, or {_ANSWER_ELSEWHERE}"
+        f"The base image {image} did not say what it has: {words}. Try its python3, or {_ANSWER_ELSEWHERE}"
     )
 
 

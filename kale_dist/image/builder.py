@@ -72,7 +72,7 @@ def build(
 
     Raises:
         ConfigError: There are packages, and uv is not installed.
-        ImageError: The packages cannot be had, or a registry refuses.
+        ImageError: The packages cannot be installed, or a registry refuses.
     """
     repository = target.repository
     with cache.working_folder() as folder, ThreadPoolExecutor(_AT_ONCE, "kale-dist-push") as threads:
@@ -123,7 +123,7 @@ def build_in_engine(
 
     Raises:
         ConfigError: There are packages, and uv is not installed.
-        ImageError: The packages cannot be had.
+        ImageError: The packages cannot be installed.
         BackendError: The engine refuses.
     """
     from kale_dist.engine import explained

@@ -418,7 +418,7 @@ def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
     # Older versions draw and wrap what they say.
     output = " ".join(re.sub(r"^error: |[\u2500-\u257f\u25b6\u00d7]+", " ", told, flags=re.MULTILINE).split())
     output = re.sub(r"No solution found when resolving dependencies:? (?:cause: )?", "", output)
-    text = f"The packages for the image cannot be had: {output[:_SHOWN_CHARACTERS].rstrip('.')}."
+    text = f"The packages for the image cannot be installed: {output[:_SHOWN_CHARACTERS].rstrip('.')}."
     torch = facts.find("torch")
     if "No space left on device" in output:
         return ImageError(

@@ -223,7 +223,7 @@ class Registry:
                 "POST", path, doing=doing, access=access, expect=(201, _ACCEPTED), headers={"Content-Length": "0"}
             )
         except RefusedError as error:
-            # The source may be somebody else's: then the bytes have to travel.
+            # The source may be somebody else's: then the bytes have to be sent.
             if error.status in (401, 403, 404, 405):
                 return False
             raise

@@ -20,7 +20,7 @@ from kale_dist.wording import shorten
 PYPI = "https://pypi.org/simple"
 
 _OWN = "kale-dist"
-"""Travels with every call, and so need not be in an image."""
+"""Is sent with every call, and so need not be in an image."""
 
 _MAX_NESTING = 8
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -30,7 +30,7 @@ _OPTION = re.compile(r"(--?[A-Za-z][A-Za-z-]*)(?:\s*=\s*|\s+|(?<=^-[a-z])|$)(.*)
 _PATH = re.compile(r"\.{0,2}(?:/|$)|~|[A-Za-z]:\\|\\\\|file:", re.IGNORECASE)
 _ARCHIVE = re.compile(r"\.(whl|tar\.gz|tgz|zip|tar\.bz2|egg)($|\s|\[)", re.IGNORECASE)
 _LOCAL_REMEDY = (
-    "Modules of your own travel with the call by themselves; a built package goes to an index, or to a URL as "
+    "Your own modules are sent with the call anyway; a built package goes to an index, or to a URL as "
     "'name @ https://...'"
 )
 _LONG = {

@@ -178,7 +178,8 @@ class JobWidget(anywidget.AnyWidget):
                 self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
                 for part in _PARTS:
                     setattr(self, part, found[part])
-                if status.is_final or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
+                is_new = self._status is None or status.state is not self._status.state
+                if is_new or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
                     self._pictured_at = time.monotonic()
                     tail = tuple(self._lines)[-view.LOG_LINES :]
                     self.picture = view.html(status, tail, time.time(), is_frozen=True)
@@ -225,11 +226,15 @@ class JobWidget(anywidget.AnyWidget):
             with contextlib.suppress(Exception):
                 if self._seen_by:
                     self._read_log()
-                if time.monotonic() - drawn >= _PARTS_EACH_S and (self._seen_by or self._job.done()):
+                if time.monotonic() - drawn >= _PARTS_EACH_S and (self._seen_by or self._has_new_state()):
                     self._draw()
                     drawn = time.monotonic()
             self._woken.wait(_LINES_EACH_S if self._seen_by else _UNSEEN_EACH_S)
             self._woken.clear()
+
+    def _has_new_state(self) -> bool:
+        """Whether the job's state is another one than what is drawn: a page that does not show it may stay after the kernel."""
+        return self._status is None or self._job.status.state is not self._status.state
 
     # -- what pages say -----------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def run_notebook(
 ) -> Execution:
     """Execute a notebook in a pod, as `kale_dist.run_notebook` does here.
 
-    Only the notebook travels, not the files beside it. The pod is removed in the end, also after Ctrl-C.
+    Only the notebook is sent, not the files beside it. The pod is removed in the end, also after Ctrl-C.
 
     Args:
         path: The notebook.
@@ -99,7 +99,7 @@ def run_notebook(
             documents.write(target, executed)
             if summary:
                 return Execution.from_json({**json.loads(summary), "output": target})
-            return Execution(output=target, failure="its pod: the command ended without a word; see its log above")
+            return Execution(output=target, failure="its pod: the command ended without a message; see its log above")
         documents.write(target, _saved(job, terminal) or source)
         return Execution(output=target, failure=_failure(job), interrupted=interrupted)
     finally:
@@ -203,7 +203,7 @@ def _leave(job: Job[Any], terminal: Terminal, *, keep: bool) -> None:
         terminal.line(f"{job.ref} could not be removed: {error}")
 
 
-# -- what travels ----------------------------------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -107,7 +107,7 @@ class KernelJobs:
         for job, thread in self._jobs.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                self._terminal.line(f"{job.ref} runs on: kale-dist logs -f {job.ref}")
+                self._terminal.line(f"{job.ref} keeps running: kale-dist logs -f {job.ref}")
         ends = []
         for job in self._jobs:
             status = self._status(job)

@@ -184,7 +184,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self._answer()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - as the base class calls it
-        """Rejects malformed requests without a word."""
+        """Rejects malformed requests without an explanation."""
         self._refuse()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so

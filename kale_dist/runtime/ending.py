@@ -193,3 +193,11 @@ def write_termination(path: pathlib.Path | None, data: bytes) -> None:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(0, limit - 3)] + "..."
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """`rank 0`, `ranks 0, 2 and 3`."""
+    words = [str(rank) for rank in sorted(ranks)]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"

@@ -104,7 +104,7 @@ class _Bare:
 
 def _text(error: BaseException) -> str:
     text = _quietly(str, error)
-    return text if isinstance(text, str) else "(its text cannot be had)"
+    return text if isinstance(text, str) else "(its text cannot be shown)"
 
 
 def _quietly(function: Callable[..., Any], *args: Any) -> Any:

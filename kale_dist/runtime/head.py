@@ -139,7 +139,7 @@ class Head:
         """The pod got SIGTERM."""
         again, self._is_told_to_end = self._is_told_to_end, True
         reason = (
-            f"Pod {socket.gethostname()} was told to end (SIGTERM): the job was suspended or deleted, or the pod was "
+            f"Pod {socket.gethostname()} received SIGTERM: the job was suspended or deleted, or the pod was "
             "evicted or ran into its deadline"
         )
         self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S)

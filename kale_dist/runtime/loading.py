@@ -36,7 +36,7 @@ import cloudpickle
 from kale_dist import blobs, contract
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
 from kale_dist.runtime import context, reducers, sources
-from kale_dist.runtime.references import References
+from kale_dist.runtime.reducers import References
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
 """Tells a rank's own child processes (spawned DataLoader workers) where their `__main__` comes from."""

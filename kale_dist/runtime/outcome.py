@@ -21,9 +21,9 @@ from typing import IO, Any
 
 from kale_dist import blobs, contract
 from kale_dist.errors import ResultUnavailableError, SnapshotDamagedError, StoreError
-from kale_dist.runtime import failures, reducers, search
+from kale_dist.runtime import failures, reducers, unpicklable
 from kale_dist.runtime.pickling import TensorPickler
-from kale_dist.runtime.references import References
+from kale_dist.runtime.reducers import References
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Outcome:
     value: Any = None
     """What the function returned."""
     error: BaseException | None = None
-    """What it raised, with its causes and notes; a `RemoteError` where that cannot be had here."""
+    """What it raised, with its causes and notes; a `RemoteError` where that cannot be loaded here."""
     traceback: str = ""
     """Of the error, as the rank would have printed it, with the lines of the cells."""
 
@@ -82,7 +82,7 @@ def write_success(
     try:
         data, pickler = _pickle(value, references)
     except Exception as error:
-        raise search.explain(error, getattr(error, "culprit", value), [("the returned value", value)]) from error
+        raise unpicklable.explain(error, getattr(error, "culprit", value), [("the returned value", value)]) from error
     storages = [_joined(source) for source in pickler.storages]
     buffers = [data, *(buffer.raw() for buffer in pickler.buffers), *storages]
     header = _header(job, attempt, rank, ok=True) | {"buffers": len(pickler.buffers)}

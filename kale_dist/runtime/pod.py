@@ -141,7 +141,7 @@ async def serve(place: Place, pool: ForkPool) -> int:
     """Be the head or a relay; gives the exit code.
 
     Raises:
-        Problem: The agent cannot begin, or was told to end before it had.
+        Problem: The agent cannot begin, or received SIGTERM before it had.
     """
     from kale_dist.runtime.head import Head
     from kale_dist.runtime.relay import Relay
@@ -154,14 +154,14 @@ async def serve(place: Place, pool: ForkPool) -> int:
     told.cancel()
     if not waiting.done():
         waiting.cancel()
-        raise Problem("the pod was told to end (SIGTERM) before its input was there")
+        raise Problem("the pod received SIGTERM before its input was there")
     order, key = waiting.result()
     pod = Pod(place, order, key, pool)
     try:
         pod.files.folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
         raise Problem(
-            "this pod's container was started a second time, and its job cannot go on in it: an agent serves one job once"
+            "this pod's container was started a second time, and its job cannot continue in it: an agent serves one job once"
         ) from None
     pool.wanted_spares = len(order.ranks_of(place.pod))
     pool.refill()
@@ -197,7 +197,7 @@ async def _main(place: Place, launched: tuple[socket.socket, int]) -> int:
     except (Problem, KaleDistError, OSError) as error:
         sys.stderr.write(f"kale_dist: {error}\n")
         ending.write_termination(place.termination_log, str(error).encode("utf-8", "replace"))
-        return ending.EXIT_TOLD_TO_END if "(SIGTERM)" in str(error) else ending.EXIT_OURS
+        return ending.EXIT_TOLD_TO_END if "received SIGTERM" in str(error) else ending.EXIT_OURS
     finally:
         pool.close()
         processes.end_orphans(limit_s=2.0)

@@ -37,7 +37,7 @@ def bring(pod: Pod, *, fetch_from: str = "", received: Callable[[str], int] = la
         received: Bytes of a blob that have come so far, of those that the notebook streams.
 
     Raises:
-        StoreError: They cannot be had; a sentence says why.
+        StoreError: They cannot be fetched; a sentence says why.
         SnapshotDamagedError: A blob is not what its name says.
         ContractError: This pod's Python or torch cannot load them.
     """

@@ -1,20 +1,72 @@
-"""Makes a forked rank what a process started by the notebook would be: environment, folders, limits, threads, seeds."""
+"""Makes a forked rank what a process started by the notebook would be: environment, folders, limits, threads, seeds.
+
+The state is read in the notebook and applied in the rank, before anything is unpickled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import importlib
+import operator
 import os
 import pathlib
 import random
+import re
 import resource
 import sys
 import time
+from collections.abc import Iterable
+from typing import Any
 
 from kale_dist.contract import Assignment, ProcessState
 from kale_dist.errors import ContractError
-from kale_dist.runtime import loading, processes, torch_flags
+from kale_dist.runtime import loading, processes
+
+_LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
+
+Flag = tuple[str, str | int | float | bool]
+
+_ATTRIBUTES = ("backends.mkldnn.enabled", "backends.opt_einsum.enabled")
+_CUDA_ATTRIBUTES = (
+    "backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic", "backends.cudnn.allow_tf32",
+    "backends.cuda.matmul.allow_tf32", "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+)  # fmt: skip
+
+
+def capture(cuda: bool) -> ProcessState:  # noqa: FBT001 - the one thing it depends on
+    """The state of this process that ranks take over. Reads only; nothing of CUDA is initialised.
+
+    Args:
+        cuda: Whether the job uses CUDA; without it, CUDA's own flags are left out.
+    """
+    cwd = _cwd()
+    return ProcessState(
+        environment=tuple(os.environ.items()),
+        cwd=cwd,
+        # An empty entry means the current folder, which a rank may change before it imports.
+        sys_path=tuple(dict.fromkeys(str(pathlib.Path(cwd, entry)) for entry in sys.path if isinstance(entry, str))),
+        argv=tuple(sys.argv),
+        umask=_read_umask(),
+        limits=tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
+        torch_flags=read_flags(cuda=cuda),
+    )
+
+
+def _cwd() -> str:
+    try:
+        return str(pathlib.Path.cwd())
+    except FileNotFoundError:
+        # The folder was deleted under the notebook; a rank needs one that is there.
+        return str(pathlib.Path.home())
+
+
+def _read_umask() -> int:
+    """The umask, read without setting it: other threads of the notebook may be making files."""
+    status = pathlib.Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
+    return int(found[1], 8) if found else 0o022
 
 
 def apply(state: ProcessState, modules: pathlib.Path) -> None:
@@ -47,7 +99,7 @@ def apply(state: ProcessState, modules: pathlib.Path) -> None:
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     if loading.has_torch():
-        torch_flags.apply(state.torch_flags)
+        apply_flags(state.torch_flags)
 
 
 def set_torchrun_environment(assignment: Assignment) -> None:
@@ -135,3 +187,63 @@ def set_seeds(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+# -- settings of torch ------------------------------------------------------------------------------------------------
+
+
+def read_flags(*, cuda: bool) -> tuple[Flag, ...]:
+    """The settings of this process, nothing if it has not imported torch. CUDA is not initialised.
+
+    Args:
+        cuda: Whether to read those of CUDA too.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    flags: list[Flag] = [
+        ("default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")),
+        ("deterministic_algorithms", bool(torch.are_deterministic_algorithms_enabled())),
+        ("deterministic_warn_only", bool(torch.is_deterministic_algorithms_warn_only_enabled())),
+        ("float32_matmul_precision", str(torch.get_float32_matmul_precision())),
+        ("anomaly_detection", bool(torch.is_anomaly_enabled())),
+        ("flush_denormal", _flushes_denormal(torch)),
+    ]
+    for name in (*_ATTRIBUTES, *(_CUDA_ATTRIBUTES if cuda else ())):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            value = operator.attrgetter(name)(torch)
+            if isinstance(value, bool | int | float | str):
+                flags.append((name, value))
+    return tuple(flags)
+
+
+def apply_flags(flags: Iterable[Flag]) -> None:
+    """Make this process's settings like those that were read. Flags that this torch does not know are passed over.
+
+    Args:
+        flags: What `read_flags` gave.
+    """
+    import torch
+
+    given = dict(flags)
+    if "default_dtype" in given:
+        torch.set_default_dtype(getattr(torch, str(given.pop("default_dtype"))))
+    if "float32_matmul_precision" in given:
+        torch.set_float32_matmul_precision(str(given.pop("float32_matmul_precision")))
+    if "deterministic_algorithms" in given:
+        warn_only = bool(given.pop("deterministic_warn_only", False))
+        torch.use_deterministic_algorithms(bool(given.pop("deterministic_algorithms")), warn_only=warn_only)
+    if given.pop("anomaly_detection", False):
+        torch.autograd.set_detect_anomaly(True)
+    if given.pop("flush_denormal", False):
+        torch.set_flush_denormal(True)
+    for name, value in given.items():
+        owner, _, attribute = name.rpartition(".")
+        with contextlib.suppress(AttributeError, RuntimeError):
+            if operator.attrgetter(name)(torch) != value:
+                setattr(operator.attrgetter(owner)(torch), attribute, value)
+
+
+def _flushes_denormal(torch: Any) -> bool:
+    """Torch has no question for it, but an operation shows it."""
+    return not bool((torch.tensor(1e-310, dtype=torch.float64) * 1.0).item())

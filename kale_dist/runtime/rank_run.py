@@ -10,7 +10,6 @@ from kale_dist import contract
 from kale_dist.contract import EventKind, RankStateName
 from kale_dist.runtime import context
 from kale_dist.runtime.ending import End
-from kale_dist.runtime.watchdog import Sample, parse_main_thread
 from kale_dist.runtime.writer import JobWriter
 
 
@@ -60,9 +59,11 @@ class RankRun:
         """Whether its outcome is still on its way to the head: till then the rank is not gone."""
         self.dump = b""
         """Its last answer to `ask_stacks`; empty if there is none."""
+        self.cpu_ticks = 0
+        """Processor time that it had used at that answer, in clock ticks."""
+        self.moves = 0
+        """Signs of progress that it has given so far."""
         self._received = False
-        self._moves = 0
-        self._ticks = 0
         self._writer = writer
         self._on_change = on_change
         self._on_move = on_move
@@ -88,14 +89,10 @@ class RankRun:
             self.process.signal(signal.SIGKILL)
 
     def ask_stacks(self) -> None:
-        """Ask for the stacks; `dump` and `sample` have the answer a moment later."""
+        """Ask for the stacks; `dump` and `cpu_ticks` have the answer a moment later."""
         self.dump = b""
         if self.process is not None and self._received and self.end is None:
             self.process.ask_stacks()
-
-    def sample(self) -> Sample:
-        """What the answer to `ask_stacks` shows."""
-        return Sample(frames=parse_main_thread(self.dump), cpu_ticks=self._ticks, moves=self._moves)
 
     def record_end(self, state: RankStateName) -> None:
         """Write the rank's last event."""
@@ -145,7 +142,7 @@ class RankRun:
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
         """The answer to `ask_stacks`."""
-        self.dump, self._ticks = dump, cpu_ticks
+        self.dump, self.cpu_ticks = dump, cpu_ticks
 
     def ended(self, end: End) -> None:
         """Its process is over."""
@@ -165,5 +162,5 @@ class RankRun:
         self._on_change(self)
 
     def _moved(self, event: dict[str, Any] | None) -> None:
-        self._moves += 1
+        self.moves += 1
         self._on_move(event)

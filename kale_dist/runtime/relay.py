@@ -69,7 +69,7 @@ class Relay:
     def told_to_end(self) -> None:
         """The pod got SIGTERM: the head decides what that means for the job."""
         self._is_told_to_end = True
-        reason = "it was told to end (SIGTERM): it was evicted, or the job was deleted or suspended"
+        reason = "it received SIGTERM: it was evicted, or the job was deleted or suspended"
         if self._channel.is_open:
             self._channel.say(Op.LEAVING, reason=reason)
         elif not self._end.done():

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from kale_dist import contract
 from kale_dist.contract import JobFiles, Order
-from kale_dist.runtime.ending import End
+from kale_dist.runtime.ending import End, name_ranks
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.rank_run import RankRun
 from kale_dist.runtime.relay_protocol import (
@@ -28,7 +28,6 @@ from kale_dist.runtime.relay_protocol import (
     is_signed,
     sign,
 )
-from kale_dist.runtime.watchdog import name_ranks
 
 DEALT_AS_TREE_ABOVE = 8
 """Jobs of more agents deal their blobs as a tree: each agent passes them to two others."""

@@ -75,7 +75,7 @@ def format_error(error: BaseException) -> str:
         lines = ["Traceback (most recent call last):\n"]
         with contextlib.suppress(Exception):
             lines += traceback.format_tb(error.__traceback__)
-        return "".join([*lines, f"{type_name(error)}: (its text cannot be had: {type(problem).__name__})\n"])
+        return "".join([*lines, f"{type_name(error)}: (its text cannot be shown: {type(problem).__name__})\n"])
 
 
 def type_name(value: object) -> str:

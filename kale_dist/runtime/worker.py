@@ -26,7 +26,7 @@ from kale_dist.contract import Assignment, JobFiles
 from kale_dist.errors import ContractError
 from kale_dist.runtime import context, mpi, process_state, sources, stand_ins
 from kale_dist.runtime.given_models import GivenModels
-from kale_dist.runtime.references import References
+from kale_dist.runtime.reducers import References
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
@@ -247,7 +247,7 @@ def _print_error(error: BaseException) -> None:
 def _safe_text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - an exception whose text cannot be had is still reported
+    except Exception:  # noqa: BLE001 - an exception whose text cannot be read is still reported
         return "(its text cannot be read)"
 
 

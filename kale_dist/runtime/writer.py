@@ -236,7 +236,7 @@ class JobWriter:
         self._call(self._on_change)
 
     def _call(self, function: Callable[[], None]) -> None:
-        # The loop has ended where an agent was told to end at once.
+        # The loop has ended where an agent received SIGTERM.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 

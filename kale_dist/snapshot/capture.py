@@ -16,8 +16,8 @@ import cloudpickle
 
 from kale_dist import blobs, contract
 from kale_dist.errors import SnapshotError
-from kale_dist.runtime import loading, search
-from kale_dist.runtime.references import References
+from kale_dist.runtime import loading, unpicklable
+from kale_dist.runtime.reducers import References
 from kale_dist.runtime.sources import cell_label, files_of_class
 from kale_dist.snapshot import modules
 from kale_dist.snapshot.pickler import CapturePickler, without_file
@@ -90,7 +90,7 @@ def capture(
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
-        raise search.explain(error, pickler.last, search.roots_of_call(fn, args, kwargs)) from error
+        raise unpicklable.explain(error, pickler.last, unpicklable.roots_of_call(fn, args, kwargs)) from error
     with _Writer(store) as writer:
         storages = writer.place(pickler.storages)
         buffers = writer.place([(_flat(buffer),) for buffer in pickler.buffers])

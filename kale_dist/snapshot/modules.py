@@ -19,6 +19,8 @@ from kale_dist.errors import SnapshotError
 MAX_PACKAGE_BYTES = 64 << 20
 """A package folder up to this size is sent whole; of a larger one, its Python files and the files that they name."""
 
+_PARSING_TRIES = 20
+
 _NEVER = frozenset({"kale_dist", "cloudpickle", "torch", "__main__", "__mp_main__"})
 """Top-level names that are in every rank."""
 
@@ -182,7 +184,7 @@ class _Collector:
             ]
             self.notes.append(
                 f"The package {top} ({folder}, {size / 2**20:,.0f} MiB) is over {MAX_PACKAGE_BYTES >> 20} MiB: only its "
-                f"code and the files that the code names travel to the ranks ({len(kept):,} of {len(found):,} files)."
+                f"code and the files that the code names are sent to the ranks ({len(kept):,} of {len(found):,} files)."
             )
             found = kept
         return self._keep(found)
@@ -197,7 +199,7 @@ class _Collector:
             if size > MAX_PACKAGE_BYTES:
                 self.notes.append(
                     f"{path.name} names files beside it of {size / 2**20:,.0f} MiB, over {MAX_PACKAGE_BYTES >> 20} MiB: "
-                    f"they do not travel. Make them a volume, or read them by an absolute path."
+                    f"they are not sent. Make them a volume, or read them by an absolute path."
                 )
                 neighbours = []
             found += [self._file("", path.parent, file) for file in neighbours]
@@ -267,10 +269,18 @@ def _text(path: pathlib.Path) -> str:
 
 
 def _tree(path: pathlib.Path) -> ast.AST | None:
-    try:
-        return ast.parse(_text(path))
-    except (SyntaxError, ValueError):
-        return None
+    """A file's syntax tree; None if it is not Python."""
+    for _ in range(_PARSING_TRIES):
+        try:
+            return ast.parse(_text(path))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        except SystemError:
+            # Python 3.11 may raise it while another thread parses (https://github.com/python/cpython/issues/106905).
+            continue
+    raise SnapshotError(
+        f"{path} could not be searched for imports, because another thread compiled all the time. Call again"
+    )
 
 
 def _literals(path: pathlib.Path) -> set[str]:

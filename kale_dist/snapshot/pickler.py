@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from cloudpickle import cloudpickle as internals
 
-from kale_dist.runtime import reducers, references
+from kale_dist.runtime import reducers
 from kale_dist.runtime.pickling import TensorPickler
 
 _CLASS_TRACKER = {internals._make_skeleton_class: 4, internals._make_skeleton_enum: 5}  # noqa: SLF001
@@ -27,7 +27,7 @@ class CapturePickler(TensorPickler):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        self.originals = references.References()
+        self.originals = reducers.References()
         """The notebook's own functions and classes, by number."""
         self.modules: set[str] = set()
         """Names of modules that the call refers to."""

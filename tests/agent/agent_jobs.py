@@ -14,8 +14,8 @@ from kale_dist.blobs import FolderStore
 from kale_dist.contract import EventKind, JobFiles, LogLine, Order, StateName
 from kale_dist.following.reader import LogReader
 from kale_dist.runtime import outcome
+from kale_dist.runtime.process_state import capture as capture_process
 from kale_dist.snapshot.capture import capture
-from kale_dist.snapshot.process import capture_process
 
 FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 

@@ -156,7 +156,7 @@ def test_a_head_that_is_told_to_end_is_suspended_and_another_pod_is_lost(make, t
     expected = ("cancelled", "suspended") if 0 in told else ("failed", "lost")
     assert (state["state"], state["cause"]) == expected
     assert state["next_line"] == sum(item.count for item in job.items(Record))
-    assert "was told to end (SIGTERM)" in state["reason"]
+    assert "received SIGTERM" in state["reason"]
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == dict.fromkeys(range(3), "stopped")
 

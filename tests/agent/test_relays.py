@@ -214,9 +214,9 @@ def test_a_relay_whose_connection_is_cut_is_lost_with_its_ranks(tmp_path, has_sp
 def test_a_relay_that_is_told_to_end_says_so(tmp_path):
     async def scene(head):
         played = await PlayedRelay(1).join(head)
-        played.channel.say(Op.LEAVING, reason="it was told to end (SIGTERM)")
+        played.channel.say(Op.LEAVING, reason="it received SIGTERM")
         await until(lambda: head.told)
-        assert head.told == ["leaves: Pod 1 (rank 1) is gone: it was told to end (SIGTERM)"]
+        assert head.told == ["leaves: Pod 1 (rank 1) is gone: it received SIGTERM"]
 
     play(tmp_path, 2, scene)
 

@@ -40,7 +40,7 @@ def test_cancel_while_a_cell_waits(open_notebook, kernel):
         expect(view.get_by_role("status")).to_contain_text("stop the cell first")
         notebook.photograph("stop-first", view)
         notebook.command("notebook:interrupt-kernel")
-        expect(waiting).to_contain_text("runs on")
+        expect(waiting).to_contain_text("keeps running")
     expect(view).to_have_attribute("data-state", "cancelled", timeout=20_000)
     notebook.wait_idle()
     if kernel == "python3":

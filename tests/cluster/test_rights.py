@@ -89,7 +89,7 @@ def test_without_any_connection_large_results_are_lost_and_this_is_said(become, 
     assert job.wait(150).state is StateName.SUCCEEDED
     with pytest.raises((ResultUnavailableError, StoreError)):
         job.result()
-    assert any("could not be brought here" in line.text for line in job.logs())
+    assert any("could not be fetched" in line.text for line in job.logs())
     job.delete()
 
 

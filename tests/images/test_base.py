@@ -63,9 +63,9 @@ def test_files_lie_where_links_of_the_base_lead():
         (b'exec: "python3": executable file not found in $PATH', "has no python3 on its PATH. Name a base image with"),
         (b"exec /usr/bin/python3: exec format error", "made for another processor.*--base-packages"),
         (b"", "it wrote nothing.*kale-dist image question"),
-        (b"Traceback\nMemoryError", "did not tell what it has: Traceback MemoryError"),
-        (b"KALE-DIST-BASE {", "did not tell what it has"),
-        (b"KALE-DIST-BASE {}", "did not tell what it has"),
+        (b"Traceback\nMemoryError", "did not say what it has: Traceback MemoryError"),
+        (b"KALE-DIST-BASE {", "did not say what it has"),
+        (b"KALE-DIST-BASE {}", "did not say what it has"),
     ],
 )
 def test_an_answer_that_is_none_is_a_sentence(said, words):

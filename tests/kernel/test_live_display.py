@@ -100,9 +100,8 @@ def test_an_ended_job_is_one_still_picture(kernel):
     reply = kernel("job = kd.launch(chatter, 0, number_of_processes=1); job.wait(); job")
     (shown,) = reply.shown
     assert "succeeded" in shown["text/html"]
-    assert not kernel.good(
-        "import threading; print([t.name for t in threading.enumerate() if 'view' in t.name])"
-    ).strip("[]")
+    threads = "import threading; print([t.name for t in threading.enumerate() if 'view' in t.name])"
+    assert kernel.good(threads) == "[]"
 
 
 def test_a_deleted_job_ends_its_picture(kernel, wait_until):

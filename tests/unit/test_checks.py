@@ -148,7 +148,7 @@ class ItsOwnLoss(Net):
 
 
 def test_a_model_that_gives_its_loss_needs_no_criterion():
-    Training(**arguments(model=ItsOwnLoss(), criterion=None))
+    assert Training(**arguments(model=ItsOwnLoss(), criterion=None)).criterion is None
 
 
 def as_in_the_examples(args, model, device, train_loader, optimizer, epoch):
@@ -251,7 +251,9 @@ def pair(**changes):
 
 
 def test_several_models_and_optimizers_pass_as_dicts():
-    Training(**arguments(**pair()))
+    given = pair()
+    checked = Training(**arguments(**given))
+    assert (checked.model, checked.optimizer) == (given["model"], given["optimizer"])
 
 
 @pytest.mark.parametrize(
@@ -277,12 +279,13 @@ def test_the_criterions_parameters_may_be_trained_too():
     net, criterion = Net(), torch.nn.BCEWithLogitsLoss()
     criterion.scale = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()])
-    Training(**arguments(model=net, criterion=criterion, optimizer=optimizer))
+    assert Training(**arguments(model=net, criterion=criterion, optimizer=optimizer)).optimizer is optimizer
 
 
 def test_a_part_of_the_parameters_may_be_trained():
     net = Net()
-    Training(**arguments(model=net, optimizer=torch.optim.SGD([net.bias])))
+    optimizer = torch.optim.SGD([net.bias])
+    assert Training(**arguments(model=net, optimizer=optimizer)).optimizer is optimizer
 
 
 def step6(model, data_loader, criterion, optimizer, device, args):
@@ -306,7 +309,7 @@ def test_steps_of_the_right_arity_pass(step):
                 pass
 
         step = Step()
-    Training(**arguments(train_step=step))
+    assert Training(**arguments(train_step=step)).train_step is step
 
 
 async def async_step(model, data_loader, criterion, optimizer, device, args):

@@ -37,7 +37,7 @@ def end(**given):
             "Container kale-dist-job-1 was killed from outside (SIGKILL, exit code 137), not for want of memory", "killed",
             None,
         ),
-        ({"exit_code": 143}, "Container kale-dist-job-1 was told to end (SIGTERM)", "killed", None),
+        ({"exit_code": 143}, "Container kale-dist-job-1 received SIGTERM", "killed", None),
         # A rank was out of memory, and its agent lived to say so.
         ({"exit_code": 1, "is_out_of_memory": True, "last_line": "a line {with} braces"},
          "Container kale-dist-job-1 ended with exit code 1; its last line: a line {with} braces", "", None),

@@ -241,10 +241,13 @@ def test_a_reader_that_leaves_does_not_end_the_program():
     os.close(reading)
     stream = os.fdopen(writing, "w")
     terminal = Terminal(stream)
+    with pytest.raises(BrokenPipeError):
+        os.write(writing, b"x")
     terminal.line("x" * 100_000)
     terminal.line("y")
     with contextlib.suppress(BrokenPipeError):
         stream.close()
+    assert stream.closed
 
 
 def test_a_stream_that_lacks_the_bars_characters_gets_the_text():

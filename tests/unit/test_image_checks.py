@@ -131,7 +131,7 @@ def test_one_more_index_does_not_take_the_place_of_pypi():
     ("content", "words"),
     [
         (b"einops\nrich==\xff", ["requirements.txt, line 2, is not UTF-8"]),
-        (b"a\n-e .\n", ["line 2", "-e cannot be part", "travel with the call by themselves"]),
+        (b"a\n-e .\n", ["line 2", "-e cannot be part", "are sent with the call anyway"]),
         (b"a\n--editable=git+https://x/y#egg=z", ["line 2", "--editable"]),
         (b"-c constraints.txt", ["line 1", "-c cannot be part", "into the requirements themselves"]),
         (b"a==1 \\\n  --hash=sha256:00 \\\n  --hash=sha256:11\n", ["line 1", "--hash", "--no-hashes"]),
@@ -185,7 +185,7 @@ def test_what_is_no_file_of_requirements_is_named(given, words):
         ("a==1 && rm -rf /", ["is not a requirement"]),
         ("$(touch x)", ["is not a requirement"]),
         ("x" * 5000 + "!", ["is not a requirement"]),
-        ("-e .", ["'-e .' is an option of pip", "travel with the call"]),
+        ("-e .", ["'-e .' is an option of pip", "are sent with the call"]),
         ("--index-url=https://u:hunter2@x", ["is an option of pip"]),
         ("-rrequirements.txt", ["is an option of pip"]),
         ("a --pre", ["has the option --pre"]),

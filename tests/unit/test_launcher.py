@@ -117,8 +117,11 @@ def test_what_no_cluster_could_run_is_refused_before_it_is_asked(choice, text):
 
 @pytest.mark.parametrize("volumes", ["/data=digits", "/data=pvc://digits/part", "/x=secret://secret", ""])
 def test_claims_that_are_there_and_other_volumes_are_not_doubted(volumes):
-    launcher.doubts({"on": "kubernetes", "memory": "24Ti", "volumes": volumes}, ["digits"])
+    choice = {"on": "kubernetes", "memory": "24Ti", "volumes": volumes}
+    launcher.doubts(choice, ["digits"])
     launcher.doubts({"on": "kubernetes", "volumes": "/data=any"}, None)
+    with pytest.raises(ConfigError, match="no claim 'any'"):
+        launcher.doubts({**choice, "volumes": f"{volumes},/more=any".lstrip(",")}, ["digits"])
 
 
 @pytest.mark.parametrize(

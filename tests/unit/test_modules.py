@@ -8,6 +8,7 @@ import pytest
 from played import play
 
 from kale_dist import blobs
+from kale_dist.errors import SnapshotError
 from kale_dist.snapshot import modules
 from kale_dist.snapshot.capture import capture
 
@@ -240,3 +241,20 @@ def test_links_to_folders_are_not_followed(local):
     folder = local({"looped/__init__.py": ""})
     pathlib.Path(folder, "looped", "again").symlink_to(folder / "looped")
     assert names(modules.collect(["looped"])) == ["looped/__init__.py"]
+
+
+def test_parsing_is_tried_again_where_python_mixes_up_two_threads(local, monkeypatch):
+    local({"one.py": "import two\n", "two.py": ""})
+    parse, left = modules.ast.parse, [3]
+
+    def parse_now(*given):
+        if left[0]:
+            left[0] -= 1
+            raise SystemError("AST constructor recursion depth mismatch (before=28, after=32)")
+        return parse(*given)
+
+    monkeypatch.setattr(modules.ast, "parse", parse_now)
+    assert names(modules.collect(["one"])) == ["one.py", "two.py"]
+    left[0] = -1
+    with pytest.raises(SnapshotError, match=r"one\.py could not be searched for imports"):
+        modules.collect(["one"])

@@ -213,7 +213,8 @@ class Followed:
 def test_a_job_is_listed_once_and_then_watched(server, watch):
     server.items[JOBS] = [made("x"), made("y")]
     watch.follow()
-    watch.until(lambda view: view.job is not None)
+    view = watch.until(lambda view: view.job is not None)
+    assert view.job["metadata"]["name"] == "x"
     server.send(PODS, "ADDED", pod("x"))
     server.send(PODS, "MODIFIED", pod("x", phase="Running"))
     view = watch.until(lambda view: view.pods and view.pods[0].phase == "Running")
@@ -267,7 +268,8 @@ def test_after_a_cut_in_the_middle_of_a_line_it_goes_on_from_the_last_version(se
 def test_a_bookmark_moves_the_version(server, watch):
     server.items[JOBS] = [made("x")]
     watch.follow()
-    watch.until(lambda view: view.job is not None)
+    view = watch.until(lambda view: view.job is not None)
+    assert view.job["metadata"]["name"] == "x"
     server.send(PODS, "BOOKMARK", {"metadata": {"resourceVersion": "99"}})
     server.streams[PODS].put(END)
     server.send(PODS, "ADDED", pod("x"))
@@ -296,7 +298,8 @@ def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(server, watch):
     server.items[JOBS] = [made("x")]
     server.refusals[JOBS, False] = [(429, {"Retry-After": "1"}), (503, {})]
     watch.follow()
-    watch.until(lambda view: view.job is not None)
+    view = watch.until(lambda view: view.job is not None)
+    assert view.job["metadata"]["name"] == "x"
     times = [moment for moment, kind, is_watch, _ in server.asked if kind == JOBS and not is_watch]
     assert len(times) == 3
     assert times[1] - times[0] >= 1.0
@@ -314,7 +317,8 @@ def test_a_server_that_does_not_answer_is_told_and_asked_again(server, watch):
 def test_a_watch_that_is_refused_for_a_while_is_well_again_without_a_new_list(server, watch):
     server.items[JOBS] = [made("x")]
     watch.follow()
-    watch.until(lambda view: view.job is not None)
+    view = watch.until(lambda view: view.job is not None)
+    assert view.job["metadata"]["name"] == "x"
     server.refusals[PODS, True] = [(500, {}), (500, {}), (500, {})]
     server.streams[PODS].put(CUT)
     watch.until(lambda view: not view.healthy)
@@ -349,7 +353,8 @@ def test_pods_that_may_not_be_watched_are_listed_again_and_again(server, watch, 
     server.items[JOBS] = [made("x")]
     server.always[PODS, True] = (403, {})
     watch.follow()
-    watch.until(lambda view: view.job is not None)
+    view = watch.until(lambda view: view.job is not None)
+    assert view.job["metadata"]["name"] == "x"
     server.items[PODS] = [pod("x")]
     assert watch.until(lambda view: view.pods).healthy
 
@@ -446,4 +451,5 @@ def test_it_can_be_followed_again_after_all_have_left(server, watch):
     server.items[JOBS] = [made("x")]
     watch.follow()()
     watch.follow()
-    watch.until(lambda view: view.job is not None)
+    view = watch.until(lambda view: view.job is not None)
+    assert view.job["metadata"]["name"] == "x"

@@ -14,7 +14,7 @@ import torch
 from kale_dist import blobs
 from kale_dist.errors import NotSerializableError, RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
 from kale_dist.runtime import outcome, sources
-from kale_dist.runtime.references import References
+from kale_dist.runtime.reducers import References
 
 WHO = {"key": b"k" * 32, "job": "digits", "attempt": 0, "rank": 1}
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from kale_dist.runtime import torch_flags
-from kale_dist.snapshot.process import capture_process
+from kale_dist.runtime import process_state
+from kale_dist.runtime.process_state import capture as capture_process
 
 
 def test_environment_folder_path_and_limits_are_as_here(tmp_path, monkeypatch):
@@ -43,9 +43,9 @@ def test_a_deleted_folder_gives_one_that_is_there(tmp_path, monkeypatch):
 
 @pytest.fixture
 def flags():
-    before = torch_flags.read(cuda=True)
+    before = process_state.read_flags(cuda=True)
     yield
-    torch_flags.apply(before)
+    process_state.apply_flags(before)
     torch.autograd.set_detect_anomaly(False)
 
 
@@ -55,21 +55,21 @@ def test_torchs_settings_go_over_and_cuda_is_not_initialised():
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
-    taken = torch_flags.read(cuda=True)
+    taken = process_state.read_flags(cuda=True)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
-    torch_flags.apply([*taken, ("backends.unknown.flag", True), ("nothing", 1)])
+    process_state.apply_flags([*taken, ("backends.unknown.flag", True), ("nothing", 1)])
     assert torch.get_default_dtype() is torch.float64
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cudnn.benchmark
-    assert torch_flags.read(cuda=True) == taken
-    assert len(torch_flags.read(cuda=False)) < len(taken)
+    assert process_state.read_flags(cuda=True) == taken
+    assert len(process_state.read_flags(cuda=False)) < len(taken)
     assert not torch.cuda.is_initialized()
 
 
 def test_without_torch_there_are_no_flags_and_torch_is_not_imported():
-    script = "import sys\nfrom kale_dist.snapshot.process import capture_process\nassert capture_process(cuda=True).torch_flags == ()\nassert 'torch' not in sys.modules"
+    script = "import sys\nfrom kale_dist.runtime.process_state import capture\nassert capture(cuda=True).torch_flags == ()\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

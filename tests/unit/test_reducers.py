@@ -361,9 +361,9 @@ def test_start_methods(travel, method):
 
 
 def test_a_torch_generator_of_an_absent_accelerator_keeps_its_seed():
-    from kale_dist.runtime import reducers, references
+    from kale_dist.runtime import reducers
 
-    here = reducers.Loading(storage=memoryview, main={}, references=references.References(), resolve=len)
+    here = reducers.Loading(storage=memoryview, main={}, references=reducers.References(), resolve=len)
     with reducers.loading(here):
         made = reducers.make_generator(b"odd", True, 7)
     assert made.initial_seed() == 7

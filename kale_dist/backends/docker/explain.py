@@ -68,7 +68,7 @@ _TABLE: tuple[_Row, ...] = (
     ),
     (
         lambda end: end.exit_code == _SIGTERM,
-        "Container {name} was told to end (SIGTERM)",
+        "Container {name} received SIGTERM",
         "`docker stop` does that, and stopping the engine", "killed", None, False,
     ),
     (

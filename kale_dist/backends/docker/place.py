@@ -27,7 +27,7 @@ from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
 from kale_dist.following.claims import identity
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
-from kale_dist.snapshot import process
+from kale_dist.runtime import process_state
 from kale_dist.spec import JobSpec, VolumeKind
 from kale_dist.status import JobStatus, ReplicaStatus
 
@@ -87,7 +87,7 @@ class DockerPlace:
             BackendError: The engine refused.
         """
         spec, engine = plan.spec, engines.connect()
-        order = containers.make_order(spec, run, process.capture_process(cuda=spec.cuda).torch_flags)
+        order = containers.make_order(spec, run, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
             InputFiles.RUNTIME: payload.runtime_zip(),
             InputFiles.KEY: key,

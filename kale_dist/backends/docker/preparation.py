@@ -41,7 +41,7 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
     Raises:
         ConfigError: There is no image and no way to one, or the engine's machine has less than was asked for.
         ImageError: The image cannot be made.
-        BackendError: The engine cannot be reached, or the image cannot be had.
+        BackendError: The engine cannot be reached, or the image cannot be pulled.
     """
     configured = config.load()
     image = spec.image or configured.image

@@ -30,7 +30,7 @@ from kale_dist.manifests.settings import (
     STORE_FOLDER,
     SUBMITTED_BY_ANNOTATION,
 )
-from kale_dist.snapshot import process
+from kale_dist.runtime import process_state
 from kale_dist.spec import JobSpec
 
 INPUT_BYTES = 600_000
@@ -146,7 +146,7 @@ def input_data(
                 f"The last checkpoint has {size / _MIB:,.1f} MiB, too much to send to new pods without a store, so that the "
                 "training starts from the beginning: give a store=, such as 'pvc://claim'"
             )
-    flags = process.capture_process(cuda=spec.cuda).torch_flags
+    flags = process_state.read_flags(cuda=spec.cuda)
     data[InputFiles.ORDER] = encode_json(order_of(spec, source, run=run, torch_flags=flags, note=note).to_json())
     return data
 

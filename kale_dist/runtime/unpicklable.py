@@ -1,4 +1,4 @@
-"""The path to what cannot be pickled, such as `train_step -> closure log -> _io.TextIOWrapper`.
+"""What cannot be pickled: the path to it, and what to do about it, such as `train_step -> closure log -> _io.TextIOWrapper`.
 
 The pickler knows the object it met last, not how it came there. The search walks from the call's arguments over what
 pickling would follow (variables, attributes, items), breadth first, so that it finds the shortest path. It pickles
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
@@ -19,7 +20,6 @@ from typing import Any
 from cloudpickle import cloudpickle as internals
 
 from kale_dist.errors import NotSerializableError
-from kale_dist.runtime import remedies
 
 SEARCH_S = 5.0
 """The search gives up after this time; the error then names the object without the whole path."""
@@ -58,7 +58,7 @@ def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> Not
     """
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
         return NotSerializableError(
-            ("the call", remedies.name_of_type(culprit)),
+            ("the call", name_of_type(culprit)),
             "its objects are nested too deeply (a chain of links, such as a linked list or a graph of nodes)",
             "Keep the links as indices into a list, or raise sys.setrecursionlimit before the call.",
         )
@@ -66,13 +66,13 @@ def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> Not
     labels, objects = [label for label, _ in found], [value for _, value in found]
     if not found:
         labels, objects = ["the call", "(something in it)"], [culprit]
-    known = next((position for position, value in enumerate(objects) if remedies.find(value)), None)
+    known = next((position for position, value in enumerate(objects) if find_remedy(value)), None)
     if known is not None:
         labels, objects = labels[: known + 1] if found else labels, objects[: known + 1]
     last = objects[-1]
-    remedy = remedies.find(last) or remedies.OTHER
+    remedy = find_remedy(last) or OTHER
     problem = remedy.problem or f"{type(error).__name__}: {error}".rstrip(".")
-    return NotSerializableError((*labels, remedies.name_of_type(last)), problem, remedy.remedy)
+    return NotSerializableError((*labels, name_of_type(last)), problem, remedy.remedy)
 
 
 def _find(culprit: object, roots: Iterable[Step]) -> list[Step]:
@@ -188,3 +188,111 @@ def _attributes(value: Any) -> Iterator[Step]:
 def _short(key: object) -> str:
     text = repr(key) if isinstance(key, (str, int, float, bytes, tuple)) else type(key).__name__
     return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - what fits into a line of an error
+
+
+# -- what to do about it ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """Why a kind of object cannot be pickled, and what to do."""
+
+    types: tuple[str, ...]
+    """Qualified names of classes; a name that ends with a dot stands for a package's classes of these names."""
+    problem: str
+    remedy: str
+
+
+OTHER = Remedy(
+    types=(),
+    problem="",
+    remedy="Make it inside the function, or leave it out: give its class a __getstate__ that drops it.",
+)
+
+_REMEDIES = (
+    Remedy(
+        types=(
+            "concurrent.futures._base.Executor", "multiprocessing.pool.Pool", "threading.Thread", "concurrent.futures._base.Future",
+            "multiprocessing.process.BaseProcess", "subprocess.Popen", "asyncio.events.AbstractEventLoop",
+        ),
+        problem="a thread, a process or a pool of them lives in the notebook's process alone",
+        remedy="Start it inside the function, so that each rank has its own.",
+    ),
+    Remedy(
+        types=("logging.Handler", "logging.LoggerAdapter", "logging.LogRecord"),
+        problem="a logger's handler holds a stream and a lock of the notebook's process",
+        remedy="Use the logger by name (logging.getLogger) and add handlers inside the function; what a rank prints or "
+        "logs to stderr is in the job's log.",
+    ),
+    Remedy(
+        types=(
+            "sqlite3.Connection", "sqlite3.Cursor", "psycopg2.extensions.connection", "psycopg.Connection",
+            "pymysql.connections.Connection", "mysql.connector.connection.MySQLConnection", "sqlalchemy.engine.base.Engine",
+            "sqlalchemy.engine.base.Connection", "sqlalchemy.orm.session.Session", "pymongo.mongo_client.MongoClient",
+            "redis.client.Redis", "duckdb.DuckDBPyConnection", "_duckdb.DuckDBPyConnection", "h5py._hl.files.File",
+            "h5py._hl.dataset.Dataset", "lmdb.Environment",
+        ),
+        problem="an open database belongs to the process that opened it",
+        remedy="Keep the address or path, and connect inside the function (in a dataset: at the first __getitem__), so that "
+        "each rank has a connection of its own.",
+    ),
+    Remedy(
+        types=("socket.socket", "ssl.SSLSocket", "ssl.SSLContext", "selectors.BaseSelector", "multiprocessing.connection._ConnectionBase"),
+        problem="a network connection belongs to the process that opened it",
+        remedy="Connect inside the function, so that each rank has a connection of its own.",
+    ),
+    Remedy(
+        types=(
+            "torch.cuda.streams.Stream", "torch.cuda.streams.Event", "torch.cuda.graphs.CUDAGraph", "torch.Stream", "torch.Event",
+            "torch._C._CudaStreamBase", "torch._C._CudaEventBase", "torch._C._CUDAGraph", "torch.cuda.memory.MemPool",
+            "ctypes._Pointer", "_ctypes._Pointer", "_ctypes.CFuncPtr",
+        ),
+        problem="a handle of CUDA or of a C library means something in the notebook's process alone",
+        remedy="Make it inside the function, on the rank's own device.",
+    ),
+    Remedy(
+        types=("_io._IOBase", "_io.TextIOWrapper", "io.IOBase", "mmap.mmap", "tempfile._TemporaryFileWrapper", "zipfile.ZipFile", "tarfile.TarFile"),
+        problem="an open file belongs to the process that opened it",
+        remedy="Open it inside the function, from its path; in a dataset, at the first __getitem__.",
+    ),
+    Remedy(
+        types=("builtins.generator", "builtins.coroutine", "builtins.async_generator", "builtins.frame", "builtins.traceback"),
+        problem="a running generator or coroutine cannot be copied",
+        remedy="Pass the function that makes it, or make a list of its items.",
+    ),
+    Remedy(
+        types=(
+            "queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue",
+            "threading.Event", "threading.Condition", "threading.Semaphore", "threading.Barrier", "_thread.lock", "_thread.RLock",
+            "multiprocessing.synchronize.SemLock", "threading.local", "_thread._local",
+        ),
+        problem="a lock, or what is built on one, works within one process",
+        remedy="Make it inside the function. In a class, leave it out in __getstate__ and make a new one in __setstate__; ranks "
+        "wait for each other with torch.distributed.barrier().",
+    ),
+    Remedy(
+        types=("weakref.ReferenceType", "weakref.WeakMethod", "weakref.ProxyType", "weakref.CallableProxyType", "weakref.finalize",
+               "weakref.WeakKeyDictionary", "weakref.WeakValueDictionary"),
+        problem="a weak reference does not keep what it points to, so a copy would point to nothing",
+        remedy="Keep the object itself, or leave the reference out in __getstate__.",
+    ),
+    Remedy(
+        types=("torch.jit._script.RecursiveScriptModule", "torch.jit._script.ScriptModule", "torch.ScriptFunction", "torch.jit.ScriptFunction"),
+        problem="a compiled TorchScript program has no pickle",
+        remedy="Pass the module it was made from, and call torch.jit.script inside the function.",
+    ),
+)  # fmt: skip
+
+
+def name_of_type(value: object) -> str:
+    """Qualified name of an object's class, such as "_io.TextIOWrapper"; for a class or a function, its own."""
+    cls = value if isinstance(value, type) else type(value)
+    return cls.__qualname__ if cls.__module__ in {"builtins", "__main__"} else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def find_remedy(value: object) -> Remedy | None:
+    """The remedy for an object by its class or a base of it, or None."""
+    if isinstance(value, type):
+        return None
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__}
+    return next((remedy for remedy in _REMEDIES if not names.isdisjoint(remedy.types)), None)

@@ -6,7 +6,8 @@ import faulthandler
 
 import pytest
 
-from kale_dist.runtime.watchdog import Frame, Sample, StallClock, name_ranks, parse_main_thread, waits
+from kale_dist.runtime.ending import name_ranks
+from kale_dist.runtime.hang_watch import Frame, Sample, StallClock, parse_main_thread, waits
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 CELL = "/tmp/ipykernel_1/1.py"
