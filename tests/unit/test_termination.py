@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kale_dist.contract import FailureCause, StateName
-from kale_dist.runtime import ending, memory
+from kale_dist.runtime import ending, usage
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.processes import _cores_of_quota
 
@@ -54,8 +54,8 @@ def test_what_a_cgroup_says_of_memory(tmp_path, files, kills, limit):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory.kills(tmp_path) == kills
-    assert memory.limit_text(tmp_path) == limit
+    assert usage.kills(tmp_path) == kills
+    assert usage.limit_text(tmp_path) == limit
 
 
 @pytest.mark.parametrize(
