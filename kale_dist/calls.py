@@ -9,14 +9,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, names, placing, records, starting, strategies
+from kale_dist import backends, checks, layout, names, records, starting, strategies
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import Job, inside
+from kale_dist.layout import Run
 from kale_dist.places import Kubernetes, Place, word_of
-from kale_dist.placing import Run
 from kale_dist.starting import Call
 from kale_dist.training_checks import Training
 from kale_dist.wording import closest
@@ -370,7 +370,7 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     models = training.model.values() if isinstance(training.model, dict) else [training.model]
     parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
     weights = sum(2 * one.numel() * one.element_size() for one in parameters)
-    run = placing.settle(options, rank_bytes=weights)
+    run = layout.settle(options, rank_bytes=weights)
     training.check_strategy(run.spec, is_local=run.backend.name == "local")
     kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
     label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
@@ -382,7 +382,7 @@ def _function_call(
 ) -> tuple[Call, Run]:
     """A function's call, and where and how it runs."""
     checks.check_function(fn, args, kwargs, launch)
-    run = placing.settle(options)
+    run = layout.settle(options)
     return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=strategies.DDP()), run
 
 
@@ -393,7 +393,7 @@ def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 _LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
 
-SETTABLE = (*sorted(_LAUNCH_NAMES), *placing.PLACE_SETTINGS)
+SETTABLE = (*sorted(_LAUNCH_NAMES), *layout.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
 
 

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kale_dist import names, store_address
+from kale_dist import names
 from kale_dist.errors import ConfigError
 from kale_dist.places import KINDS, Docker, Kubernetes, Local, Place, settings_of
 from kale_dist.wording import closest, shorten, show
@@ -179,7 +179,7 @@ def _checked(key: str, value: Any, argument: str) -> Any:
     if "\0" in value or "\n" in value:
         raise ConfigError(argument, f"{show(value)} is more than one line", "Write it on one line")
     if key == "store":
-        return store_address.check(argument, value)
+        return names.check_store(argument, value)
     if key in _FORMS:
         _check_form(_FORMS[key][0], value, argument, *_FORMS[key][1:])
     return value

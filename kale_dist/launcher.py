@@ -16,7 +16,7 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import backends, calls, config, placing, training_checks, wording
+from kale_dist import backends, calls, config, layout, training_checks, wording
 from kale_dist.backends.base import OffersVolumes
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.notebook.widget import JobWidget
@@ -134,7 +134,7 @@ def arguments(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[s
     given: dict[str, Any] = {field: namespace.get(choice.get(field, "")) for field in OBJECTS}
     on, settings = _chosen_place(choice)
     place = {"on": on} if settings or on != _default_place() else {}
-    return {**given, **_numbers(choice), **placing.gathered({**place, **settings})}
+    return {**given, **_numbers(choice), **layout.gathered({**place, **settings})}
 
 
 def code(choice: Mapping[str, str]) -> str:

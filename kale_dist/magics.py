@@ -18,7 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from kale_dist import backends, calls, cli, placing, wording
+from kale_dist import backends, calls, cli, layout, wording
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
 from kale_dist.runtime import cell as on_a_rank
@@ -100,7 +100,7 @@ class DistributeMagics(Magics):
                     text,
                     FILENAME,
                     names,
-                    **placing.gathered({k: v for k, v in arguments.items() if v is not None}),
+                    **layout.gathered({k: v for k, v in arguments.items() if v is not None}),
                 )
             )
         if options.job is not None:

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kale_dist import names, store_address, volumes
+from kale_dist import names, volumes
 from kale_dist.errors import ConfigError
 from kale_dist.recipe import Recipe
 from kale_dist.resources import Resources, resources
@@ -309,7 +309,7 @@ class Kubernetes(ClusterOptions):
                     raise ConfigError(field, f"{key} is set by kale_dist", remedy)
         _settle(
             self, **_container_settings(self), volumes=volumes.of_pods(self.volumes),
-            store=store_address.check("store", self.store),
+            store=names.check_store("store", self.store),
         )  # fmt: skip
 
     @property

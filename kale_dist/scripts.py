@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kale_dist import calls, checks, placing, starting
+from kale_dist import calls, checks, layout, starting
 from kale_dist.checks import Options
 from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, warn
@@ -50,7 +50,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         _check_module(script)
     elif path is not None:
         _add_to_path(path.parent)
-    run = placing.settle(Options(**placing.gathered(options)))
+    run = layout.settle(Options(**layout.gathered(options)))
     in_place = run.backend.name == "local"
     if not in_place:
         _warn_of_paths(arguments, [volume.mount_path for volume in run.spec.volumes])
@@ -85,7 +85,7 @@ def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]
     fn = _function(target)
     args, kwargs = _words(arguments)
     checks.check_function(fn, args, kwargs, calls.launch)
-    return calls.launch(functools.partial(fn, *args, **kwargs), **placing.gathered(options))
+    return calls.launch(functools.partial(fn, *args, **kwargs), **layout.gathered(options))
 
 
 def exit_code(job: Job[Any]) -> int:

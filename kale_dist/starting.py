@@ -20,9 +20,9 @@ from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job, inside
+from kale_dist.layout import Run
 from kale_dist.notebook.pictures import Pictures
 from kale_dist.outcomes import OutcomeReader
-from kale_dist.placing import Run
 from kale_dist.runtime.given_models import models_in, together
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Captured, Originals, capture

@@ -27,7 +27,7 @@ from kale_dist.following.head_reader import Clock, HeadReader
 from kale_dist.following.reader import JobReader
 from kale_dist.following.results import Results
 from kale_dist.following.verdict import (
-    Verdict,
+    RunVerdict,
     closing_events,
     explains_loss,
     judge,
@@ -116,7 +116,7 @@ class Follower:
         self._seen_s: dict[str, float] = {}
         self._looked_at = self._clock.monotonic()
         self._between_looks_s = 0.0
-        self._decided: Verdict | None = None
+        self._decided: RunVerdict | None = None
         self._heard: set[str] = set()
         self._is_resumed = False
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -373,12 +373,12 @@ class Follower:
                 self._place.kill(self._handle, 0.0)
         return False
 
-    def _hopeless(self, look: Look) -> Verdict | None:
+    def _hopeless(self, look: Look) -> RunVerdict | None:
         """How a run ends that its head will never end."""
         error = self._input_error
         if error is not None and not getattr(error, "retryable", False):
             reason = f"The snapshot could not be sent to the job: {error}"
-            return Verdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
+            return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
         if error is not None:
             self._input = self._input_error = None
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
@@ -390,7 +390,7 @@ class Follower:
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
-            return Verdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
+            return RunVerdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
         if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
             return judge_trouble(trouble)
         part = lost_part(look)
@@ -409,7 +409,7 @@ class Follower:
         self._seen_s[name] = self._seen_s.get(name, -self._between_looks_s) + self._between_looks_s
         return self._seen_s[name] >= seconds
 
-    def _end(self, verdict: Verdict) -> bool:
+    def _end(self, verdict: RunVerdict) -> bool:
         """End the job, or have its next run."""
         if self._run.is_suspended and (verdict.is_suspended or verdict.is_lost):
             # The next run begins with the next head in the same object, however long that takes.
@@ -495,7 +495,7 @@ class Follower:
         runs = records.runs(self._record.name)
         if who := claims.canceller(self._files):
             reason = f"The job was cancelled by {who}"
-            return self._end(Verdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
+            return self._end(RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
         if self._key is None:
             return True
         checkpoints = [run.files.checkpoint for run in runs if run.files.checkpoint.exists()]
@@ -524,7 +524,7 @@ class Follower:
             if error.retryable:
                 return False
             reason = f"Run {self._run.number} of the job could not be started: {error}"
-            return self._end(Verdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason))
+            return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason))
         finally:
             self._show("")
         place = () if self._handle.place == self._record.place else self._handle.place
@@ -546,4 +546,4 @@ class Follower:
         with contextlib.suppress(BackendError):
             self._place.kill(self._handle, 0.0)
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
-        return self._end(Verdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))
+        return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))

@@ -10,7 +10,7 @@ from kale_dist.contract import JobFiles, StateName
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.following.client import HeadClient
 from kale_dist.following.copy import RunCopy
-from kale_dist.following.verdict import Verdict
+from kale_dist.following.verdict import RunVerdict
 
 MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
 """Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
@@ -75,7 +75,7 @@ class Results:
                     self._on_progress("")
         return self._place.fetch(self._handle, name, target)
 
-    def fetch_all(self, verdict: Verdict, copy: RunCopy, *, has_checkpoint: bool) -> bool:
+    def fetch_all(self, verdict: RunVerdict, copy: RunCopy, *, has_checkpoint: bool) -> bool:
         """Bring what the end of the job needs.
 
         Args:

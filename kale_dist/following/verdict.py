@@ -28,7 +28,7 @@ _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RunVerdict:
     """How a run ended."""
 
     state: StateName
@@ -41,7 +41,7 @@ class Verdict:
     """Whether the run was suspended: the next one costs nothing."""
 
 
-def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: str = "") -> Verdict:
+def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: str = "") -> RunVerdict:
     """How a run ended that has ended.
 
     Args:
@@ -54,24 +54,24 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
     if said is not None:
         verdict = _from_head(said, look, spec)
     elif canceller:
-        return Verdict(
+        return RunVerdict(
             state=StateName.CANCELLED, cause=FailureCause.USER, reason=f"The job was cancelled by {canceller}"
         )
     elif look.finished == "cancelled":
         reason = str(look.trouble) if look.trouble else "The job was cancelled"
-        return Verdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
+        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
     elif look.suspended:
-        verdict = Verdict(state=StateName.PENDING, reason=look.suspended, is_suspended=True)
+        verdict = RunVerdict(state=StateName.PENDING, reason=look.suspended, is_suspended=True)
     elif look.gone:
         reason = str(look.trouble) if look.trouble else "The job was deleted while it ran, and its last lines are lost"
-        return Verdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
+        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
     elif head is not None and head.state == "ended":
         verdict = _from_message(head, look, spec) or _from_part(head, look, spec)
     elif head is None and look.finished == "succeeded":
         # Its pods are gone; the results may lie in its store.
-        verdict = Verdict(state=StateName.SUCCEEDED, reason="")
+        verdict = RunVerdict(state=StateName.SUCCEEDED, reason="")
     elif head is None and look.finished == "":
-        verdict = Verdict(
+        verdict = RunVerdict(
             state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True,
             reason="The first pod of the job was deleted, and its last lines are lost",
         )  # fmt: skip
@@ -81,7 +81,7 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
             if look.trouble
             else f"The job {look.finished or 'ended'} without a message from its ranks"
         )
-        verdict = Verdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
+        verdict = RunVerdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
     if canceller and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
         # The head only knows that it got SIGTERM.
         return dataclasses.replace(
@@ -91,15 +91,15 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
     return verdict
 
 
-def judge_part(part: Part, look: Look, spec: JobSpec) -> Verdict:
+def judge_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
     """How a run ended of which one part ended, while its head says nothing about it."""
     return _from_part(part, look, spec)
 
 
-def judge_trouble(trouble: Trouble) -> Verdict:
+def judge_trouble(trouble: Trouble) -> RunVerdict:
     """How a run ends that can never start."""
     cause = trouble.cause or FailureCause.NOT_STARTED
-    return Verdict(state=StateName.FAILED, cause=cause, reason=str(trouble))
+    return RunVerdict(state=StateName.FAILED, cause=cause, reason=str(trouble))
 
 
 def lost_part(look: Look) -> Part | None:
@@ -172,7 +172,7 @@ def overlay(
     return dataclasses.replace(status, state=state, reason=reason)
 
 
-def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
+def closing_events(verdict: RunVerdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
     """The events by which a run ends whose head could not say so itself.
 
     Args:
@@ -200,9 +200,9 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> Verdict:
+def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> RunVerdict:
     failed_rank = said.get("failed_rank")
-    verdict = Verdict(
+    verdict = RunVerdict(
         state=StateName(said["state"]), reason=str(said.get("reason") or ""), cause=_cause(said.get("cause")),
         failed_rank=failed_rank if isinstance(failed_rank, int) else None,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> Verdict:
     return verdict
 
 
-def _from_message(head: Part, look: Look, spec: JobSpec) -> Verdict | None:
+def _from_message(head: Part, look: Look, spec: JobSpec) -> RunVerdict | None:
     """What the head's termination message says; None where it says nothing that can be read."""
     try:
         told = json.loads(head.message)
@@ -241,16 +241,16 @@ def _from_message(head: Part, look: Look, spec: JobSpec) -> Verdict | None:
     return _from_head(said, look, spec)
 
 
-def _from_part(part: Part, look: Look, spec: JobSpec) -> Verdict:
+def _from_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
     reason = _loss(part, look)
     trouble = part.trouble or look.trouble
     cause = trouble.cause if trouble is not None else None
     if part.lost in RETRIED:
-        return Verdict(state=StateName.FAILED, cause=cause or FailureCause.LOST, reason=reason, is_lost=True)
+        return RunVerdict(state=StateName.FAILED, cause=cause or FailureCause.LOST, reason=reason, is_lost=True)
     if part.exit_code == EXIT_CODE:
-        return Verdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
+        return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
     rank = _first_rank(part, spec)
-    return Verdict(state=StateName.FAILED, cause=cause or FailureCause.DIED, reason=reason, failed_rank=rank)
+    return RunVerdict(state=StateName.FAILED, cause=cause or FailureCause.DIED, reason=reason, failed_rank=rank)
 
 
 def _loss(part: Part, look: Look) -> str:

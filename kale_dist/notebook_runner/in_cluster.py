@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, TextIO
 
-from kale_dist import backends, calls, config, placing, records
+from kale_dist import backends, calls, config, layout, records
 from kale_dist.backends.base import Fetches, JobRef
 from kale_dist.contract import StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
@@ -118,7 +118,7 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
             remedy = f"{closest(name, calls.SETTABLE)}Give an argument of kale_dist.Kubernetes"
             raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
     options: dict[str, Any] = {"number_of_processes": 1, "stall_warn_s": None, **place, "on": "kubernetes"}
-    return calls.launch(notebook_rank.notebook, *arguments, **placing.gathered(options))
+    return calls.launch(notebook_rank.notebook, *arguments, **layout.gathered(options))
 
 
 def _follow(job: Job[Any], terminal: Terminal) -> bool:

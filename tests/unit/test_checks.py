@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
-from kale_dist import checks, placing
+from kale_dist import checks, layout
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
-from kale_dist.placing import Machine
+from kale_dist.layout import Machine
 from kale_dist.strategies import DDP
 from kale_dist.testing import FakeBackend
 from kale_dist.training_checks import Training
@@ -46,7 +46,7 @@ def refused_training(**changes):
 
 
 def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return placing.settle(Options(**changes), machine)
+    return layout.settle(Options(**changes), machine)
 
 
 def spec(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
@@ -444,9 +444,9 @@ def test_processes_that_the_memory_cannot_hold_are_refused():
     assert "at most 292" in error.remedy
     assert spec(small, number_of_processes=200).topology.number_of_processes == 200
     with pytest.raises(ConfigError, match="at most 7, or run on a cluster"):
-        placing.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30)
+        layout.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30)
     with_gpus = Machine(cores=8, gpus=8, memory_bytes=8 << 30)
-    assert placing.settle(Options(number_of_processes=8), with_gpus, rank_bytes=1 << 30).spec.cuda
+    assert layout.settle(Options(number_of_processes=8), with_gpus, rank_bytes=1 << 30).spec.cuda
 
 
 def test_cuda_needs_gpus_and_one_for_each_process():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist import placing
+from kale_dist import layout
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.places import ClusterOptions
@@ -16,7 +16,7 @@ pytest.importorskip("kubernetes")
 
 
 def run(machine=None, **changes):
-    return placing.settle(Options(**placing.gathered({"on": "kubernetes", **changes})), machine)
+    return layout.settle(Options(**layout.gathered({"on": "kubernetes", **changes})), machine)
 
 
 def spec(**changes):
@@ -313,7 +313,7 @@ def test_options_of_a_cluster_as_users_write_them():
 )  # fmt: skip
 def test_options_that_no_cluster_takes(given, argument, said):
     with pytest.raises(ConfigError) as caught:
-        placing.settle(Options(on=kd.Kubernetes(**given)))
+        layout.settle(Options(on=kd.Kubernetes(**given)))
     assert caught.value.argument == argument
     assert said in str(caught.value)
     assert caught.value.remedy
@@ -332,8 +332,8 @@ def test_a_place_shows_what_is_set_of_it():
 def test_what_is_configured_fills_what_a_place_leaves_open(monkeypatch):
     monkeypatch.setenv("KALE_DIST_ON", "kubernetes")
     monkeypatch.setenv("KALE_DIST_KUBERNETES", '{"resources": {"cpu": 3}, "queue": "gpus", "processes_per_pod": 4}')
-    made = placing.settle(Options())
+    made = layout.settle(Options())
     assert (made.backend.name, made.spec.resources.cpu, made.spec.cluster.queue) == ("kubernetes", 3, "gpus")
-    mine = placing.settle(Options(on=kd.Kubernetes(queue="cpus")))
+    mine = layout.settle(Options(on=kd.Kubernetes(queue="cpus")))
     assert (mine.spec.resources.cpu, mine.spec.cluster.queue, mine.spec.topology.processes_per_pod) == (3, "cpus", 4)
-    assert placing.settle(Options(on="local")).backend.name == "local"
+    assert layout.settle(Options(on="local")).backend.name == "local"
