@@ -15,12 +15,11 @@ import sys
 import tempfile
 import time
 
-from kale_dist.snapshot.process import capture_process
-
 from kale_dist import contract
 from kale_dist.backends.agent_client import AgentClient
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import EventKind, JobFiles, Order, StateName
+from kale_dist.runtime.process_state import capture as capture_process
 from kale_dist.snapshot.capture import capture
 
 RANKS = 2

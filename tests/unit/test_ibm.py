@@ -3,14 +3,14 @@
 import pytest
 
 import kale_dist as kd
-from kale_dist import calls, placing
+from kale_dist import calls, layout
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.ibm import arguments, train_comp
 
 
 def spec(options):
-    return placing.settle(Options(name="x", **options)).spec
+    return layout.settle(Options(name="x", **options)).spec
 
 
 def test_a_dictionary_says_what_the_own_call_says():
