@@ -1,7 +1,7 @@
 """Gossip: who meets whom, what is sent, and whether ranks come together."""
 
 import pytest
-from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, digits, leave_early
+from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, digits, leave_early, trained
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import Gossip
@@ -70,6 +70,14 @@ def test_digits_reach_the_accuracy_of_ddp():
     }
     found = assert_close_to_ddp(strategies, 4)
     assert found["changed"][1]["bytes_sent"] < 0.25 * found["ring"][1]["bytes_sent"]
+
+
+@pytest.mark.nightly
+def test_ranks_come_closer_as_the_learning_rate_falls():
+    *_, metrics = trained(Gossip(), 4)
+    distances = [row["consensus_distance"] for row in metrics if row["source"] == "strategy"]
+    assert len(distances) == 4
+    assert 0 < distances[-1] < distances[0] / 2
 
 
 @pytest.mark.parametrize(

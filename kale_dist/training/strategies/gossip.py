@@ -215,9 +215,12 @@ class _Circle:
             before = dist.get_global_rank(group.world, (group.rank - distance) % group.world_size)
             heads.append(torch.empty_like(head))
             received[distance] = [torch.empty_like(tensor) for tensor in message]
-            first += [_operation(dist.isend, head, after), _operation(dist.irecv, heads[-1], before)]
-            for number, (mine, theirs) in enumerate(zip(message, received[distance], strict=True), start=1):
-                rest += [_operation(dist.isend, mine, after, number), _operation(dist.irecv, theirs, before, number)]
+            first += [self._operation(dist.isend, head, after), self._operation(dist.irecv, heads[-1], before)]
+            for tag, (mine, theirs) in enumerate(zip(message, received[distance], strict=True), start=1):
+                rest += [
+                    self._operation(dist.isend, mine, after, tag),
+                    self._operation(dist.irecv, theirs, before, tag),
+                ]
                 self._owner.bytes_sent += mine.numel() * mine.element_size()
         works = [dist.batch_isend_irecv(operations) for operations in (first, rest) if operations]
         for work in works[0]:
@@ -228,9 +231,8 @@ class _Circle:
             work.wait()
         return received
 
-
-def _operation(kind: Any, tensor: Tensor, peer: int, tag: int = 0) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, peer, tag=tag)
+    def _operation(self, kind: Any, tensor: Tensor, peer: int, tag: int = 0) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, peer, group=self._group.world, tag=tag)
 
 
 class _Meetings:

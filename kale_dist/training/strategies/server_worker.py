@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
+from kale_dist.training.sharding import ranks
 from kale_dist.training.strategies.flat import Flat
 from kale_dist.training.strategies.pairs import Pair
 from kale_dist.training.strategies.protocol import FullState, Parts
@@ -42,6 +43,12 @@ class Worker(Replica):
         self._shards, pairs = open_shards(parts, self.settings.servers)
         self._pairs = [pairs[rank] for rank in sorted(pairs)]
         stack.push(self._leave)
+        workers, servers = self.layout.shards, self.settings.servers
+        last = workers + servers - 1
+        parts.group.say(
+            f"parameter-server: {ranks(workers)} with data (workers), and {'rank' if servers == 1 else f'ranks {workers} to'}"
+            f" {last} with the optimizer, mode {self.settings.mode!r}"
+        )
         self._options_sent = b""
         self._bytes_sent = 0
         optimizer = parts.optimizer
