@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kale_dist.resources import Resources
     from kale_dist.runtime.context import context, report
     from kale_dist.sweeps import sweep
+    from kale_dist.training.lazy_dataset import dataset
     from kale_dist.volumes import Volume
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "attach",
     "context",
+    "dataset",
     "distribute",
     "form",
     "jobs",
@@ -65,6 +67,7 @@ _HOMES = {
     "Volume": "volumes",
     "attach": "calls",
     "context": "runtime.context",
+    "dataset": "training.lazy_dataset",
     "distribute": "calls",
     "form": "launcher",
     "jobs": "calls",

@@ -30,13 +30,12 @@ _KINDS = {"Job": "job", "PyTorch": "pytorch", "MPI": "mpi", "TF": "tf"}
 
 _KEYS = (
     "distribution_type", "number_of_workers", "worker_cpus", "worker_memory", "launcher_cpus", "launcher_memory", "base_image",
-    "node_selector", "namespace", "pvc_name", "pvc_size", "train_mount", "cpus", "gpus", "memory",
+    "node_selector", "namespace", "cluster_configuration_secret", "pvc_name", "pvc_size", "train_mount", "cpus", "gpus", "memory",
 )  # fmt: skip
 
 _NOT_HERE = {
-    "cluster_configuration_secret": "Choose another cluster by a context of the kubeconfig: place=kd.Kubernetes(context=...)",
     "tensorboard_s3_address": "Write from the function: SummaryWriter('s3://...'), with the credentials as variables",
-    "remote_host": "Choose another cluster by a context of the kubeconfig: place=kd.Kubernetes(context=...)",
+    "remote_host": "Put a kubeconfig into a Secret, and give its name as cluster_configuration_secret",
 }
 
 
@@ -66,7 +65,7 @@ def train_comp(
         distribution_specification: As `arguments` takes it.
         place: Everything else that pods can have.
         **settings: Those of the component: `base_image`, `node_selector`, `namespace`, `pvc_name`, `pvc_size`,
-            `train_mount`, `cpus`, `gpus`, `memory`.
+            `train_mount`, `cpus`, `gpus`, `memory`, `cluster_configuration_secret`.
 
     Returns:
         The job; `job.result()` is what the function returned on rank 0.
@@ -109,7 +108,8 @@ def arguments(
             `worker_cpus`, `worker_memory`, and with MPI `launcher_cpus` and `launcher_memory`. Those of `settings` may
             be in it, too. None: one process in an ordinary job.
         place: What it does not say.
-        **settings: `base_image`, `node_selector` (`key: value`, or a dict), `namespace`, `pvc_name` (mounted at
+        **settings: `base_image`, `node_selector` (`key: value`, or a dict), `namespace`,
+            `cluster_configuration_secret` (a Secret with a kubeconfig), `pvc_name` (mounted at
             `train_mount`, which is `/train`), `pvc_size` (without `pvc_name`: an empty folder of this size in each pod),
             `cpus`, `memory` and `gpus` of each worker.
 
@@ -129,6 +129,7 @@ def arguments(
         "kind": kind,
         "image": given.get("base_image") or None,
         "namespace": given.get("namespace") or None,
+        "cluster_secret": given.get("cluster_configuration_secret") or None,
         "node_selector": _selector(given.get("node_selector")),
         "resources": _resources(
             given.get("worker_cpus") or given.get("cpus"), given.get("worker_memory") or given.get("memory"), gpus

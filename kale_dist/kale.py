@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import calls, config
+from kale_dist import calls, config, records
 from kale_dist.errors import ConfigError
 from kale_dist.job import Job
 from kale_dist.places import Kubernetes
@@ -99,7 +99,12 @@ def PyTorchJob(name: str) -> Job[Any]:  # noqa: N802 - Kale's name
     Raises:
         JobNotFoundError: There is no such job.
     """
-    return calls.attach(name if "://" in str(name) else f"{_word()}://{name}")
+    if "://" in str(name):
+        return calls.attach(name)
+    word = _word()
+    # A job of this machine may be in another namespace than the configured one.
+    mine = [ref for ref in records.refs(word) if ref.rpartition("/")[2] == name]
+    return calls.attach(mine[-1] if mine else f"{word}://{name}")
 
 
 def _word() -> str:

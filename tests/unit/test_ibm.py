@@ -60,6 +60,11 @@ def test_gpus_of_a_worker_are_one_for_each_of_its_processes():
     assert spec(theirs) == spec({"number_of_processes": 8, "cuda": True, "on": own})
 
 
+def test_another_cluster_is_named_by_a_secret():
+    on = arguments(base_image="x:1", cluster_configuration_secret="power")["on"]
+    assert on == kd.Kubernetes(kind="job", image="x:1", cluster_secret="power")
+
+
 def test_what_the_dictionary_does_not_say_is_given_as_a_place():
     place = kd.Kubernetes(image="x:1", queue="team-queue")
     assert arguments({"distribution_type": "PyTorch"}, place=place)["on"] == kd.Kubernetes(
@@ -83,7 +88,7 @@ def test_what_the_dictionary_does_not_say_is_given_as_a_place():
         ({"cpus": "1"}, {"cpus": "2"}, "cpus: it is in the dict and an argument, too"),
         ({}, {"gpus": "many"}, "gpus: 'many' is not a whole number"),
         ({}, {"node_selector": "gpu"}, "node_selector: 'gpu' is no key with a value"),
-        ({}, {"cluster_configuration_secret": "s"}, "Choose another cluster by a context"),
+        ({}, {"remote_host": "h"}, "give its name as cluster_configuration_secret"),
         ("PyTorch", {}, "distribution_specification: 'PyTorch' is not a dict"),
     ],
 )  # fmt: skip
