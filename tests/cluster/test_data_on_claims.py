@@ -1,5 +1,7 @@
 """Training from files on a claim that the notebook does not mount: a folder of it, read-only, in two pods."""
 
+import functools
+
 import pytest
 import torch
 from data_work import Files, train_step, write
@@ -20,7 +22,7 @@ def test_a_folder_of_a_claim_is_trained_on_by_several_pods(namespace):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     with pytest.warns(KaleDistWarning, match="cannot be built here"):
-        loader = DataLoader(kd.dataset(lambda: Files("/data")), batch_size=8, shuffle=True)
+        loader = DataLoader(kd.dataset(functools.partial(Files, "/data")), batch_size=8, shuffle=True)
     cluster = pods_in(namespace, volumes={"/data": "pvc://datasets/numbers:ro"})
     job = kd.distribute(
         model, loader, torch.nn.MSELoss(), optimizer, train_step, epochs=10, number_of_processes=2, on=cluster
