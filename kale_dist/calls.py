@@ -371,6 +371,10 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
     weights = sum(2 * one.numel() * one.element_size() for one in parameters)
     run = layout.settle(options, rank_bytes=weights)
+    if run.spec.cluster.kind == "tf":
+        problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
+        remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
+        raise ConfigError("kind", problem, remedy)
     training.check_strategy(run.spec, is_local=run.backend.name == "local")
     kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
     label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"

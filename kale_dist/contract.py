@@ -719,6 +719,8 @@ class Order:
     max_restarts: int = 0
     """How often the head may start all ranks again in this run after one was lost."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
+    servers: int = 0
+    """How many of the last agents are parameter servers of TensorFlow."""
     mpi: bool = False
     """Whether mpirun runs beside the ranks, so that they are in `MPI.COMM_WORLD`."""
     detach: bool = False

@@ -214,6 +214,9 @@ def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:
         resources=place.resources,
     )
     if isinstance(place, Kubernetes):
+        if place.servers:
+            topology = Topology(number_of_processes=world + place.servers, processes_per_pod=per_pod)
+            spec = dataclasses.replace(spec, topology=topology)
         spec = dataclasses.replace(spec, store=place.store, cluster=place.options)
         _check_manifest(spec)
     return dataclasses.replace(run, spec=spec, auto_packages=wanted.auto, warnings=warnings, notes=notes)

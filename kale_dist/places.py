@@ -23,7 +23,7 @@ from kale_dist.wording import closest, install, show
 T = TypeVar("T")
 _Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
 
-OBJECT_KINDS = ("pytorch", "train", "job")
+OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
 """What a job on a cluster can be; `manifests.KINDS` has each of them."""
 
 _RUNTIME_FIELDS = ("runtimePatches", "podTemplateOverrides")
@@ -120,12 +120,15 @@ class ClusterOptions:
 
     kind: str = ""
     """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator), `"train"` (TrainJob of
-    Kubeflow Trainer v2) or `"job"` (a batch Job, which needs no operator). Empty: the first of these that the cluster serves."""
+    Kubeflow Trainer v2), `"job"` (a batch Job, which needs no operator), `"mpi"` (MPIJob of the MPI Operator) or `"tf"` (TFJob of
+    the Training Operator, for `launch`). Empty: the first of the first three that the cluster serves."""
     runtime: str = ""
     """Of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
     `torch-distributed`."""
     runtime_field: str = ""
     """Of a TrainJob: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
+    servers: int = 0
+    """Parameter servers of a TFJob, beside the processes of the call."""
     namespace: str = ""
     """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
     context: str = ""
@@ -209,6 +212,11 @@ class ClusterOptions:
         if self.runtime_field not in ("", *_RUNTIME_FIELDS):
             remedy = f"Use one of: {', '.join(map(repr, _RUNTIME_FIELDS))}; or leave it out"
             raise ConfigError("runtime_field", f"TrainJobs have no {show(self.runtime_field)}", remedy)
+        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 0:
+            raise ConfigError("servers", f"{self.servers!r} is not an int of 0 or more", "Leave it out")
+        if self.servers and self.kind != "tf":
+            problem = "parameter servers are TensorFlow's, and the job is no TFJob"
+            raise ConfigError("servers", problem, "Add kind='tf', or leave `servers` out")
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
             raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
@@ -271,6 +279,7 @@ class Kubernetes(ClusterOptions):
             kind: str | None = None,
             runtime: str | None = None,
             runtime_field: str | None = None,
+            servers: int = 0,
             namespace: str | None = None,
             context: str | None = None,
             cluster_secret: str | None = None,

@@ -332,11 +332,19 @@ def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
             f"The base image {base.named} has Python {facts.python} ({facts.executable}), and this notebook has {python}: "
             f"what it sends could not be read there. Name a base image with Python {python}."
         )
-    if facts.find("torch") is None and not any(names_torch(package) for package in recipe.packages):
+    if not any(map(facts.find, _FRAMEWORKS)) and not any(map(_names_framework, recipe.packages)):
         raise ImageError(
             f"The base image {base.named} has no torch for its {facts.executable} (Python {facts.python}). Name a base image "
             f"with torch, or add torch to `packages=`."
         )
+
+
+_FRAMEWORKS = ("torch", "tensorflow", "tensorflow-cpu")
+"""One of them is in every image: functions of `launch` that use TensorFlow need no torch."""
+
+
+def _names_framework(package: str) -> bool:
+    return re.match(rf"({'|'.join(_FRAMEWORKS)})(?![a-z0-9._-])", package) is not None
 
 
 def names_torch(package: str) -> bool:

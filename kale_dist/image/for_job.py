@@ -106,6 +106,7 @@ def make(
     in_engine: bool,
     pull_secret_jsons: tuple[str, ...] = (),
     ask: Ask | None = None,
+    adds_torch: bool = True,
 ) -> str:
     """The reference that a job pins, made first where there is a recipe, or where no image is named at all.
 
@@ -117,6 +118,7 @@ def make(
         in_engine: Whether the job runs in this machine's Docker engine, which can keep what has no registry.
         pull_secret_jsons: Texts of Kubernetes pull secrets.
         ask: Runs an image to learn what it has, as a pod of the cluster; None: this machine's Docker engine does.
+        adds_torch: Whether an image on Debian's slim Python gets torch.
 
     Raises:
         ConfigError: There is neither an image nor a registry to make one in, or a package is missing here.
@@ -150,7 +152,7 @@ def make(
         ).reference  # fmt: skip
 
     if recipe is None or (not image and not recipe.base):
-        torch = importlib.metadata.version("torch")
+        torch = importlib.metadata.version("torch") if adds_torch else ""
         return in_registry(resolve.standard_recipe(recipe or Recipe(), python=python, torch=torch, cuda=cuda), "")
     if in_engine and not settings.registry:
         return resolve.resolve_in_engine(recipe, base=image, python=python, say=say).reference

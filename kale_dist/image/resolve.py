@@ -189,11 +189,11 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
     Args:
         recipe: What else goes into it; its base is replaced.
         python: A minor: `3.11`.
-        torch: A version, with its label if it has one: `2.13.0+cpu`.
+        torch: A version, with its label if it has one: `2.13.0+cpu`; empty for none.
         cuda: Whether the ranks have GPUs: then a label that says otherwise does not count.
     """
     version, _, label = torch.partition("+")
-    ready = any(bases.names_torch(package) for package in recipe.packages)
+    ready = not torch or any(bases.names_torch(package) for package in recipe.packages)
     own = f"https://download.pytorch.org/whl/{label}" if label and not (cuda and label == "cpu") else ""
     urls = recipe.index_urls or ((_PYPI,) if own else ())
     return dataclasses.replace(

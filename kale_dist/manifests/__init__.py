@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from kale_dist.manifests.batch_job import BatchJob
 from kale_dist.manifests.kind import Kind, ObjectState, PodGroup
+from kale_dist.manifests.mpi_job import MPIJob
 from kale_dist.manifests.objects import input_secret, owner_of
 from kale_dist.manifests.pytorch_job import PyTorchJob
 from kale_dist.manifests.settings import PodSettings, StoreMount, input_secret_name, object_name
+from kale_dist.manifests.tf_job import TFJob
 from kale_dist.manifests.train_job import TrainJob
 from kale_dist.manifests.yaml_text import to_yaml
 from kale_dist.spec import JobSpec
@@ -28,7 +30,7 @@ __all__ = [
     "to_yaml",
 ]
 
-KINDS: Mapping[str, Kind] = {kind.word: kind for kind in (PyTorchJob(), TrainJob(), BatchJob())}
+KINDS: Mapping[str, Kind] = {kind.word: kind for kind in (PyTorchJob(), TrainJob(), BatchJob(), MPIJob(), TFJob())}
 """By their words, in the order in which one is chosen for a cluster."""
 
 

@@ -88,6 +88,8 @@ class Kind(abc.ABC):
     """Whether this library creates Services for it, for which a user needs the right."""
     services_a_pod: ClassVar[bool] = False
     """Whether each pod has a Service, which quotas count."""
+    clashes_with: ClassVar[str] = ""
+    """Another version of the same name, of another controller, which cannot be served beside it."""
     own_manager: ClassVar[str] = ""
     """The value of `managedBy` that stands for the usual controller."""
 
@@ -173,6 +175,11 @@ class Kind(abc.ABC):
             raise refuse(f"it changes {changed[0]}, on which the job depends")
         if without:
             raise refuse(f"it removes the container {self.container!r} of the {without[0]}, in which the ranks run")
+
+    def order(self, spec: JobSpec) -> Mapping[str, Any]:
+        """What its agents have to know beyond what all orders say: fields of `contract.Order`."""
+        del spec
+        return {}
 
     # -- its state ------------------------------------------------------------------------------------------------------
 

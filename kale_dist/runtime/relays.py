@@ -436,7 +436,15 @@ def pod_name(order: Order, agent: int) -> str:
     head = order.head.partition(".")[0]
     if agent == 0:
         return head
-    for ending, workers, index in (("-master-0", "-worker", agent - 1), ("-0", "", agent)):
+    server = agent - (order.agents - order.servers)
+    if server >= 0:
+        return f"{head.removesuffix('-chief-0')}-ps-{server}"
+    for ending, workers, index in (
+        ("-master-0", "-worker", agent - 1),
+        ("-launcher", "-worker", agent - 1),
+        ("-chief-0", "-worker", agent - 1),
+        ("-0", "", agent),
+    ):
         if head.endswith(ending):
             return f"{head.removesuffix(ending)}{workers}-{index}"
     return str(agent)

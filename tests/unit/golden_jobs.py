@@ -113,6 +113,11 @@ JOBS = {
         a_spec(topology=Topology(number_of_processes=2, processes_per_pod=2), cluster=ClusterOptions(kind="job")),
         SETTINGS,
     ),
+    "mpi": (a_spec(topology=Topology(number_of_processes=3), cluster=ClusterOptions(kind="mpi")), SETTINGS),
+    "tf": (
+        a_spec(topology=Topology(number_of_processes=4), cluster=ClusterOptions(kind="tf", servers=1, ttl_s=3600)),
+        SETTINGS,
+    ),
     "everything": (
         a_spec(
             name="everything-at-once",

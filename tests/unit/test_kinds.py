@@ -33,6 +33,11 @@ STATES = [
     ("train", {**conditions("Complete"), "jobsStatus": [{"name": "node", "succeeded": 1}]}, "succeeded", False, True),
     ("train", {**conditions("Failed"), "jobsStatus": [{"name": "node", "active": 1}]}, "failed", False, True),
     ("train", conditions("Suspended"), "", False, True),
+    ("mpi", conditions("Created", "Running"), "", True, True),
+    ("mpi", conditions("Created", "Succeeded"), "succeeded", False, True),
+    ("mpi", conditions("Created", "Failed"), "failed", False, True),
+    ("tf", conditions("Created", "Running"), "", True, True),
+    ("tf", conditions("Created", "Failed"), "failed", False, True),
     ("job", {}, "", False, False),
     ("job", {"active": 2, "startTime": "2026-01-31T08:00:00Z"}, "", True, True),
     ("job", conditions("SuccessCriteriaMet", "Complete"), "succeeded", False, True),
@@ -53,6 +58,8 @@ def test_states(word, status, finished, is_running, is_known):
 @pytest.mark.parametrize("word", KINDS)
 @pytest.mark.parametrize(("processes", "per_pod"), [(1, 1), (4, 4), (3, 1), (5, 2)])
 def test_every_kind_makes_all_pods_and_can_be_suspended(word, processes, per_pod):
+    if word == "tf" and per_pod > 1:
+        pytest.skip("TensorFlow has one process a pod")
     topology = Topology(number_of_processes=processes, processes_per_pod=per_pod)
     spec, kind = a_spec(topology=topology, cluster=ClusterOptions(kind=word)), KINDS[word]
     made = kind.make(spec, SETTINGS)
@@ -163,3 +170,84 @@ def test_a_kind_that_a_cluster_does_not_serve_is_refused_with_those_it_has_and_h
     assert "serves no PyTorchJob of kubeflow.org/v1" in caught.value.problem
     assert "It serves 'job'" in caught.value.remedy
     assert "kubectl apply --server-side" in caught.value.remedy
+
+
+class OldMPI(Cluster):
+    """Serves the Training Operator's MPIJob."""
+
+    def get_api_resources(self, group, version, **settings):
+        if (group, version) == ("kubeflow.org", "v1"):
+            return types.SimpleNamespace(resources=[types.SimpleNamespace(name="mpijobs")])
+        return super().get_api_resources(group, version, **settings)
+
+
+def test_the_other_mpijob_is_told_apart():
+    pytest.importorskip("kubernetes")
+    from kale_dist.backends.kubernetes import served
+
+    with pytest.raises(
+        ConfigError, match=r"serves another MPIJob, of kubeflow.org/v1 .* not that of kubeflow.org/v2beta1"
+    ):
+        served.choose(OldMPI("job"), "mpi")
+
+
+def tf(processes, servers):
+    return a_spec(
+        topology=Topology(number_of_processes=processes + servers), cluster=ClusterOptions(kind="tf", servers=servers)
+    )
+
+
+def test_a_tfjob_has_a_chief_workers_and_servers():
+    kind = KINDS["tf"]
+    groups = kind.pod_groups(kind.make(tf(3, 2), SETTINGS))
+    assert [(group.role, group.pods) for group in groups] == [("chief", 1), ("worker", 2), ("ps", 2)]
+    first = [group.template["metadata"]["labels"]["kale-dist.dev/first-pod"] for group in groups]
+    assert first == ["0", "1", "3"]
+    assert kind.pod_names(tf(3, 2))[1:] == (
+        "train-net-worker-0", "train-net-worker-1", "train-net-ps-0", "train-net-ps-1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["pytorch", "mpi", "tf"])
+def test_an_agent_calls_other_pods_as_their_controller_does(word):
+    from kale_dist.contract import Order
+    from kale_dist.runtime.relays import pod_name
+
+    spec = (
+        tf(3, 2)
+        if word == "tf"
+        else a_spec(topology=Topology(number_of_processes=3), cluster=ClusterOptions(kind=word))
+    )
+    kind = KINDS[word]
+    world = spec.topology.number_of_processes
+    order = Order(
+        job="j", world_size=world, processes_per_agent=1, head=kind.head_host(spec), snapshot="", **kind.order(spec)
+    )
+    assert tuple(pod_name(order, agent) for agent in range(world)) == kind.pod_names(spec)
+
+
+def test_a_tfjob_has_one_process_a_pod():
+    spec = a_spec(topology=Topology(number_of_processes=4, processes_per_pod=2), cluster=ClusterOptions(kind="tf"))
+    with pytest.raises(ConfigError, match="TensorFlow has one process a pod"):
+        KINDS["tf"].make(spec, SETTINGS)
+
+
+@pytest.mark.parametrize("settings", [{"servers": 1}, {"kind": "mpi", "servers": 1}, {"kind": "tf", "servers": -1}])
+def test_servers_are_a_tfjobs(settings):
+    with pytest.raises(ConfigError) as caught:
+        ClusterOptions(**settings)
+    assert caught.value.argument == "servers"
+
+
+def test_a_training_with_torch_is_refused_as_a_tfjob():
+    import torch
+
+    import kale_dist as kd
+
+    model = torch.nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(data)
+    on = kd.Kubernetes(kind="tf", image="registry.example.com/tf:1")
+    with pytest.raises(ConfigError, match=r"distribute\(\) trains with torch.*Use kd.launch"):
+        kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, on=on)

@@ -172,6 +172,7 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
         in_engine=False,
         pull_secret_jsons=tuple(secrets),
         ask=ask,
+        adds_torch=spec.cluster.kind != "tf",
     )
 
 

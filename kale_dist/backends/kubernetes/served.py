@@ -22,14 +22,14 @@ AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_a
 """Those that are chosen without a wish, the best first."""
 
 
-def is_served(cluster: Cluster, kind: Kind) -> bool:
+def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
     """Whether the cluster has this kind, in the version that this library writes. Every user may ask this.
 
     Raises:
         BackendError: The cluster does not answer.
     """
     try:
-        listed = cluster.custom.get_api_resources(*kind.api, _request_timeout=_TIMEOUT_S)
+        listed = cluster.custom.get_api_resources(kind.group, version or kind.version, _request_timeout=_TIMEOUT_S)
     except Exception as error:
         if api.status_of(error) == api.NOT_FOUND:
             return False
@@ -60,6 +60,14 @@ def choose(cluster: Cluster, word: str) -> Kind:
         f"{cluster.server} serves no {kind.name} of {'/'.join(kind.api)}: {kind.controller} is not installed there"
     )
     remedy = f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator install it: {kind.install}"
+    if kind.clashes_with and is_served(cluster, kind, kind.clashes_with):
+        problem = (
+            f"{cluster.server} serves another {kind.name}, of {kind.group}/{kind.clashes_with} (Kubeflow's Training Operator), "
+            f"and not that of {'/'.join(kind.api)} ({kind.controller}). A cluster can have only one of them"
+        )
+        remedy = (
+            f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator replace it by: {kind.install}"
+        )
     raise ConfigError("kind", problem, remedy)
 
 
