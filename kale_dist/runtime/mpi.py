@@ -142,6 +142,8 @@ def run_daemon(command: str, work: pathlib.Path, attempt: int, refuse: Callable[
     environment = {**os.environ, **(installation.environment if installation is not None else {}), "SHELL": "/bin/sh"}
     # It is watched, which it could not be if it left this process.
     command = command.replace("--daemonize ", "").replace("-mca orte_daemonize 1 ", "")
+    # Open MPI 4 has its daemons look for it, too.
+    _make_agent(work)
     output = work / f"mpi-daemon-{attempt}.log"
     process = _start(["/bin/sh", "-c", command], environment, output)
 
@@ -186,11 +188,10 @@ class Mpirun:
         if installation is None:
             self._fail(FailureCause.NOT_STARTED, _ABSENT)
             return
-        pipe, agent = self._work / f"mpi-requests-{attempt}", self._work / "mpi-launch"
+        pipe = self._work / f"mpi-requests-{attempt}"
         try:
             os.mkfifo(pipe, 0o600)
-            agent.write_text('#!/bin/sh\nprintf \'%s\\n\' "$*" > "$KALE_DIST_MPI_REQUESTS"\n')
-            agent.chmod(0o700)
+            agent = _make_agent(self._work)
             self._requests = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             self._loop.add_reader(self._requests, self._read, attempt)
             output = self._work / f"mpi-{attempt}.log"
@@ -244,6 +245,14 @@ class Mpirun:
             for line in os.read(self._requests, 1 << 16).decode(errors="replace").splitlines():
                 host, _, command = line.partition(" ")
                 self._run(host, command, attempt)
+
+
+def _make_agent(work: pathlib.Path) -> pathlib.Path:
+    """The script that `mpirun` calls in the place of ssh, with a host and a command."""
+    agent = work / "mpi-launch"
+    agent.write_text('#!/bin/sh\nprintf \'%s\\n\' "$*" > "$KALE_DIST_MPI_REQUESTS"\n')
+    agent.chmod(0o700)
+    return agent
 
 
 def _start(command: list[str], environment: Mapping[str, str], output: pathlib.Path) -> subprocess.Popen[bytes]:
