@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings
-from kale_dist.strategies.tensor import check_flags, fitting_names
+from kale_dist.strategies.tensor import check_flags, check_precision, fitting_names
 
 _UNIT_BYTES = 1 << 20
 """Blocks with less are gathered together with what is around them: a message costs as much as this many bytes."""
@@ -78,6 +78,7 @@ def check_fsdp(units: Any, given: Conditions) -> None:
     Raises:
         ConfigError: The reason.
     """
+    check_precision(given)
     for argument in ("model", "optimizer"):
         if isinstance(several := getattr(given, argument), dict):
             problem = f"fsdp takes one {argument}, and there are {len(several)}"

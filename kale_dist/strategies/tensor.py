@@ -119,6 +119,7 @@ def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
     if degree < 2:  # noqa: PLR2004 - two parts
         remedy = "Give number_of_processes=2 or more, or leave strategy out"
         raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
+    check_precision(given)
     optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -132,6 +133,17 @@ def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
         for name, module in model.named_modules()
     }
     assign(modules, plan, degree)
+
+
+def check_precision(given: Conditions) -> None:
+    """Refuse fp16 where each rank has a part of the gradients: a part may overflow where another does not.
+
+    Raises:
+        ConfigError: The call asks for it.
+    """
+    if given.precision == "fp16":
+        problem = "'fp16' skips a step where gradients overflow, and each rank sees only its part of them"
+        raise ConfigError("precision", problem, "Use precision='bf16', which needs no scaled loss")
 
 
 def kind_of(module: Any) -> str | None:

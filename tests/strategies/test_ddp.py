@@ -14,8 +14,6 @@ import kale_dist as kd
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import DDP
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
-
 ACCURACY = 0.01
 """What compression may cost on the digits."""
 

@@ -5,8 +5,6 @@ from one_process import compare, compare_in_notebook
 
 from kale_dist.strategies import DDP
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
-
 EXACT = [
     DDP(),
     DDP(exchange="torch", bucket_mib=1e-5),

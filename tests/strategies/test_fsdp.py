@@ -10,6 +10,8 @@ import kale_dist as kd
 from kale_dist.errors import ConfigError, JobFailedError
 from kale_dist.strategies import FSDP
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
+
 
 class Stack(nn.Module):
     """A model of two units and a rest."""
@@ -228,6 +230,7 @@ def tied():
         (lambda: call(nn.Sequential(nn.LazyLinear(4))), "has no shape yet"),
         (lambda: call(strategy=FSDP(units=("boody.*",))), "no such module"),
         (lambda: call(tied(), FSDP(units=("0",))), "shares its weight"),
+        (lambda: call(precision="fp16"), "each rank sees only its part"),
         (lambda: FSDP(units="block"), "Did you mean 'blocks'"),
         (lambda: FSDP(units=()), "does not name modules"),
         (lambda: FSDP(compile="yes"), "neither True nor False"),

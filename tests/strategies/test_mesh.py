@@ -11,6 +11,8 @@ import kale_dist as kd
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import Mesh
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
+
 
 def test_ranks_form_a_table():
     mesh = Mesh(data=2, tensor=3)

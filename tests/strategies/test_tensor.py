@@ -10,6 +10,8 @@ import kale_dist as kd
 from kale_dist.errors import ConfigError, JobFailedError
 from kale_dist.strategies import Tensor
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
+
 
 class Attention(nn.Module):
     """Attention whose forward takes as many heads as there are, with one weight for query, key and value."""
@@ -175,7 +177,7 @@ def test_a_plan_that_does_not_fit_the_forward_is_an_error_in_words(plan, misuse,
     assert words in f"{caught.value}{caught.value.__cause__}"
 
 
-def call(model=None, strategy=None, processes=2, optimizer=torch.optim.AdamW):
+def call(model=None, strategy=None, processes=2, optimizer=torch.optim.AdamW, **options):
     """A call that is refused before anything starts."""
     model = model or WithLoss()
     data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.int64))
@@ -187,6 +189,7 @@ def call(model=None, strategy=None, processes=2, optimizer=torch.optim.AdamW):
         strategy=strategy or Tensor(),
         number_of_processes=processes,
         on="local",
+        **options,
     )
 
 
@@ -207,6 +210,7 @@ def two_ways():
         (lambda: call(two_ways(), Tensor(plan={"1": "rows"})), "share one weight"),
         (lambda: call(nn.Sequential(nn.Embedding(4, 4)), Tensor(plan={"0": "rows"})), "that is an Embedding"),
         (lambda: call(optimizer=torch.optim.LBFGS), "LBFGS updates a weight as a whole"),
+        (lambda: call(precision="fp16"), "each rank sees only its part"),
         (lambda: Tensor(plan={"0": "column"}), "Did you mean 'columns'"),
         (lambda: Tensor(plan=["0"]), "is not a dict"),
     ],

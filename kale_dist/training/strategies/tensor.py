@@ -256,19 +256,19 @@ class TensorParallel(DataParallel):
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(DDP(), layout)
-        self.settings = settings
+        self._dividing: Any = settings
         self._full: dict[int, Tensor] = {}
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Divide the weights, then put hooks on them."""
         prepare_without_fast_path(stack)
         stack.callback(self._restore)
-        self.division = divide_layers(parts.model, self.settings.plan, Peers(parts.row), parts.optimizer, stack)
+        self.division = divide_layers(parts.model, self._dividing.plan, Peers(parts.row), parts.optimizer, stack)
         alter_blocks(
             blocks_of(parts.model),
             stack,
-            compiled=self.settings.compile,
-            checkpointed=self.settings.activation_checkpointing,
+            compiled=self._dividing.compile,
+            checkpointed=self._dividing.activation_checkpointing,
         )
         whole = [(name, p) for name, p in parts.named.items() if id(p) not in self.division.dimensions]
         self._whole_names, self._whole = [name for name, _ in whole], [p for _, p in whole]
