@@ -17,6 +17,7 @@ from kale_dist.strategies.fsdp import FSDP
 from kale_dist.strategies.gossip import Gossip
 from kale_dist.strategies.local_sgd import LocalSGD
 from kale_dist.strategies.mesh import Mesh
+from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
@@ -31,6 +32,7 @@ __all__ = [
     "LocalSGD",
     "Mesh",
     "ParameterServer",
+    "Pipeline",
     "Recommendation",
     "Settings",
     "Tensor",
@@ -40,7 +42,7 @@ __all__ = [
     "to_json",
 ]
 
-ALL: tuple[type[Settings], ...] = (DDP, FSDP, Tensor, Mesh, ParameterServer, LocalSGD, Gossip)
+ALL: tuple[type[Settings], ...] = (DDP, FSDP, Pipeline, Tensor, Mesh, ParameterServer, LocalSGD, Gossip)
 """Every strategy there is. A new one is added here, and nowhere else."""
 
 _CLASSES = {settings.word: settings for settings in ALL}

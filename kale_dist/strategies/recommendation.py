@@ -111,6 +111,8 @@ def recommend(model: Any, optimizer: Any, number_of_processes: int, memory_gib: 
         ConfigError: An argument is no model, no optimizer or not a positive number.
     """
     models = _several("model", model, "parameters")
+    if any(type(p).__name__.startswith("Uninitialized") for one in models for p in one.parameters()):
+        raise ConfigError("model", "it has parameters without a shape", "Run it once on a batch before")
     optimizers = _several("optimizer", optimizer, "param_groups")
     if isinstance(number_of_processes, bool) or not isinstance(number_of_processes, int) or number_of_processes < 1:
         raise ConfigError("number_of_processes", f"{number_of_processes!r} is not a number of ranks", "Give such as 2")

@@ -115,6 +115,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     [
         (("model", None, 2, 4), "model"),
         ((nn.Linear, None, 2, 4), "model"),
+        ((nn.LazyLinear(2), None, 2, 4), "model"),
         ((nn.Linear(2, 2), "adam", 2, 4), "optimizer"),
         ((nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=1), 0, 4), "number_of_processes"),
         ((nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=1), True, 4), "number_of_processes"),

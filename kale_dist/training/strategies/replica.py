@@ -164,7 +164,7 @@ class Replica(Base):
         if not self._holding and self._exchanges:
             self.gradient_is_complete(parameter)
 
-    def _begin(self, task: int, first: Tensor) -> None:
+    def _begin(self, task: int, first: Tensor | None) -> None:
         nested = self._task is not None
         self._task = task
         self._holding = not self._due

@@ -1,0 +1,148 @@
+"""Settings of pipeline parallelism: each rank has a part of the model, and all have the same batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from kale_dist.errors import ConfigError
+from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_count
+from kale_dist.strategies.recommendation import balanced, blocks_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline(Settings):
+    """Pipeline parallelism: the model is cut into stages, one a rank, and batches go through in micro-batches.
+
+    It equals one process for models whose samples do not see each other (no BatchNorm with several micro-batches) and without
+    dropout (Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019).
+    """
+
+    word: ClassVar[str] = "pipeline"
+    home: ClassVar[str] = "pipeline.PipelineParallel"
+
+    cut: int | tuple[str, ...] | None = None
+    """Names of the modules at which stage 1, 2, ... begin, in the order of their calls, as `named_modules()` has them;
+    or the number of stages, cut so that the largest has as few parameters as possible; None: as many as ranks."""
+    micro_batches: int = 4
+    """Into how many parts each batch is divided. Stages wait for each other for (stages - 1) / (micro_batches + stages
+    - 1) of the time."""
+
+    def __post_init__(self) -> None:
+        refuse_count("micro_batches", self.micro_batches)
+        cut: Any = self.cut
+        if isinstance(cut, str):
+            cut = (cut,)
+        if cut is None or (isinstance(cut, int) and not isinstance(cut, bool)):
+            if cut is not None:
+                refuse_count("cut", cut)
+            return
+        names = tuple(cut) if isinstance(cut, Iterable) else ()
+        if not names or not all(isinstance(name, str) for name in names):
+            remedy = "Give names of modules, such as cut=['blocks.4'], or a number of stages"
+            raise ConfigError("strategy", f"cut={self.cut!r} says nothing about stages", remedy)
+        object.__setattr__(self, "cut", names)
+
+    def layout(self, rank: int, world_size: int) -> Layout:
+        """Every rank has the whole batch, and weights of its own."""
+        return Layout(
+            shards=1,
+            shard=0,
+            peers=tuple(range(world_size)),
+            replicas=(rank,),
+            part=f"stage {rank} of {world_size}",
+        )
+
+    def check(self, given: Conditions) -> None:
+        """Refuse what cannot be cut so.
+
+        Raises:
+            ConfigError: Stages and ranks differ in number, names do not exist or come in another order, or the training
+                needs all of the model at once.
+        """
+        self.check_model(given, given.number_of_processes)
+
+    def check_model(self, given: Conditions, stages: int) -> None:
+        """As `check`, for a number of ranks that share one replica of the model.
+
+        Raises:
+            ConfigError: As for `check`.
+        """
+        model = given.model
+        if isinstance(model, dict):
+            raise _refusal("it cuts one model, and there are several", 'Use strategy="ddp" or "fsdp"')
+        wanted = self.cut if isinstance(self.cut, int) else stages if self.cut is None else len(self.cut) + 1
+        if wanted != stages:
+            remedy = f"Use number_of_processes={wanted}"
+            if wanted < stages and stages % wanted == 0:
+                remedy += f", or kd.strategies.Mesh(data={stages // wanted}, pipeline=...)"
+            raise _refusal(f"{wanted} stages cannot run on {stages} ranks", remedy)
+        if type(model).__name__ == "OptimizedModule":
+            raise _refusal("torch.compile has made one program of the model", "Pass the model as it was before")
+        lazy = next(
+            (name for name, p in model.named_parameters() if type(p).__name__.startswith("Uninitialized")), None
+        )
+        if lazy:
+            raise _refusal(f"the parameter {lazy!r} has no shape yet", "Run the model once on a batch before the call")
+        self._check_names(model, stages)
+        modules = [(name or "the model", module) for name, module in model.named_modules()]
+        if self.micro_batches > 1 and (found := _first(modules, "_BatchNorm")):
+            problem = (
+                f"{found} takes its statistics from the whole batch, and would see {self.micro_batches} parts of it"
+            )
+            raise _refusal(problem, "Use micro_batches=1, or GroupNorm in the place of BatchNorm")
+        optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else [given.optimizer]
+        if any(type(one).__name__ == "LBFGS" for one in optimizers):
+            raise _refusal("LBFGS needs the gradient of the whole model at once", "Use an optimizer such as AdamW")
+        if given.precision == "fp16":
+            problem = "precision='fp16' skips steps by the gradients of each stage, which then disagree"
+            raise _refusal(problem, "Use precision='bf16'")
+
+    def _check_names(self, model: Any, stages: int) -> None:
+        if not isinstance(self.cut, tuple):
+            blocks = blocks_of(model)
+            if len(blocks) < stages:
+                problem = f"{type(model).__name__} has {len(blocks)} parts that can be told apart, too few for {stages} stages"
+                raise _refusal(problem, "Name the modules where stages begin: cut=['encoder.layers.3']")
+            return
+        known = [name for name, _ in model.named_modules() if name]
+        for name in self.cut:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                said = f"Did you mean {near[0]!r}? " if near else ""
+                children = ", ".join(repr(child) for child, _ in list(model.named_children())[:6])
+                raise _refusal(f"the model has no module {name!r}", f"{said}Its parts are {children}")
+        for earlier, later in zip(self.cut, self.cut[1:], strict=False):
+            if earlier == later:
+                raise _refusal(f"{earlier!r} is in cut twice", "Name each module once")
+            if later.startswith(f"{earlier}."):
+                raise _refusal(f"{later!r} is inside {earlier!r}, which begins a stage itself", "Name one of them")
+            if known.index(earlier) > known.index(later):
+                problem = f"{later!r} comes before {earlier!r} in the model"
+                raise _refusal(problem, "Name modules in the order of their calls")
+        first = self.cut[0]
+        if all(first.startswith(f"{name}.") for name in known[: known.index(first)]):
+            raise _refusal(f"nothing comes before {first!r}, so stage 0 is empty", "Name a later module")
+
+    def cuts(self, model: Any, stages: int) -> tuple[str, ...]:
+        """Names of the modules at which stage 1, 2, ... begin.
+
+        Args:
+            model: The model.
+            stages: How many.
+        """
+        if isinstance(self.cut, tuple):
+            return self.cut
+        blocks = blocks_of(model)
+        return tuple(blocks[i].name for i in balanced([block.bytes for block in blocks], stages))
+
+
+def _first(modules: list[tuple[str, Any]], kind: str) -> str:
+    """The name of the first module of a class, by the class's name: torch is not imported here."""
+    return next((name for name, one in modules if any(base.__name__ == kind for base in type(one).__mro__)), "")
+
+
+def _refusal(problem: str, remedy: str) -> ConfigError:
+    return ConfigError("strategy", f"Pipeline: {problem}", remedy)
