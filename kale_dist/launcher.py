@@ -16,7 +16,7 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import backends, calls, config, layout, training_checks, wording
+from kale_dist import backends, calls, config, layout, quantities, strategies, training_checks, wording
 from kale_dist.backends.base import OffersVolumes
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.notebook.widget import JobWidget
@@ -43,6 +43,9 @@ _PLACES = {"docker": "Docker", "kubernetes": "Kubernetes"}
 
 _COMMA = re.compile(r",(?![^\[]*\])(?=\s*[A-Za-z0-9])")
 """What separates requirements: no comma within extras (`a[b,c]`) or within versions (`a>=1,<2`)."""
+
+_RANKS = 2
+"""What advice is given for while no number of processes is chosen: more than one."""
 
 _TERABYTES = {"T": 1, "P": 1_000, "E": 1_000_000}
 _MOST_TERABYTES = 32
@@ -192,9 +195,22 @@ def _numbers(choice: Mapping[str, str]) -> dict[str, Any]:
             found[field] = wording.parse(choice[field].strip())
     if choice.get("cuda"):
         found["cuda"] = choice["cuda"] == "yes"
+    if choice.get("strategy"):
+        found["strategy"] = choice["strategy"]
     if choice.get("name", "").strip():
         found["name"] = choice["name"].strip()
     return found
+
+
+def advice(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> str:
+    """What `strategies.recommend` says of the chosen model, in a sentence; empty where something is missing or wrong."""
+    model, optimizer = (namespace.get(choice.get(field, "")) for field in ("model", "optimizer"))
+    number, memory = (choice.get(field, "").strip() for field in ("number_of_processes", "memory"))
+    try:
+        ranks, gib = int(number or _RANKS), quantities.memory_gib(memory) if memory else None
+        return strategies.recommend(model, optimizer, ranks, gib).sentence
+    except ValueError:
+        return ""
 
 
 def doubts(choice: Mapping[str, str], claims: Sequence[str] | None) -> None:
@@ -241,6 +257,8 @@ class LauncherForm(anywidget.AnyWidget):
     choice = traitlets.Dict().tag(sync=True)
     problem = traitlets.Dict().tag(sync=True)
     code = traitlets.Unicode().tag(sync=True)
+    advice = traitlets.Unicode().tag(sync=True)
+    """Which strategy suits the model."""
     claims: traitlets.List[str] = traitlets.List().tag(sync=True)
     claims_said = traitlets.Unicode().tag(sync=True)
     """In the place of claims: that they are asked for, that there are none, or why they are not known."""
@@ -273,6 +291,7 @@ class LauncherForm(anywidget.AnyWidget):
         lacks = missing(find(self._namespace))
         with self.hold_sync():
             self.code = code(self.choice)
+            self.advice = advice(self.choice, self._namespace)
             if lacks:
                 self.problem = {
                     "field": "",
@@ -381,6 +400,7 @@ def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
             "label": "GPUs",
             "options": [["", "if there are"], ["yes", "one for each process"], ["no", "no"]],
         },
+        {"name": "strategy", "label": "Strategy", "options": [["", "ddp"], *_strategies()]},
         {"name": "name", "label": "Name", "hint": "made for you"},
         {"name": "image", "label": "Image", "hint": "registry/name:tag", "is_elsewhere": True, "is_wide": True},
         {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "is_elsewhere": True, "is_wide": True},
@@ -388,6 +408,11 @@ def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
         {"name": "memory", "label": "Memory each", "hint": "2Gi", "is_elsewhere": True},
         {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "is_elsewhere": True, "is_wide": True},
     ]
+
+
+def _strategies() -> list[list[str]]:
+    """The words that a call takes, but for the default."""
+    return [[one.word, one.word] for one in strategies.ALL if one.word and one is not strategies.DDP]
 
 
 def _field(argument: str) -> str:

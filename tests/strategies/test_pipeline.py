@@ -113,12 +113,14 @@ def test_two_stages_equal_one_process_and_send_what_the_formula_says():
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:number_of_processes")
 def test_a_loss_of_the_model_shared_weights_in_a_window_and_two_calls_equal_one_process():
     names = ("LossOfTheModel", "GptAccumulated", "TwoCalls")
     compare(Pipeline(micro_batches=3), names=names, cases={**CASES, **GPTS})
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:number_of_processes")
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_four_stages_equal_one_process(micro_batches):
     names = ("PlainSgd", "MomentumAccumulatedClipped", *GPTS)
@@ -312,6 +314,21 @@ class Fine(Four):
         return self.d(x + self.c(x)) + x
 
 
+class OwnNameForAWeight(Four):
+    def __init__(self):
+        super().__init__()
+        self.first = self.a.weight
+
+    def forward(self, x):
+        return self.d(self.c(self.b(self.a(x)))) @ self.first
+
+
+class Layers(nn.Sequential):
+    def __init__(self):
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        super().__init__(nn.Linear(4, 4), nn.TransformerEncoder(layer, 2), nn.Linear(4, 4))
+
+
 class InPlace(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
@@ -354,7 +371,17 @@ def test_a_forward_that_cannot_be_cut_is_named(make, said):
         through_stages(make, ["c"])
 
 
-@pytest.mark.parametrize(("make", "cuts"), [(Fine, ["c"]), (Fine, ["b", "c"]), (InPlace, ["2"]), (InPlace, ["1", "3"])])
+@pytest.mark.parametrize(
+    ("make", "cuts"),
+    [
+        (Fine, ["c"]),
+        (Fine, ["b", "c"]),
+        (InPlace, ["2"]),
+        (InPlace, ["1", "3"]),
+        (OwnNameForAWeight, ["c"]),
+        (Layers, ["1.layers.1"]),
+    ],
+)
 def test_a_forward_that_can_be_cut_gives_the_same(make, cuts):
     found, expected = through_stages(make, cuts)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -151,3 +151,14 @@ def test_an_empty_notebook_says_what_is_looked_for():
 def test_outside_of_a_notebook_there_is_no_form():
     with pytest.raises(ConfigError, match="no notebook"):
         kd.form()
+
+
+def test_the_form_advises_a_strategy_and_writes_the_chosen_one():
+    model = torch.nn.Linear(4, 2)
+    namespace = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    choice = {"model": "model", "optimizer": "optimizer", "number_of_processes": "2", "memory": "4Gi"}
+    assert "Do not distribute this, it is too small" in launcher.advice(choice, namespace)
+    assert launcher.advice({**choice, "number_of_processes": "many"}, namespace) == ""
+    assert launcher.advice({**choice, "memory": "4 bananas"}, namespace) == ""
+    assert launcher.advice({}, namespace) == ""
+    assert "strategy='pipeline'" in launcher.code({**choice, "strategy": "pipeline"})

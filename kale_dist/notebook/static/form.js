@@ -29,6 +29,7 @@ function render({ model, el }) {
   const inputs = new Map();
   const grid = element("div", { class: "kd-grid" });
   const problem = element("div", { class: "kd-problem", id: `${id}-problem`, role: "status" });
+  const advice = element("div", { class: "kd-quiet", role: "status" });
   const code = element("pre", { class: "kd-code", tabindex: "0", "aria-label": "The call" });
   const said = element("div", { class: "kd-said", role: "status" });
   const claims = element("span", { class: "kd-chips" });
@@ -52,7 +53,7 @@ function render({ model, el }) {
   const run = element("button", { type: "button", onclick: () => model.send({ ask: "run" }) }, "Run");
   const look = element("button", { type: "button", onclick: () => model.send({ ask: "look" }) }, "Look again");
   const root = element("form", { class: "kd-form", "aria-label": "Distributed training", onsubmit: (event) => event.preventDefault() },
-    element("strong", {}, "Distributed training"), grid, claimsRow, problem, code,
+    element("strong", {}, "Distributed training"), grid, claimsRow, problem, advice, code,
     element("div", { class: "kd-actions" }, write, take, run, look, said), place);
 
   let timer;
@@ -156,6 +157,7 @@ function render({ model, el }) {
     ["change:choice", drawChoice],
     ["change:problem", drawProblem],
     ["change:code", () => (code.textContent = model.get("code"))],
+    ["change:advice", () => (advice.textContent = model.get("advice"))],
     ["change:claims", drawClaims],
     ["change:claims_said", drawClaims],
     ["change:job_view", drawJob],
@@ -168,6 +170,7 @@ function render({ model, el }) {
   drawFields();
   drawClaims();
   code.textContent = model.get("code");
+  advice.textContent = model.get("advice");
   drawJob();
   return () => {
     sized.disconnect();

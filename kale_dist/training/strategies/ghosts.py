@@ -90,12 +90,17 @@ def units_of(model: torch.nn.Module, cuts: Sequence[str]) -> list[Unit]:
 
 def owners_of(model: torch.nn.Module, units: Sequence[Unit], stages: int) -> dict[str, tuple[int, ...]]:
     """Which stages hold each parameter, by name: one of a unit, all those of a tied one, every stage the parent's own."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[int, set[int]] = {key: set() for key in names}
+    found: dict[int, set[int]] = {}
+    inside: set[int] = set()
     for unit in units:
+        inside.update(id(module) for module in unit.module.modules())
         for parameter in unit.module.parameters():
-            found[id(parameter)].add(unit.stage)
-    return {name: tuple(sorted(found[key])) or tuple(range(stages)) for key, name in names.items()}
+            found.setdefault(id(parameter), set()).add(unit.stage)
+    for module in model.modules():
+        if id(module) not in inside:
+            # The code of the model itself runs everywhere.
+            found.update((id(parameter), set(range(stages))) for parameter in module.parameters(recurse=False))
+    return {name: tuple(sorted(found[id(parameter)])) for name, parameter in model.named_parameters()}
 
 
 class Ghosts:
