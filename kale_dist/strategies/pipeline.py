@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_count
 from kale_dist.strategies.recommendation import balanced, blocks_of
+from kale_dist.strategies.tensor import check_flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +30,14 @@ class Pipeline(Settings):
     micro_batches: int = 4
     """Into how many parts each batch is divided. Stages wait for each other for (stages - 1) / (micro_batches + stages
     - 1) of the time."""
+    compile: bool = False
+    """Whether to compile the modules of each stage."""
+    activation_checkpointing: bool = False
+    """Whether to compute activations again in the backward pass, module by module, rather than keep them."""
 
     def __post_init__(self) -> None:
         refuse_count("micro_batches", self.micro_batches)
+        check_flags(self, "compile", "activation_checkpointing")
         cut: Any = self.cut
         if isinstance(cut, str):
             cut = (cut,)
@@ -75,12 +81,12 @@ class Pipeline(Settings):
             raise _refusal("it cuts one model, and there are several", 'Use strategy="ddp" or "fsdp"')
         wanted = self.cut if isinstance(self.cut, int) else stages if self.cut is None else len(self.cut) + 1
         if wanted != stages:
-            remedy = f"Use number_of_processes={wanted}"
-            if wanted < stages and stages % wanted == 0:
-                remedy += f", or kd.strategies.Mesh(data={stages // wanted}, pipeline=...)"
+            remedy = f"Use number_of_processes={wanted}, or cut the model into {stages} stages"
             raise _refusal(f"{wanted} stages cannot run on {stages} ranks", remedy)
         if type(model).__name__ == "OptimizedModule":
-            raise _refusal("torch.compile has made one program of the model", "Pass the model as it was before")
+            raise _refusal(
+                "torch.compile has made one program of the model", "Pass the model as it was before, and compile=True"
+            )
         lazy = next(
             (name for name, p in model.named_parameters() if type(p).__name__.startswith("Uninitialized")), None
         )

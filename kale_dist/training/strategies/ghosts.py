@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
+from kale_dist.training.strategies.blocks import replace_forward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,10 +113,17 @@ class Ghosts:
         stage: This rank's.
         stages: How many there are.
         device: Where the model is.
+        stack: Gives the units their own forward back.
     """
 
     def __init__(
-        self, model: torch.nn.Module, units: Sequence[Unit], stage: int, stages: int, device: torch.device
+        self,
+        model: torch.nn.Module,
+        units: Sequence[Unit],
+        stage: int,
+        stages: int,
+        device: torch.device,
+        stack: contextlib.ExitStack,
     ) -> None:
         self._model = model
         self._stage = stage
@@ -134,15 +142,7 @@ class Ghosts:
         self._fill: Callable[[int], float] = lambda _: float("nan")
         self._runs_backward = False
         for unit in units:
-            unit.module.__dict__["forward"] = functools.partial(self._call, unit, unit.module.forward)
-        self._units = list(units)
-
-    def close(self) -> None:
-        """Give the units their own forward back."""
-        for unit in self._units:
-            unit.module.__dict__["forward"] = unit.module.__dict__["forward"].args[1]
-            if getattr(type(unit.module), "forward", None) is getattr(unit.module.__dict__["forward"], "__func__", 0):
-                del unit.module.__dict__["forward"]
+            replace_forward(unit.module, functools.partial(self._call, unit, unit.module.forward), stack)
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 

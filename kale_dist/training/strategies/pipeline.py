@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
 from kale_dist.training.group import Group
+from kale_dist.training.strategies.blocks import alter_blocks, replace_forward
 from kale_dist.training.strategies.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
 from kale_dist.training.strategies.protocol import FullState, Parts
 from kale_dist.training.strategies.replica import Replica
@@ -147,18 +148,21 @@ class PipelineParallel(Replica):
         self._shared = [p for name, p in named.items() if len(self._owners[name]) > 1]
         own = {name: tensor for name, tensor in parts.named.items() if id(tensor) not in elsewhere}
         super().prepare(dataclasses.replace(parts, named=own), stack)
-        self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device)
-        stack.callback(self._ghosts.close)
+        own_units = [unit for unit in self._units if unit.stage == self.stage]
+        alter_blocks(
+            [unit.module for unit in own_units if unit.has_parameters],
+            stack,
+            compiled=self.settings.compile,
+            checkpointed=self.settings.activation_checkpointing,
+        )
+        self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
         for name, parameter in self._elsewhere.items():
             self._let_go(name, parameter, stack)
-        model.__dict__["forward"] = self._forward
-        stack.callback(model.__dict__.pop, "forward")
+        replace_forward(model, self._forward, stack)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
-        first = next(unit.name for unit in self._units if unit.stage == self.stage)
-        last = [unit.name for unit in self._units if unit.stage == self.stage][-1]
         parts.group.tell(
-            f"Stage {self.stage} of {self.stages}: {first} to {last}, {count:,} of {total:,} parameters,"
+            f"Stage {self.stage} of {self.stages}: {own_units[0].name} to {own_units[-1].name}, {count:,} of {total:,} parameters,"
             f" {self.settings.micro_batches} micro-batches"
         )
 
@@ -381,7 +385,7 @@ class PipelineParallel(Replica):
         norm = super().total_norm(mine, kind) if mine else torch.zeros(())
         norms = [torch.zeros((), dtype=torch.float64) for _ in range(self.stages)]
         dist.all_gather(norms, norm.detach().to("cpu", torch.float64), group=self.parts.row.world)
-        like = gradients[0] if gradients else next(iter(self.parameters.values()))
+        like = gradients[0] if gradients else next(self.parts.model.parameters())
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
         return total.to(like.device, like.dtype)
 
