@@ -159,13 +159,17 @@ def _without_gpu() -> None:
     if torch.cuda.is_available():
         return
 
-    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise ConfigError(
-            "cuda",
-            "this code asks for a GPU, and the rank has none",
-            "Write .to(device) with the device that the step is given (in launch: kale_dist.context().device) instead of"
-            " .cuda(), or pass cuda=True where there are GPUs",
-        )
+    def refusing() -> Callable[..., NoReturn]:
+        def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+            raise ConfigError(
+                "cuda",
+                "this code asks for a GPU, and the rank has none",
+                "Write .to(device) with the device that the step is given (in launch: kale_dist.context().device) instead of"
+                " .cuda(), or pass cuda=True where there are GPUs",
+            )
+
+        return refuse
 
     for name in ("_lazy_init", "set_device"):
-        setattr(torch.cuda, name, refuse)
+        # Each has its own: torch.compile refuses to look at one function of two names.
+        setattr(torch.cuda, name, refusing())
