@@ -297,7 +297,6 @@ class Session:
         if self.layout.shard is None:
             call_train, call_eval = self.strategy.serve, (lambda: None) if call_eval is not None else None
         trained = self._run("train_step", self.train_feed, epoch, call_train)
-        self._report_strategy(epoch)
         values, stop = trained.values, trained.stop
         evaluated: dict[str, float] = {}
         if call_eval is not None:
@@ -350,6 +349,8 @@ class Session:
         outcome = average(self.group, normalise(name, returned), feed.samples, prints)
         if is_training:
             self._mend_drift(outcome.extras, epoch)
+            # First: the last row of `job.metrics` is what a step returned.
+            self._report_strategy(epoch)
             if returned is None and self.layout.shard is not None:
                 self.group.say(
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
