@@ -36,6 +36,8 @@ _LOOK_S = 2.0
 _JOB, _AGAIN, _REASON = "kale_dist:job", "kale_dist:again", "kale_dist:reason"
 """A trial's attributes in the storage: its job's reference, whether its parameters were queued again, why it failed."""
 
+_LOST = "its job was lost when the sweep was interrupted"
+
 
 class SweepError(KaleDistError):
     """A sweep cannot continue, or has no result yet."""
@@ -167,6 +169,8 @@ class _Running:
     values: list[float] = dataclasses.field(default_factory=list)
     """Values of the metric that the study has got."""
     is_pruned: bool = False
+    is_taken_over: bool = False
+    """Whether a sweep that was interrupted has submitted the job."""
 
 
 class Sweep:
@@ -371,11 +375,12 @@ class Sweep:
             except KaleDistError:
                 job, is_lost = None, True
             if job is None or is_lost:
-                self._again(frozen.number, "its job was lost when the sweep was interrupted")
+                self._again(frozen.number, _LOST)
             else:
                 trial = optuna.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - no other way to a trial that was begun
                 self._subscribe(trial, job)
                 self._running[frozen.number].values += frozen.intermediate_values.values()
+                self._running[frozen.number].is_taken_over = True
 
     def _follow(self) -> None:
         """Wait for a change of a job, and tell the study."""
@@ -412,6 +417,9 @@ class Sweep:
         if status.state is StateName.CANCELLED and one.is_pruned:
             self._forget(number)
             self.study.tell(number, state=optuna.trial.TrialState.PRUNED)
+        elif status.state is StateName.CANCELLED and one.is_taken_over:
+            # A local job ends a moment after the process that has submitted it.
+            self._again(number, _LOST)
         elif status.state is not StateName.SUCCEEDED:
             self._fail(number, status.reason or status.state.value)
         elif not one.values:

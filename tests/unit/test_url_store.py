@@ -116,7 +116,7 @@ def test_a_blob_that_was_not_written_whole_is_not_there(url):
 
 def test_a_store_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "taken").write_bytes(b"a file")
-.*may read and write there"):
+    with pytest.raises(StoreError, match=r"Could not write .* on the notebook's side: .*may read and write there"):
         UrlStore(f"file://{tmp_path}/taken/below").put([b"one"])
 
 
