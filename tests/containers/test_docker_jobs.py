@@ -12,6 +12,7 @@ import uuid
 import docker.errors
 import flat
 import pytest
+import torch
 from container_work import (
     does_much,
     eats_memory,
@@ -300,7 +301,7 @@ def test_an_image_without_python_is_refused_and_nothing_is_left(on, engine):
 
 
 def test_an_image_without_torch_is_named(on):
-    job = flat.launch(hang, number_of_processes=1, **{**on, "image": "python:3.11-slim-bookworm"})
+    job = flat.launch(len, torch.ones(3), number_of_processes=1, **{**on, "image": "python:3.11-slim-bookworm"})
     with pytest.raises(JobFailedError, match="The image has no torch"):
         job.result(timeout=60)
     job.delete()
