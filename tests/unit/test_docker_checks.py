@@ -27,7 +27,9 @@ def refused(**given):
     return caught.value
 
 
-def test_an_engine_that_does_not_answer_is_no_empty_list():
+def test_an_engine_that_does_not_answer_is_no_empty_list(monkeypatch, tmp_path):
+    # Jobs of other tests would be listed without asking the engine.
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(BackendError, match="/no/such/socket"):
         kd.jobs(on="docker")
 
