@@ -9,7 +9,6 @@ import time
 
 import pytest
 from agent_jobs import gone_within
-from pod_jobs import PodJob
 
 import kale_dist as kd
 from kale_dist.backends.agent_client import cancel_message, send
@@ -98,7 +97,7 @@ def stall_at_first():
 
 
 def test_a_stall_counts_as_lost(jobs):
-    job = jobs.run(stall_at_first, max_restarts=1, stall_timeout_s=1.0)
+    job = jobs.run(stall_at_first, max_restarts=1, stall_timeout_s=3.0)
     assert (job.wait()["state"], job.state()["attempt"]) == ("succeeded", 1)
 
 
@@ -125,10 +124,10 @@ def die_each_time():
 
 
 def test_the_time_limit_is_that_of_all_attempts_together(jobs):
-    job = jobs.run(die_each_time, max_restarts=1000, timeout_s=2.0)
+    job = jobs.run(die_each_time, max_restarts=1000, timeout_s=5.0)
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "timeout")
-    assert 0 < state["attempt"] < 6
+    assert 0 < state["attempt"] < 13
 
 
 def test_a_port_that_is_taken_is_told(jobs):
@@ -140,19 +139,6 @@ def test_a_port_that_is_taken_is_told(jobs):
 
 
 # -- in pods ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make_job(function, *args, **options):
-        made.append(PodJob(tmp_path, function, *args, **options))
-        return made[-1]
-
-    yield make_job
-    for job in made:
-        job.close()
 
 
 def meet(times):

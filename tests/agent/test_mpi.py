@@ -5,22 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from pod_jobs import PodJob
 
 pytest.importorskip("mpi4py")
-
-
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make_job(function, *args, **options):
-        made.append(PodJob(tmp_path, function, *args, **options))
-        return made[-1]
-
-    yield make_job
-    for job in made:
-        job.close()
 
 
 def sum_of_ranks():

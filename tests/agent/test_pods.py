@@ -11,24 +11,10 @@ import time
 
 import pytest
 from agent_jobs import add_ranks, gone_within
-from pod_jobs import PodJob
 
 from kale_dist import contract
 from kale_dist.contract import EventBlock, EventKind, Record, Source
 from kale_dist.runtime.relay_protocol import FRAME
-
-
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make_job(function, *args, **options):
-        made.append(PodJob(tmp_path, function, *args, **options))
-        return made[-1]
-
-    yield make_job
-    for job in made:
-        job.close()
 
 
 @pytest.mark.parametrize(("ranks", "per_pod"), [(1, 1), (2, 1), (5, 2)])
