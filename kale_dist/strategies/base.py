@@ -33,6 +33,26 @@ class Layout:
     exact: bool = True
     """Whether training equals that of one process with the global batch, but for rounding."""
 
+    @classmethod
+    def of_replicas(
+        cls, rank: int, world_size: int, *, agree: Literal["step", "epoch"] = "step", exact: bool = True
+    ) -> Self:
+        """Each rank has a shard of its own, and all hold the same weights."""
+        return cls(
+            shards=world_size,
+            shard=rank,
+            peers=(rank,),
+            replicas=tuple(range(world_size)),
+            part=f"shard {rank} of {world_size}",
+            agree=agree,
+            exact=exact,
+        )
+
+    @classmethod
+    def of_parts(cls, rank: int, world_size: int, part: str) -> Self:
+        """All ranks have the same batch, and each has weights of its own, which `part` names."""
+        return cls(shards=1, shard=0, peers=tuple(range(world_size)), replicas=(rank,), part=part)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:

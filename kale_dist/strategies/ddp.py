@@ -56,11 +56,4 @@ class DDP(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has a shard of its own."""
-        return Layout(
-            shards=world_size,
-            shard=rank,
-            peers=(rank,),
-            replicas=tuple(range(world_size)),
-            exact=self.compress is None,
-            part=f"shard {rank} of {world_size}",
-        )
+        return Layout.of_replicas(rank, world_size, exact=self.compress is None)

@@ -53,13 +53,7 @@ class Pipeline(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has the whole batch, and weights of its own."""
-        return Layout(
-            shards=1,
-            shard=0,
-            peers=tuple(range(world_size)),
-            replicas=(rank,),
-            part=f"stage {rank} of {world_size}",
-        )
+        return Layout.of_parts(rank, world_size, f"stage {rank} of {world_size}")
 
     def check(self, given: Conditions) -> None:
         """Refuse what cannot be cut so.

@@ -66,13 +66,7 @@ class Tensor(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """All ranks have the same batch."""
-        return Layout(
-            shards=1,
-            shard=0,
-            peers=tuple(range(world_size)),
-            replicas=(rank,),
-            part=f"part {rank} of {world_size} of the weights",
-        )
+        return Layout.of_parts(rank, world_size, f"part {rank} of {world_size} of the weights")
 
 
 def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
