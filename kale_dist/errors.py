@@ -34,10 +34,12 @@ What is worth a word but stops nothing is a `KaleDistWarning`, given through Pyt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 from kale_dist import tracebacks
@@ -64,6 +66,18 @@ def warn(sentence: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("kale_dist."):
         frame, level = frame.f_back, level + 1
     warnings.warn(sentence, KaleDistWarning, stacklevel=level + 1)
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print what a call warns of, a line each: a command and a magic have no line of the user's code to point at."""
+    with warnings.catch_warnings(record=True) as told:
+        yield
+    for warning in told:
+        if issubclass(warning.category, KaleDistWarning):
+            print(f"[kale-dist] {warning.message}", file=sys.stderr)  # noqa: T201 - the line is for the user
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class ConfigError(KaleDistError, ValueError):

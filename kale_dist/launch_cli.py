@@ -14,7 +14,7 @@ from typing import Any
 
 from kale_dist import backends, calls, scripts, wording
 from kale_dist.contract import LogLine, StateName, Stream
-from kale_dist.errors import ConfigError, KaleDistWarning
+from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
 from kale_dist.job import Job
 from kale_dist.view import facts
 
@@ -144,7 +144,8 @@ def _launch(options: argparse.Namespace) -> int:
     given = _settings(options)
     is_function = not options.module and ":" in options.script
     with interrupted_by_sigterm() as caught:
-        with _warned():
+        with warnings_as_lines():
+            warnings.simplefilter("always", KaleDistWarning)
             job: Job[Any] = (
                 scripts.call(options.script, options.arguments, **given)
                 if is_function
@@ -210,19 +211,6 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         if value is not None:
             given[name] = tuple(value.items()) if name == "environment" else value
     return given
-
-
-@contextlib.contextmanager
-def _warned() -> Iterator[None]:
-    """Say what the call warns of in a line each: here is no line of the user's code that they could point at."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", KaleDistWarning)
-        yield
-    for warning in told:
-        if issubclass(warning.category, KaleDistWarning):
-            print(f"[kale-dist] {warning.message}", file=sys.stderr)
-        else:
-            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _await_end(job: Job[Any]) -> None:

@@ -7,10 +7,8 @@ import builtins
 import contextlib
 import re
 import shlex
-import sys
 import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from IPython.core.error import UsageError
@@ -19,7 +17,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from kale_dist import backends, calls, cli, layout, wording
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, warnings_as_lines
 from kale_dist.job import Job
 from kale_dist.runtime import cell as on_a_rank
 
@@ -93,7 +91,7 @@ class DistributeMagics(Magics):
         except SyntaxError as error:
             raise UsageError(_where(error, text)) from None
         names = _named(text, self._namespace)
-        with _warned():
+        with warnings_as_lines():
             job: Job[Any] = _explained(
                 lambda: calls.launch(
                     on_a_rank.cell,
@@ -153,18 +151,6 @@ class DistributeMagics(Magics):
             words.append(held.ref if isinstance(held, Job) else word)
         with contextlib.suppress(SystemExit):  # argparse has said what is wrong
             cli.main(words)
-
-
-@contextlib.contextmanager
-def _warned() -> Iterator[None]:
-    """Say what a call warns of without a line of code: the nearest one outside the library is one of IPython's."""
-    with warnings.catch_warnings(record=True) as told:
-        yield
-    for warning in told:
-        if issubclass(warning.category, KaleDistWarning):
-            print(f"[kale-dist] {warning.message}", file=sys.stderr)
-        else:
-            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def load(shell: Any) -> None:
