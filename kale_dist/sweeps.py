@@ -206,7 +206,7 @@ class Sweep:
         self._processes = processes
         self._lock = lock
         self._running: dict[int, _Running] = {}
-        self._kept: dict[str, Job[Any]] = {}
+        self._best_job: Job[Any] | None = None
         self._changes: queue.SimpleQueue[tuple[int, JobStatus] | None] = queue.SimpleQueue()
         self._failed_in_a_row = 0
         self._is_cancelled = False
@@ -327,9 +327,9 @@ class Sweep:
     def _has_room(self) -> bool:
         if self._is_enough:
             return False
-        begun = sum(not trial.user_attrs.get(_AGAIN) for trial in self.study.get_trials(deepcopy=False))
-        waiting = sum(trial.state.name == "WAITING" for trial in self.study.get_trials(deepcopy=False))
-        if begun >= self._trials and not waiting:
+        trials = self.study.get_trials(deepcopy=False)
+        begun = sum(not trial.user_attrs.get(_AGAIN) for trial in trials)
+        if begun >= self._trials and not any(trial.state.name == "WAITING" for trial in trials):
             return False
         if not self._running:
             return True
@@ -435,9 +435,9 @@ class Sweep:
             self._forget(number)
             self._failed_in_a_row = 0
             self.study.tell(number, one.values[-1])
-            # The handle that the call has made knows the notebook's own model.
+            # While the call's own handle lives, `attach` gives it; it knows the notebook's model.
             if self.study.best_trial.number == number:
-                self._kept = {one.job.ref: one.job}
+                self._best_job = one.job
 
     def _fail(self, number: int, reason: str) -> None:
         optuna = _optuna()
@@ -454,15 +454,17 @@ class Sweep:
         """Give up a trial and queue its parameters."""
         optuna = _optuna()
         self._forget(number)
-        frozen = next(trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
         self._note(number, _REASON, reason)
         self._note(number, _AGAIN, value=True)
         self.study.tell(number, state=optuna.trial.TrialState.FAIL)
-        self.study.enqueue_trial(frozen.params)
+        self.study.enqueue_trial(self._frozen(number).params)
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        trial = self.study.get_trials(deepcopy=False)[number]
-        self.study._storage.set_trial_user_attr(trial._trial_id, key, value)  # noqa: SLF001 - a trial of another process has no other handle
+        self.study._storage.set_trial_user_attr(self._frozen(number)._trial_id, key, value)  # noqa: SLF001 - a trial of another process has no other handle
+
+    def _frozen(self, number: int) -> Any:
+        """A trial as the storage has it; they are numbered in the order in which they began."""
+        return self.study.get_trials(deepcopy=False)[number]
 
     def _forget(self, number: int) -> None:
         one = self._running.pop(number, None)

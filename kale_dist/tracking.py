@@ -145,15 +145,14 @@ class _Tracking:
 
     def _newest(self) -> JobStatus:
         """The next status; of several that have come, the last."""
-        while True:
-            try:
-                status = self._statuses.get(timeout=_LOOK_S)
-            except queue.Empty:
-                status = self._job.status
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    status = self._statuses.get_nowait()
-            return status
+        try:
+            status = self._statuses.get(timeout=_LOOK_S)
+        except queue.Empty:
+            status = self._job.status
+        with contextlib.suppress(queue.Empty):
+            while True:
+                status = self._statuses.get_nowait()
+        return status
 
     def _log(self, writer: Writer, rows: tuple[MetricRow, ...]) -> None:
         sent = self._place.sent
