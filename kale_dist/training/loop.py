@@ -8,7 +8,7 @@ import functools
 import importlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -346,11 +346,12 @@ class Session:
             self.strategy.end_evaluation()
         has_replicas = len(self.layout.replicas) > 1
         prints = fingerprint(self.named.values()) if is_training and has_replicas else []
-        outcome = average(self.group, normalise(name, returned), feed.samples, prints)
+        numbers = self.strategy.metrics() if is_training else {}
+        outcome = average(self.group, normalise(name, returned), feed.samples, (prints, numbers))
         if is_training:
-            self._mend_drift(outcome.extras, epoch)
+            self._mend_drift([prints for prints, _ in outcome.extras], epoch)
             # First: the last row of `job.metrics` is what a step returned.
-            self._report_strategy(epoch)
+            self._report_strategy([numbers for _, numbers in outcome.extras], epoch)
             if returned is None and self.layout.shard is not None:
                 self.group.say(
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
@@ -377,9 +378,8 @@ class Session:
                 f" ({list(self.named)[positions[0]]}).{_DRIFT_HINT}"
             )
 
-    def _report_strategy(self, epoch: int) -> None:
+    def _report_strategy(self, everyone: Sequence[Mapping[str, float]], epoch: int) -> None:
         """Sum the strategy's numbers over the ranks, and send them as metrics of the epoch."""
-        everyone = self.group.gather(self.strategy.metrics())
         values: dict[str, float] = {}
         for mine in everyone:
             for name, value in mine.items():
