@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, layout, names, records, starting, strategies
+from kale_dist import backends, checks, layout, names, records, save_to, starting, strategies
 from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Options
@@ -67,6 +68,7 @@ def distribute(
     track: Any = None,
     strategy: str | strategies.Settings | None = None,
     state: Sequence[Any] = (),
+    save_to: str | os.PathLike[str] | None = None,
     **unknown: Never,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
@@ -122,6 +124,8 @@ def distribute(
             None for `"ddp"`.
         state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
             lists, dicts and sets.
+        save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
+            on a cluster, or a URL that fsspec opens. They come back all the same.
         **unknown: Refused. The error names the argument that was probably meant.
 
     Returns:
@@ -141,7 +145,7 @@ def distribute(
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
         scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
         shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=strategies.resolve(strategy),
-        state=state,
+        state=state, save_to=save_to,
     )  # fmt: skip
     options = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
@@ -376,7 +380,9 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
         remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
         raise ConfigError("kind", problem, remedy)
     training.check_strategy(run.spec, is_local=run.backend.name == "local")
-    kwargs = {**training.arguments(), "cuda": run.spec.cuda, "seed": run.spec.seed}
+    target, spec = save_to.settle(training.save_to, run.spec, run.backend.name)
+    run = dataclasses.replace(run, spec=spec)
+    kwargs = {**training.arguments(), "cuda": spec.cuda, "seed": spec.seed, "save_to": target}
     label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
     return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
 

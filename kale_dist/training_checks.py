@@ -73,6 +73,8 @@ class Training:
     checkpoint_every: int | None = 1
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     state: Sequence[Any] = ()
+    save_to: Any = None
+    """As the call gave it; `save_to.settle` says what it stands for."""
 
     def __post_init__(self) -> None:
         for one in _each("model", self.model):

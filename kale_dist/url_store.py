@@ -50,14 +50,14 @@ class UrlStore:
         except ImportError as error:
             raise StoreError(
                 f"The store {self._shown} needs fsspec, which is not installed {_side()}. "
-                f"{_install('fsspec and the package for this protocol')}, or give no store"
+                f"{_install('fsspec and the package for this protocol')}, or give another place"
             ) from error
         try:
             self._fs, root = url_to_fs(url)
         except ImportError as error:
             raise StoreError(
                 f"The store {self._shown} needs a package that is not installed {_side()}: {error}. "
-                f"{_install('it')}, or give no store"
+                f"{_install('it')}, or give another place"
             ) from error
         except Exception as error:
             raise StoreError(f"The store {self._shown} cannot be opened {_side()}: {self._words(error)}") from error
@@ -143,6 +143,24 @@ class UrlStore:
         """
         with self._writing(name) as target:
             self._fs.put_file(str(path), target)
+
+    def try_to_write(self, name: str) -> None:
+        """Find out whether a file of this name could be written later. One that is there is left as it is.
+
+        Args:
+            name: As in `get_file`.
+
+        Raises:
+            StoreError: It could not.
+        """
+        folder, _, last = self._path(name).rpartition("/")
+        path = f"{folder}/.{last}.{uuid.uuid4().hex}.part"
+        with self._asking(f"write {name}"):
+            self._fs.makedirs(folder, exist_ok=True)
+            self._fs.pipe_file(path, b"")
+            # Some may write objects and not delete them.
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(path)
 
     def _path(self, name: str) -> str:
         parts = name.split("/")

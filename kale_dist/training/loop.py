@@ -18,7 +18,7 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.runtime import context
 from kale_dist.strategies import DDP, Layout, Settings
-from kale_dist.training import checkpoint, loader, supervised
+from kale_dist.training import checkpoint, loader, saving, supervised
 from kale_dist.training.batches import Feed
 from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
 from kale_dist.training.group import Group, copy_where_differing, differing, fingerprint, trained_tensors
@@ -71,6 +71,7 @@ def train(
     strategy: Settings | None = None,
     seed: int | None = None,
     state: Sequence[Any] = (),
+    save_to: str | None = None,
 ) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
 
@@ -102,6 +103,7 @@ def train(
         strategy: How ranks share the training; None for `DDP()`.
         seed: Seed of the ranks with shard 0 of the data, shard s gets seed + s; None where the rank is seeded already.
         state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
+        save_to: Where rank 0 writes the trained weights: an absolute path, or a URL that fsspec opens.
 
     Returns:
         The metrics, and on rank 0 the states.
@@ -109,10 +111,13 @@ def train(
     Raises:
         ConfigError: An argument, or what a step does, cannot be combined with another.
         KaleDistError: The ranks do not do the same.
+        StoreError: The weights cannot be written; found out before the first epoch, unless a disk gets full.
     """
     place = context.context()
     device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
     group = Group(device)
+    if save_to is not None and group.rank == 0:
+        saving.check(save_to)
     strategy = strategy or DDP()
     layout = strategy.layout(group.rank, group.world_size)
     if seed is not None:
@@ -159,7 +164,11 @@ def train(
             if every and (epoch % every == 0 or epoch == epochs or stopped):
                 session.write_checkpoint(progress)
         final = session.strategy.full_state()
-    return session.result(progress.values, progress.epochs, final, stopped=progress.stopped)
+    result = session.result(progress.values, progress.epochs, final, stopped=progress.stopped)
+    if save_to is not None and result.model_state is not None:
+        saving.save(save_to, result.model_state)
+        group.say(f"The model was saved to {save_to}")
+    return result
 
 
 def _seed(seed: int) -> None:

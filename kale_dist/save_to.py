@@ -1,0 +1,128 @@
+"""Where a job saves its model itself: checks `save_to` of a call, and says what its rank 0 will write to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import urllib.parse
+from typing import Any
+
+from kale_dist import names
+from kale_dist.errors import ConfigError
+from kale_dist.spec import JobSpec
+from kale_dist.volumes import Volume, VolumeKind
+from kale_dist.wording import closest, shorten, show
+
+MOUNT = "/kale-dist/save-to"
+"""Where pods see a claim that only `save_to` names."""
+
+_LASTING = (VolumeKind.CLAIM, VolumeKind.FOLDER, VolumeKind.HOST_PATH)
+_EXAMPLE = "Write it as '/data/model.pt', 'pvc://claim/folder/model.pt' or a URL such as 's3://bucket/model.pt'"
+
+
+def settle(value: Any, spec: JobSpec, place: str) -> tuple[str | None, JobSpec]:
+    """Check where the model is to be saved.
+
+    Args:
+        value: As the user wrote it: a path, `pvc://claim/path`, a URL that fsspec opens, or None.
+        spec: Where the job runs, with its volumes.
+        place: `docker`, `kubernetes`, or another word for this machine.
+
+    Returns:
+        The path or the URL that rank 0 writes to, and the specification, with one volume more if no volume has the claim.
+
+    Raises:
+        ConfigError: This is no such place, or what is written there would be lost with the container.
+    """
+    if value is None:
+        return None, spec
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
+        raise ConfigError("save_to", f"{show(value)} names no file", _EXAMPLE)
+    text, is_here = os.fspath(value), place not in ("docker", "kubernetes")
+    if is_here:
+        text = text.removeprefix("file://")
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme == "pvc":
+        return _in_claim(text, rest, spec, place)
+    if text.endswith("/"):
+        raise ConfigError(
+            "save_to", f"{shorten(text)} is a folder", f"Name a file in it, such as {text + 'model.pt'!r}"
+        )
+    if separator:
+        _check_url(text, is_here=is_here)
+        return text, spec
+    if not is_here:
+        return _in_volume(text, spec, place), spec
+    path = pathlib.Path(text).expanduser().absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError("save_to", problem, "Name a file in a folder that exists, such as 'model.pt'")
+    return str(path), spec
+
+
+def _in_claim(text: str, rest: str, spec: JobSpec, place: str) -> tuple[str, JobSpec]:
+    """A file in a claim: at the path of a volume that has it, or else of one that is added."""
+    if place != "kubernetes":
+        problem = f"{shorten(text)} is a claim of a cluster, and the job does not run on one"
+        raise ConfigError("save_to", problem, "Give a path, or run with on=kd.Kubernetes(...)")
+    claim, _, inside = rest.partition("/")
+    if not names.is_object_name(claim):
+        raise ConfigError("save_to", f"{show(claim)} cannot be the name of a claim", _EXAMPLE)
+    path = pathlib.PurePosixPath(inside)
+    if not inside or inside.endswith("/") or ".." in path.parts:
+        problem = f"{shorten(text)} names no file in the claim"
+        raise ConfigError("save_to", problem, f"Write it as 'pvc://{claim}/folder/model.pt'")
+    for volume in spec.volumes:
+        mine = volume.kind is VolumeKind.CLAIM and volume.source == claim and not volume.read_only
+        if mine and path.is_relative_to(volume.sub_path):
+            return str(volume.mount_path / path.relative_to(volume.sub_path)), spec
+    added = Volume(mount_path=MOUNT, source=claim, kind=VolumeKind.CLAIM)
+    return str(MOUNT / path), dataclasses.replace(spec, volumes=(*spec.volumes, added))
+
+
+def _in_volume(text: str, spec: JobSpec, place: str) -> str:
+    """A path in a container, which only a volume keeps."""
+    path = pathlib.PurePosixPath(text)
+    where = "pod" if place == "kubernetes" else "container"
+    if not path.is_absolute() or ".." in path.parts:
+        raise ConfigError("save_to", f"{shorten(text)} is not an absolute path of a {where}", _EXAMPLE)
+    covering = [volume for volume in spec.volumes if path != path.parent and path.is_relative_to(volume.mount_path)]
+    volume = max(covering, key=lambda one: len(one.mount_path), default=None)
+    example = "models" if place == "kubernetes" else "/home/me/models"
+    remedy = f"Mount one that keeps it: volumes={{{str(path.parent)!r}: {example!r}}}"
+    if volume is None or volume.kind not in _LASTING:
+        problem = f"no volume covers {shorten(text)}, so the file would be lost with the {where}"
+        raise ConfigError("save_to", problem, remedy)
+    if volume.read_only:
+        problem = f"the volume at {volume.mount_path!r} is read-only"
+        raise ConfigError("save_to", problem, f"Leave out ':ro', or give another path. {remedy}")
+    if str(path) == volume.mount_path:
+        raise ConfigError("save_to", f"{shorten(text)} is a folder", f"Name a file in it: {text + '/model.pt'!r}")
+    return str(path)
+
+
+def _check_url(url: str, *, is_here: bool) -> None:
+    """Refuse what no rank could write to. Which packages an image has shows only in its pods."""
+    scheme = url.partition("://")[0]
+    if scheme == "memory":
+        raise ConfigError("save_to", "memory:// is lost with the process that writes there", _EXAMPLE)
+    names.check_store("save_to", url)
+    parts = urllib.parse.urlsplit(url)
+    if not parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError("save_to", f"{scheme}:// is followed by no file's address alone", _EXAMPLE)
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError:
+        if is_here:
+            raise ConfigError("save_to", f"to write to {scheme}:// needs fsspec", "pip install fsspec") from None
+        return
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError:
+        near = closest(scheme, fsspec.available_protocols())
+        raise ConfigError("save_to", f"fsspec has no protocol {scheme!r}", f"{near}{_EXAMPLE}") from None
+    except ImportError as error:
+        # Pods have their own packages: rank 0 looks before it trains.
+        if is_here:
+            raise ConfigError("save_to", f"to write to {scheme}:// needs a package: {error}", "Install it") from None

@@ -1,0 +1,170 @@
+"""`save_to`: what a call refuses before it reads or writes anything, and what rank 0 writes."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist import calls, save_to
+from kale_dist.errors import ConfigError, JobFailedError, KaleDistWarning
+from kale_dist.spec import JobSpec, Topology
+from kale_dist.training import saving
+from kale_dist.volumes import of_containers, of_pods
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_state(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+        for job in kd.jobs():
+            job.delete()
+
+
+def arguments():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    x = torch.randn(20, 3)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=5)
+    return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def spec_with(volumes):
+    return JobSpec(
+        name="a", label="", kind="training", snapshot="", topology=Topology(number_of_processes=2), volumes=volumes
+    )
+
+
+def test_the_job_writes_the_weights_that_the_notebook_gets(tmp_path):
+    target = tmp_path / "model.pt"
+    target.write_bytes(b"of an earlier job")
+    job = kd.distribute(*arguments(), number_of_processes=2, save_to=target)
+    weights = job.result() and job.state_dict()
+    saved = torch.load(target, weights_only=True)
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in saved)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    assert f"[0] The model was saved to {target}" in map(str, job.logs())
+    target.unlink()
+    with pytest.warns(KaleDistWarning, match="after this job had started"):
+        job.retry().result()
+    assert target.exists()
+
+
+def test_a_relative_path_is_that_of_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kd.distribute(*arguments(), number_of_processes=1, save_to="model.pt").result()
+    assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == {"weight", "bias"}
+
+
+def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path):
+    def train_step(*_):
+        print("trained")
+
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    model, loader, criterion, optimizer = arguments()
+    # What the rank sees may differ from what the call saw.
+    (tmp_path / "folder").mkdir()
+    target = tmp_path / "folder" / "model.pt"
+    started = calls._training_call
+
+    def replaced(*given):
+        found = started(*given)
+        (tmp_path / "folder").rmdir()
+        (tmp_path / "folder").symlink_to(blocker)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_training_call", replaced)
+        job = kd.distribute(model, loader, criterion, optimizer, train_step, number_of_processes=1, save_to=target)
+    with pytest.raises(JobFailedError, match="The model cannot be saved to"):
+        job.result()
+    assert not any("trained" in line.text for line in job.logs())
+
+
+def test_a_url_is_written_whole_under_its_name(tmp_path):
+    url = f"file://{tmp_path}/new/model.pt"
+    saving.check(url)
+    assert list((tmp_path / "new").iterdir()) == []
+    saving.save(url, {"weight": torch.ones(3)})
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.pt"]
+    assert torch.equal(torch.load(tmp_path / "new/model.pt", weights_only=True)["weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", "names no file"), (3, "names no file"), ("a\0b", "names no file"), ("/no/such/folder/model.pt", "no folder"),
+        ("/tmp", "is a folder"), ("/tmp/", "is a folder"), ("pvc://claim/model.pt", "does not run on one"),
+        ("s4://bucket/model.pt", "no protocol 's4'"), ("memory://model.pt", "is lost"), ("s3://", "is a folder"),
+        ("https://user:word@host/model.pt", "holds a password"), ("https://host/model.pt?token=word", "no file's address"),
+        ("s3://bucket", "no file's address"), ("hdfs+x y://a/b", "names no store"),
+    ],
+)  # fmt: skip
+def test_wrong_places_are_refused_on_this_machine(value, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        kd.distribute(*arguments(), number_of_processes=1, save_to=value)
+    assert caught.value.argument == "save_to"
+    assert "word" not in str(caught.value).replace("password", "")
+    assert not kd.jobs() or all(job.done() for job in kd.jobs())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("model.pt", "absolute"), ("/data/../model.pt", "absolute"), ("/out/model.pt", "no volume covers"),
+        ("/scratch/model.pt", "no volume covers"), ("/data/model.pt", "read-only"), ("/models", "is a folder"),
+        ("pvc://Claim/model.pt", "cannot be the name"), ("pvc://claim", "names no file"), ("pvc://claim/", "names no file"),
+        ("pvc://claim/../model.pt", "names no file"), ("file:///models/model.pt", "pods do not see"),
+        ("pvc://claim/folder/", "names no file"),
+    ],
+)  # fmt: skip
+def test_wrong_places_are_refused_on_a_cluster(value, words):
+    volumes = {"/data": "datasets:ro", "/models": "models", "/scratch": "emptydir://"}
+    with pytest.raises(ConfigError, match=words):
+        kd.render(*arguments(), on=kd.Kubernetes(image="x", volumes=volumes), save_to=value)
+
+
+def test_pods_see_a_claim_that_only_save_to_names():
+    plan = kd.render(*arguments(), on=kd.Kubernetes(image="x"), save_to="pvc://models/net/model.pt")
+    assert {"claimName": "models"} in [
+        volume.get("persistentVolumeClaim") for volume in _pods(plan)[0]["spec"]["volumes"]
+    ]
+    for pod in _pods(plan):
+        mounts = {mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert save_to.MOUNT in mounts
+
+
+def _pods(plan):
+    import yaml
+
+    resource = next(one for one in yaml.safe_load_all(str(plan)) if one["kind"] != "Secret")
+    return [replica["template"] for replica in resource["spec"]["pytorchReplicaSpecs"].values()]
+
+
+@pytest.mark.parametrize(
+    ("volumes", "value", "path"),
+    [
+        ({"/models": "models"}, "pvc://models/net/model.pt", "/models/net/model.pt"),
+        ({"/models": "pvc://models/net"}, "pvc://models/net/model.pt", "/models/model.pt"),
+        ({"/models": "pvc://models/net"}, "pvc://models/other/model.pt", f"{save_to.MOUNT}/other/model.pt"),
+        ({"/models": "models:ro"}, "pvc://models/model.pt", f"{save_to.MOUNT}/model.pt"),
+        ({"/models": "models"}, "/models/a/b.pt", "/models/a/b.pt"),
+        ({"/models": "m:ro", "/models/own": "n"}, "/models/own/b.pt", "/models/own/b.pt"),
+        ({}, "ftp://host/folder/model.pt", "ftp://host/folder/model.pt"),
+    ],
+)
+def test_where_rank_0_writes_in_pods(volumes, value, path):
+    target, spec = save_to.settle(value, spec_with(of_pods(volumes)), "kubernetes")
+    assert target == path
+    assert (save_to.MOUNT in json.dumps(spec.to_json())) == path.startswith(save_to.MOUNT)
+
+
+def test_a_container_keeps_what_a_folder_of_this_machine_covers(tmp_path):
+    spec = spec_with(of_containers({"/models": str(tmp_path)}))
+    assert save_to.settle("/models/model.pt", spec, "docker") == ("/models/model.pt", spec)
+    with pytest.raises(ConfigError, match="lost with the container"):
+        save_to.settle("/tmp/model.pt", spec, "docker")
