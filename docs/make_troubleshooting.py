@@ -28,7 +28,7 @@ fails when it has waited for `pending_timeout_s` (a day). What cannot heal fails
 _IN_CALLS = frozenset((Seen.CONNECTION, Seen.API))
 """Where an error ends a call, and no job."""
 
-_SOMETIMES = ("claim_said", "cluster_has", "last_said", "queue_said")
+_SOMETIMES = ("claim_said", "cluster_has", "last_said", "position", "queue_said")
 """Facts that bring their own words, and often are none."""
 
 _SHOWN = {"pod_name": "pod"}

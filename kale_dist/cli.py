@@ -179,6 +179,8 @@ def _name(job: _Listed) -> str:
 
 
 def _state(job: _Listed) -> str:
+    if job.status.queue_position is not None:
+        return f"{job.status.state.value}, {job.status.queue_position} in queue"
     percent = None if job.status.is_final else facts.percent(job.status)
     return job.status.state.value + ("" if percent is None else f" {percent} %")
 

@@ -78,7 +78,9 @@ def to_json(value: Any) -> str:
 
 def ended(status: JobStatus) -> dict[str, Any]:
     """How a job is, in few words, for JSON."""
-    return {"ref": status.ref, "state": status.state, "reason": status.reason}
+    return {
+        "ref": status.ref, "state": status.state, "reason": status.reason, "queue_position": status.queue_position
+    }  # fmt: skip
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -108,6 +108,8 @@ class JobStatus:
     checkpoint_epoch: int | None = None
     failed_rank: int | None = None
     """The rank that failed first; None if none has, or if it is unknown."""
+    queue_position: int | None = None
+    """Where the job stands in the cluster's queue, from 1; None if it waits in none, or if that is not known."""
 
     def __repr__(self) -> str:
         """One line: a status is often the last value of a notebook's cell."""

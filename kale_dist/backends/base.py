@@ -372,6 +372,8 @@ class Look:
     not heal means that it can never start."""
     suspended: str = ""
     """Why the run is suspended; empty if it is not."""
+    queue_position: int | None = None
+    """Where it stands in the queue that it waits in, from 1; None if it waits in none, or if that is not known."""
     gone: bool = False
     """Whether the run's object has been deleted."""
     finished: Literal["", "succeeded", "failed", "cancelled"] = ""

@@ -169,7 +169,7 @@ def overlay(
         reason = f"{reason}. {activity}" if reason and not reason.endswith(".") else f"{reason} {activity}".strip()
     if problem:
         reason = f"{problem} As last seen: {reason}" if reason else problem
-    return dataclasses.replace(status, state=state, reason=reason)
+    return dataclasses.replace(status, state=state, reason=reason, queue_position=look.queue_position)
 
 
 def closing_events(verdict: RunVerdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:

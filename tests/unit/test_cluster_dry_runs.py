@@ -23,15 +23,15 @@ ALL = frozenset(
 )
 
 
-def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, **changes):
-    spec = a_spec(image="x:1", cluster=ClusterOptions(namespace="team"), **changes)
+def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, spec=None, **changes):
+    spec = spec or a_spec(image="x:1", cluster=ClusterOptions(namespace="team"), **changes)
     with FakeApi().running() as api:
         review = {"spec": {"resourceAttributes": {}}, "status": {"allowed": may_create_pods}}
         api.answer("POST", MAY, 201, review)
         for path in (JOBS, PODS, SECRETS):
             api.answer("POST", path, *answers.get(path, (201, {})))
-        if NODES in answers:
-            api.answer("GET", NODES, *answers[NODES])
+        for path in set(answers) - {JOBS, PODS, SECRETS}:
+            api.answer("GET", path, *answers[path])
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
         found = checks.check(client.connect(), spec, checks.Namespace(granted=ALL))
         return found, [(method, path) for method, path, _ in api.asked]
@@ -116,3 +116,16 @@ def test_sums_over_all_pods_are_compared_with_quotas(hard, used, expected):
     kind = manifests.KINDS["pytorch"]
     groups = kind.pod_groups(kind.make(a_spec(), checks.submit.settings_of(a_spec())))
     assert [(item.name, item.is_fatal) for item in checks.quota_sums([quota(hard, used)], kind, groups)] == expected
+
+
+@pytest.mark.parametrize(("suspended", "has_queue", "names"), [
+    (True, True, []), (False, True, ["queue-ignored"]), (False, False, ["missing"]),
+])  # fmt: skip
+def test_a_queue_that_does_not_hold_the_job_back_is_said(monkeypatch, tmp_path, suspended, has_queue, names):
+    spec = a_spec(image="x:1", cluster=ClusterOptions(namespace="team", queue="gpus"))
+    taken = {"spec": {"runPolicy": {"suspend": suspended}}}
+    queue = (200, {}) if has_queue else (404, status(404, "no such queue"))
+    answers = {JOBS: (201, taken), "/apis/kueue.x-k8s.io/v1beta1/namespaces/team/localqueues/gpus": queue}
+    found, _ = check(monkeypatch, tmp_path, answers=answers, spec=spec)
+    assert [item.name for item in found] == names
+    assert not any(item.is_fatal for item in found)

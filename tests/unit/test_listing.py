@@ -6,6 +6,7 @@ import pytest
 
 from kale_dist import backends, cli
 from kale_dist.backends.kubernetes import survey
+from kale_dist.backends.kubernetes.views import QueuePosition
 from kale_dist.cli import main
 from kale_dist.contract import StateName
 from kale_dist.manifests import KINDS
@@ -87,6 +88,23 @@ def test_jobs_of_others_are_listed_with_their_state_and_only_the_newest(crowded,
     assert "and 5 older. All: kale-dist jobs --all --on kubernetes" in out
     assert main(["jobs", "--on", "kubernetes", "--all"]) == 0
     assert capsys.readouterr().out.count("kubernetes://team/") == 25
+
+
+def test_a_list_says_where_a_job_stands_in_its_queue(monkeypatch, capsys):
+    items = [pytorch_job("waits", "Suspended"), pytorch_job("runs", "Running", number=1)]
+    for item in items:
+        item["metadata"]["uid"] = item["metadata"]["name"]
+    queued = {"waits": QueuePosition(number=2, of=3), "runs": None}
+    waits, runs = survey.statuses([(PYTORCH, item) for item in items], queued)
+    assert (waits.queue_position, waits.reason) == (2, "Queued at position 2 of the namespace's 3")
+    assert runs.queue_position is None
+    made = Cluster(*items)
+    made.survey = lambda **_: [waits, runs]
+    monkeypatch.setattr(backends, "get", {"kubernetes": made}.__getitem__)
+    assert main(["jobs", "--on", "kubernetes"]) == 0
+    assert "pending, 2 in queue" in capsys.readouterr().out
+    assert main(["jobs", "--on", "kubernetes", "--json"]) == 0
+    assert [job["queue_position"] for job in json.loads(capsys.readouterr().out)] == [2, None]
 
 
 def test_a_column_is_one_line_of_a_table(crowded, capsys, monkeypatch):

@@ -9,7 +9,7 @@ kubernetes = pytest.importorskip("kubernetes")
 from test_explain import look_of  # noqa: E402
 
 from kale_dist.backends.kubernetes import look  # noqa: E402
-from kale_dist.backends.kubernetes.views import ContainerView, EventView, JobView, PodView  # noqa: E402
+from kale_dist.backends.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition  # noqa: E402
 from kale_dist.contract import FailureCause  # noqa: E402
 from kale_dist.places import ClusterOptions  # noqa: E402
 from kale_dist.spec import JobSpec, Topology  # noqa: E402
@@ -140,6 +140,18 @@ def test_a_queued_job_says_where_and_why(said, expected):
     )
     of = job(run_policy={"suspend": True}, labels={"kueue.x-k8s.io/queue-name": "gpus"})
     assert expected in seen(of=of, events=(event,)).suspended
+
+
+@pytest.mark.parametrize(("position", "expected"), [
+    (QueuePosition(number=3), "is queued in Kueue's queue gpus, at position 3. "),
+    (QueuePosition(number=2, of=4), "is queued in Kueue's queue gpus, at position 2 of the namespace's 4. "),
+])  # fmt: skip
+def test_a_queued_job_says_its_position(position, expected):
+    of = job(run_policy={"suspend": True}, labels={"kueue.x-k8s.io/queue-name": "gpus"})
+    found = seen(of=of, queue_position=position)
+    assert expected in found.suspended
+    assert found.queue_position == position.number
+    assert seen(of=job()).queue_position is None
 
 
 def test_a_cancelled_job_is_seen_from_everywhere():

@@ -19,14 +19,13 @@ from kubernetes import client
 
 from kale_dist import manifests, quantities
 from kale_dist.backends.base import Trouble
-from kale_dist.backends.kubernetes import roles, served, submit
+from kale_dist.backends.kubernetes import queue, roles, served, submit
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api, sentences
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
 from kale_dist.manifests import Kind, PodGroup, kind_of
-from kale_dist.manifests.settings import QUEUE_LABEL
 from kale_dist.spec import JobSpec
 
 _TIMEOUT_S = 10.0
@@ -251,7 +250,9 @@ def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) 
     ):
         doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
         try:
-            found += _warnings(create(dry_run="All", _request_timeout=_TIMEOUT_S))
+            answer = create(dry_run="All", _request_timeout=_TIMEOUT_S)
+            found += _warnings(answer)
+            found += _ignored_queue(cluster, kind, queue.queue_of(job), answer[0]) if resource == kind.plural else []
         except Exception as error:
             seen = api.look_up(error, doing)
             # Missing rights are reported with all others; a name that is taken has its own error class, at the submission.
@@ -262,6 +263,23 @@ def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) 
             trouble = dataclasses.replace(seen.trouble, sentence=f"Cannot {doing}: {seen.words}")
             found.append(Finding(name=seen.name, trouble=trouble, is_fatal=seen.name not in ("busy", "server-error")))
     return found
+
+
+def _ignored_queue(cluster: Cluster, kind: Kind, name: str, taken: Any) -> list[Finding]:
+    """Kueue suspends what names a queue as soon as it is created; it does not know every kind."""
+    if (
+        not name
+        or kind.is_suspended(taken)
+        or _lookup(functools.partial(_read_queue, cluster, name)) in (None, _MISSING)
+    ):
+        return []
+    trouble = sentences.of("queue-ignored", object=name, **sentences.facts_of(kind))
+    return [Finding(name="queue-ignored", trouble=trouble, is_fatal=False)]
+
+
+def _read_queue(cluster: Cluster, name: str) -> Any:
+    where = ("kueue.x-k8s.io", "v1beta1", cluster.namespace, "localqueues", name)
+    return cluster.custom.get_namespaced_custom_object(*where)
 
 
 def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
@@ -433,8 +451,7 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
             if source and not source.get("optional"):
                 secrets.append(source["name"])
         pull_secrets += [secret["name"] for secret in pod.get("imagePullSecrets") or ()]
-    queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
-    local_queue = ("kueue.x-k8s.io", "v1beta1", namespace, "localqueues")
+    queue_name = queue.queue_of(job)
     kinds: tuple[tuple[str, str, str, Sequence[str], Callable[[str], Any]], ...] = (
         ("named-missing", "Secret", "secrets", [name for name in secrets if name != own],
          lambda name: core.read_namespaced_secret(name, namespace)),
@@ -442,8 +459,8 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
          lambda name: core.read_namespaced_config_map(name, namespace)),
         ("pull-secret-missing", "Secret", "secrets", pull_secrets,
          lambda name: core.read_namespaced_secret(name, namespace)),
-        ("queue-missing", "LocalQueue", "localqueues", [queue] if queue else [],
-         lambda name: cluster.custom.get_namespaced_custom_object(*local_queue, name)),
+        ("queue-missing", "LocalQueue", "localqueues", [queue_name] if queue_name else [],
+         functools.partial(_read_queue, cluster)),
     )  # fmt: skip
     return [
         Finding(

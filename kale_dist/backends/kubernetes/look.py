@@ -53,7 +53,8 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     if is_suspended:
         trouble = _why_suspended(job, view, kind)
         there = tuple(part for part in parts if part.lost != "deleted")
-        return Look(parts=there, trouble=trouble, suspended=str(trouble), fresh=is_fresh)
+        number = None if view.queue_position is None else view.queue_position.number
+        return Look(parts=there, trouble=trouble, suspended=str(trouble), queue_position=number, fresh=is_fresh)
     found = _ended(view, kind, state) or _waiting(view, kind, state, now)
     known = found.trouble if isinstance(found, Found) else found
     if not view.healthy and view.problem:
@@ -177,6 +178,10 @@ def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble
     if queue is None:
         return explain.of_job("suspended", view, kind).trouble
     said = [event.message for event in view.events if event.kind == "Workload"]
-    facts = {"queue": f"Kueue's queue {queue}", "queue_said": f": {said[-1]}" if said else ""}
+    facts = {
+        "queue": f"Kueue's queue {queue}",
+        "position": "" if view.queue_position is None else f", {view.queue_position}",
+        "queue_said": f": {said[-1]}" if said else "",
+    }
     is_too_large = said and "maximum capacity" in said[-1]
     return explain.of_job("queued-for-ever" if is_too_large else "queued", view, kind, facts).trouble

@@ -14,7 +14,18 @@ from typing import Any
 
 from kale_dist import blobs, manifests, names, records
 from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, PlaceEvent, Plan, RunHandle
-from kale_dist.backends.kubernetes import client, errand, events, port_forward, prepare, self_pod, submit, survey, watch
+from kale_dist.backends.kubernetes import (
+    client,
+    errand,
+    events,
+    port_forward,
+    prepare,
+    queue,
+    self_pod,
+    submit,
+    survey,
+    watch,
+)
 from kale_dist.backends.kubernetes import look as looks
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
@@ -98,6 +109,9 @@ class KubernetesPlace:
         if uid is not None and handle.get("uid") not in ("", uid):
             # Another job has its name by now.
             view = dataclasses.replace(view, job=None, pods=(), events=(), is_deleted=True)
+        if view.job is not None:
+            position = queue.position(self._cluster(handle), kind_of(handle.spec), view.job)
+            view = dataclasses.replace(view, queue_position=position)
         return looks.look(view, handle.spec, time.time())
 
     def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
@@ -224,7 +238,8 @@ class KubernetesPlace:
         selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
         found = _list_jobs(cluster, "" if where == "*" else where, selector)
         found.sort(key=lambda item: (item[1]["metadata"]["creationTimestamp"], item[1]["metadata"]["name"]))
-        return survey.statuses(found)
+        queued = {item["metadata"]["uid"]: queue.position(cluster, kind, item) for kind, item in found}
+        return survey.statuses(found, queued)
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find the newest run of a job on the cluster, and its key."""

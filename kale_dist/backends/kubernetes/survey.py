@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist.backends.kubernetes.views import seconds
+from kale_dist.backends.kubernetes.views import QueuePosition, seconds
 from kale_dist.contract import StateName
 from kale_dist.manifests import Kind
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, SPEC_ANNOTATION
@@ -15,21 +15,29 @@ from kale_dist.status import JobStatus, ReplicaStatus
 _INSTANCE_LABEL = "app.kubernetes.io/instance"
 
 
-def statuses(items: Sequence[tuple[Kind, Mapping[str, Any]]]) -> list[JobStatus]:
+def statuses(
+    items: Sequence[tuple[Kind, Mapping[str, Any]]], queued: Mapping[str, QueuePosition | None] | None = None
+) -> list[JobStatus]:
     """The status of each job.
 
     Args:
         items: Objects with their kinds, oldest first. The last run of a job decides; the first one names it.
+        queued: Where those stand that wait in a queue, by their UIDs.
     """
     jobs: dict[tuple[str, str], list[tuple[Kind, Mapping[str, Any]]]] = {}
     for kind, item in items:
         metadata = item["metadata"]
         name = metadata.get("labels", {}).get(_INSTANCE_LABEL, metadata["name"])
         jobs.setdefault((metadata["namespace"], name), []).append((kind, item))
-    return [_status(namespace, name, runs) for (namespace, name), runs in jobs.items()]
+    return [_status(namespace, name, runs, queued or {}) for (namespace, name), runs in jobs.items()]
 
 
-def _status(namespace: str, name: str, runs: Sequence[tuple[Kind, Mapping[str, Any]]]) -> JobStatus:
+def _status(
+    namespace: str,
+    name: str,
+    runs: Sequence[tuple[Kind, Mapping[str, Any]]],
+    queued: Mapping[str, QueuePosition | None],
+) -> JobStatus:
     (kind, first), (_, last) = runs[0], runs[-1]
     said = kind.state(last)
     state = StateName.RUNNING if said.is_running else StateName.PENDING
@@ -39,11 +47,13 @@ def _status(namespace: str, name: str, runs: Sequence[tuple[Kind, Mapping[str, A
         state = StateName(said.finished)
     if state is not StateName.RUNNING and CANCELLED_ANNOTATION in (last["metadata"].get("annotations") or {}):
         state = StateName.CANCELLED
+    position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
     is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
     return JobStatus(
         ref=f"kubernetes://{namespace}/{name}",
         state=state,
-        reason=said.message if state is StateName.FAILED else "",
+        reason=said.message if state is StateName.FAILED else "" if position is None else f"Queued {position}",
+        queue_position=None if position is None else position.number,
         created=seconds(first["metadata"]["creationTimestamp"]),
         started=seconds(kind.state(first).started),
         ended=seconds(said.ended) if is_final else None,

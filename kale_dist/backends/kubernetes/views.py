@@ -125,6 +125,20 @@ class NodeView:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QueuePosition:
+    """Where a job stands among those that wait for the same quota."""
+
+    number: int
+    """From 1."""
+    of: int | None = None
+    """How many jobs of the namespace wait, if only these were counted; None if `number` counts other namespaces' too."""
+
+    def __str__(self) -> str:
+        """As it stands in a sentence."""
+        return f"at position {self.number}" + (f" of the namespace's {self.of}" if self.of is not None else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
     """All that the cluster says of one job at one moment."""
 
@@ -148,6 +162,8 @@ class JobView:
     """Whether all pods there are have been listed."""
     lacks_events: bool = False
     """Whether this user may not read events, so that it cannot be said why pods are refused."""
+    queue_position: QueuePosition | None = None
+    """In Kueue's queue."""
 
     @property
     def latest_pods(self) -> tuple[PodView, ...]:

@@ -343,6 +343,12 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Without Kueue and this queue the job may stay suspended; correct queue=",
         ),
         Entry(
+            "queue-ignored", "Kueue does not manage this kind of job", (Seen.STRUCTURE,), "",
+            "Kueue does not hold this {job_kind} back in the queue {object}, so that the job starts without its quota",
+            "Give a kind that this cluster's Kueue manages, such as kind='pytorch' or kind='job', or have the administrator "
+            "add {jobs} to its integrations",
+        ),
+        Entry(
             "claim-single", "A claim for one pod only", (Seen.STRUCTURE,), "",
             "the claim {object} is for a single pod (ReadWriteOncePod), and the job has {pods} pods",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=", heals=False,
@@ -665,7 +671,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
         ),
         Entry(
-            "queued", "Queued by Kueue", (Seen.STRUCTURE,), "", "the job is queued in {queue}{queue_said}",
+            "queued", "Queued by Kueue", (Seen.STRUCTURE,), "", "the job is queued in {queue}{position}{queue_said}",
             "Wait; 'kubectl -n {namespace} get workloads' shows the queue",
         ),
         Entry(
