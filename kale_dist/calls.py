@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 from kale_dist import backends, checks, layout, names, records, save_to, starting, strategies
-from kale_dist.backends.base import Adopts, Backend, JobRef, Plan, Prepares, Selects
+from kale_dist.backends.base import Backend, JobRef, Plan
 from kale_dist.blobs import MemoryStore
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
@@ -246,9 +246,7 @@ def render(*args: Any, **kwargs: Any) -> Plan:
     call, run = _checked(args, kwargs)
     name = run.name or names.make(call.label, "x" * starting.SUFFIX_LENGTH)
     _, spec = starting.capture_call(call, run, name, MemoryStore())
-    if isinstance(run.backend, Prepares):
-        spec = run.backend.prepare(spec, submit=False)
-    return run.backend.plan(spec)
+    return run.backend.plan(run.backend.prepare(spec, submit=False))
 
 
 def check(*args: Any, **kwargs: Any) -> None:
@@ -313,8 +311,7 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
 def _found(ref: str, *, trust: bool | None) -> Job[Any]:
     parsed = JobRef.parse(ref)
     backend = _named_backend("ref", parsed.backend)
-    if isinstance(backend, Adopts):
-        parsed = backend.adopt(parsed, trust=trust)
+    parsed = backend.adopt(parsed, trust=trust)
     record = records.read(parsed.record_name)
     key = records.read_key(parsed.record_name)
     known = starting.known(parsed)
@@ -341,12 +338,10 @@ def jobs(
         namespace = namespace or on.namespace or None
     on = on if isinstance(on, str) else word_of(on)
     backend = _named_backend("on", on)
-    if isinstance(backend, Selects):
-        listed = backend.select(namespace=namespace, labels=labels)
-    elif namespace is not None or labels is not None:
-        raise ConfigError("namespace" if namespace is not None else "labels", f"{on!r} has none", "Leave it out")
-    else:
+    if namespace is None and not labels:
         listed = backend.list()
+    else:
+        listed = [JobRef.parse(status.ref) for status in backend.survey(namespace=namespace, labels=labels)]
     found = []
     for ref in listed:
         # Another process may delete a job between the list and the look.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import __version__, backends, doctor, image_cli, job_cli, launch_cli, records, wording
-from kale_dist.backends.base import Adopts, Backend, JobRef, Selects, Surveys
+from kale_dist.backends.base import Backend, JobRef
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.following.reader import JobReader
 from kale_dist.records import Record
@@ -27,7 +27,6 @@ from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
-_LOOK_S = 5.0
 _CANCEL_WAIT_S = 10.0
 _NEWEST = 20
 """So many jobs are listed without `--all`."""
@@ -273,24 +272,9 @@ def _look(
 ) -> tuple[list[JobStatus], int]:
     """How the newest jobs of a place are now, oldest first, and how many others there are."""
     backend = backends.get(on)
-    if not isinstance(backend, Selects) and (namespace or labels):
-        raise ConfigError("--namespace" if namespace else "--labels", f"{on!r} has none", "Add --on kubernetes")
-    if isinstance(backend, Surveys):
-        known = list(backend.survey(namespace=namespace, labels=labels))
-        statuses = known[-limit:] if limit else known
-        return [_better(backend, status) for status in statuses], len(known) - len(statuses)
-    there = list(backend.select(namespace=namespace, labels=labels) if isinstance(backend, Selects) else backend.list())
-    refs = there[-limit:] if limit else there
-    return list(_each(backend, refs)), len(there) - len(refs)
-
-
-def _each(backend: Backend, refs: Iterable[JobRef]) -> Iterator[JobStatus]:
-    for ref in refs:
-        # Another process may delete a job between the list and the look.
-        with contextlib.suppress(JobNotFoundError):
-            if isinstance(backend, Adopts):
-                backend.adopt(ref, trust=None)
-            yield backend.status(ref)
+    known = list(backend.survey(namespace=namespace, labels=labels))
+    statuses = known[-limit:] if limit else known
+    return [_better(backend, status) for status in statuses], len(known) - len(statuses)
 
 
 def _better(backend: Backend, status: JobStatus) -> JobStatus:
@@ -384,23 +368,14 @@ def _finished(on: str, namespace: str | None) -> list[JobRef]:
     mine = [ref for ref in map(JobRef.parse, records.refs(on)) if _is_mine(ref)]
     if namespace:
         mine = [ref for ref in mine if ref.name.startswith(f"{namespace}/")]
-    if isinstance(backend, Surveys):
-        # Its own word for those that ended unseen.
-        surveyed = {status.ref for status in backend.survey(namespace=namespace, labels=None) if status.is_final}
-        return [ref for ref in mine if str(ref) in surveyed or _has_ended(_seen, ref)]
-    ended: list[JobRef] = []
-    # It takes a moment to learn of a job that no notebook has followed.
-    deadline = time.monotonic() + (_LOOK_S if on != "local" else 0)
-    while True:
-        ended += [ref for ref in mine if ref not in ended and _has_ended(backend.status, ref)]
-        if len(ended) == len(mine) or time.monotonic() >= deadline:
-            return ended
-        time.sleep(0.1)
+    # The place's own word for those that ended unseen.
+    surveyed = {status.ref for status in backend.survey(namespace=namespace) if status.is_final}
+    return [ref for ref in mine if str(ref) in surveyed or _has_ended(ref)]
 
 
-def _has_ended(look: Callable[[JobRef], JobStatus], ref: JobRef) -> bool:
+def _has_ended(ref: JobRef) -> bool:
     try:
-        return look(ref).is_final
+        return _seen(ref).is_final
     except JobNotFoundError:
         return False
 

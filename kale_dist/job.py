@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kale_dist import checks, interrupts, trackers, watch, weights
-from kale_dist.backends.base import Backend, Describes, JobRef, PlaceEvent, TellsEvents
+from kale_dist.backends.base import Backend, JobRef, PlaceEvent
 from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
 from kale_dist.errors import (
     BackendError,
@@ -95,7 +95,7 @@ class Job(Generic[R]):
         targets: weights.Targets | None = None,
         display: Callable[[Job[R]], None] | None = None,
         again: Callable[[Job[R]], Job[R]] | None = None,
-        track: Callable[[Job[R], Sequence[trackers.Tracker]], None] | None = None,
+        track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
     ) -> None:
         self._backend = backend
         self._ref = ref
@@ -333,7 +333,7 @@ class Job(Generic[R]):
             JobNotFoundError: The job was deleted.
             BackendError: You may not read events.
         """
-        return list(self._backend.events(self._ref)) if isinstance(self._backend, TellsEvents) else []
+        return list(self._backend.events(self._ref))
 
     def track(self, track: Any) -> None:
         """Write what the job has reported, and what it reports from now on, to experiment trackers.
@@ -346,9 +346,7 @@ class Job(Generic[R]):
         Raises:
             ConfigError: There is no such tracker, or its package is not installed here.
         """
-        chosen = trackers.resolve(track)
-        if self._track is not None:
-            self._track(self, chosen)
+        self._track(self, trackers.resolve(track))
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -385,9 +383,7 @@ class Job(Generic[R]):
         Raises:
             JobNotFoundError: The job was deleted.
         """
-        if isinstance(self._backend, Describes) and (found := dict(self._backend.describe(self._ref))):
-            return found
-        return resource(self._spec, self.status)
+        return dict(self._backend.describe(self._ref)) or resource(self._spec, self.status)
 
     def get_job_status(self) -> str:
         """One of `Created`, `Running`, `Restarting`, `Succeeded`, `Failed`; empty if there is no such job any more."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kale_dist import backends, calls, checks, launch_cli, records, view, wording
-from kale_dist.backends.base import Adopts, Backend, JobRef
+from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job import Job
@@ -62,8 +62,7 @@ def find(text: str) -> tuple[Backend, JobRef]:
         near = wording.closest(ref.backend, backends.NAMES)
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
     backend = backends.get(ref.backend)
-    if isinstance(backend, Adopts):
-        ref = backend.adopt(ref, trust=None)
+    ref = backend.adopt(ref, trust=None)
     backend.status(ref)
     return backend, ref
 

@@ -17,7 +17,6 @@ import traitlets
 from IPython import get_ipython
 
 from kale_dist import backends, calls, config, layout, quantities, strategies, training_checks, wording
-from kale_dist.backends.base import OffersVolumes
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.notebook.widget import JobWidget
 
@@ -46,10 +45,6 @@ _COMMA = re.compile(r",(?![^\[]*\])(?=\s*[A-Za-z0-9])")
 
 _RANKS = 2
 """What advice is given for while no number of processes is chosen: more than one."""
-
-_TERABYTES = {"T": 1, "P": 1_000, "E": 1_000_000}
-_MOST_TERABYTES = 32
-"""No machine has more memory: who asks for more meant another unit."""
 
 
 # -- what the notebook has -------------------------------------------------------------------------------------------
@@ -213,33 +208,6 @@ def advice(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> str:
         return ""
 
 
-def doubts(choice: Mapping[str, str], claims: Sequence[str] | None) -> None:
-    """Refuse what no check of the call can know to be wrong before it is submitted.
-
-    Args:
-        choice: What is chosen.
-        claims: The cluster's claims; None where they are not known.
-
-    Raises:
-        ConfigError: More memory than any machine has, or a claim that the cluster does not have.
-    """
-    on, _ = _chosen_place(choice)
-    amount = re.fullmatch(r"([\d.]+) *([TPE])i?", choice.get("memory", "").strip())
-    if on in _PLACES and amount and float(amount[1]) * _TERABYTES[amount[2]] > _MOST_TERABYTES:
-        problem = f"no machine has {choice['memory'].strip()} of memory"
-        raise ConfigError("resources.memory", problem, f"Did you mean '{amount[1]}Gi'?")
-    if on != "kubernetes" or claims is None:
-        return
-    for _, source in _volumes(choice.get("volumes", "")):
-        scheme, separator, rest = source.removesuffix(":ro").partition("://")
-        claim = (rest if separator else scheme).partition("/")[0]
-        if (not separator or scheme == "pvc") and claim not in claims:
-            has = f"It has: {', '.join(claims)}" if claims else "It has none"
-            raise ConfigError(
-                "volumes", f"the namespace has no claim {claim!r}", f"{wording.closest(claim, claims)}{has}"
-            )
-
-
 # -- the widget ------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +237,6 @@ class LauncherForm(anywidget.AnyWidget):
         self._namespace = namespace
         self._job: JobWidget | None = None
         self._asked_for_claims = False
-        self._known_claims: list[str] | None = None
         found = find(namespace)
         self.fields = _fields(found)
         self.choice = guess(found)
@@ -301,7 +268,6 @@ class LauncherForm(anywidget.AnyWidget):
                 return
             try:
                 calls.check(**arguments(self.choice, self._namespace))
-                doubts(self.choice, self._known_claims)
             except ConfigError as error:
                 self.problem = {"field": _field(error.argument), "text": str(error)}
             except KaleDistError as error:
@@ -316,17 +282,13 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _list_claims(self) -> None:
         """Claims of the cluster, to choose from."""
-        found: list[str] | None = None
         try:
-            backend = backends.get("kubernetes")
-            found = list(backend.volumes()) if isinstance(backend, OffersVolumes) else []
+            found = list(backends.get("kubernetes").volumes())
             said = "" if found else "The namespace has none"
         except KaleDistError as error:
-            said = str(error)
-        self._known_claims = found
+            found, said = [], str(error)
         with self.hold_sync():
-            self.claims, self.claims_said = found or [], said
-        self._judge()
+            self.claims, self.claims_said = found, said
 
     def _receive(self, _widget: Any, message: Mapping[str, Any], _buffers: Any) -> None:
         actions: dict[Any, Callable[[], str]] = {"look": self._look, "run": self._run}

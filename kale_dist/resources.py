@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from kale_dist.errors import ConfigError
 from kale_dist.wording import closest, show
 
 _GPU = "nvidia.com/gpu"
+_MOST_GIB = 32 << 10
+"""No machine has more memory: who asks for more meant another unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, init=False)
@@ -168,6 +171,10 @@ def _gib(field: str, value: Any) -> float:
         remedy = f"Write it with its unit, such as '2Gi', or as {field}_gib=2"
         raise ConfigError(f"resources.{field}", f"the unit of {show(value)} is not said", remedy)
     try:
-        return quantities.memory_gib(value)
+        gib = quantities.memory_gib(value)
     except ValueError as error:
         raise ConfigError(f"resources.{field}", f"{show(value)} is not a quantity", str(error)) from None
+    if gib > _MOST_GIB:
+        meant = re.sub(r"[TPE]", "G", value)
+        raise ConfigError(f"resources.{field}", f"no machine has {value} of memory", f"Did you mean {meant!r}?")
+    return gib

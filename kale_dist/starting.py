@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kale_dist import names, records, tracking, weights
-from kale_dist.backends.base import Backend, Fetches, JobRef, Prepares, WarmsUp
+from kale_dist.backends.base import Backend, JobRef
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job, inside
@@ -79,13 +79,11 @@ def start(call: Call, run: Run) -> Job[Any]:
     """
     if run.name is not None and records.exists(JobRef(run.backend.name, run.name).record_name):
         raise records.exists_error(run.name)
-    if isinstance(run.backend, WarmsUp):
-        run.backend.warm_up()
+    run.backend.warm_up()
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
         captured, spec = capture_call(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
-        if isinstance(run.backend, Prepares):
-            spec = run.backend.prepare(spec, submit=True)
+        spec = run.backend.prepare(spec, submit=True)
         for note in run.notes:
             _say(f"[kale-dist] {note}")
         # Before the submission: if warnings are errors, no job is submitted without a handle.
@@ -166,7 +164,7 @@ def handle(
     """
     outcomes = OutcomeReader(
         ref=str(ref), spec=spec, files=records.files(ref.record_name), key=key, store=FolderStore(records.blobs_dir()),
-        originals=originals, fetch=functools.partial(backend.fetch, ref) if isinstance(backend, Fetches) else None,
+        originals=originals, fetch=functools.partial(backend.fetch, ref),
     )  # fmt: skip
     job: Job[Any] = Job(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
@@ -191,8 +189,7 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
     with records.keeping_blobs():
         if not all(store.exists(digest) for digest in spec.blobs):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
-        if isinstance(backend, Prepares):
-            spec = backend.prepare(spec, submit=True)
+        spec = backend.prepare(spec, submit=True)
         ref = backend.submit(backend.plan(spec), key)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _DIRECTIONS = ("minimize", "maximize")
 _FAILURES = 3
 """A sweep ends when this many trials in a row have failed: what they share is broken then."""
-_LOOK_S = 2.0
-"""A job that another process deletes sends no status: each is looked at once in this time."""
 
 _JOB, _AGAIN, _REASON = "kale_dist:job", "kale_dist:again", "kale_dist:reason"
 """A trial's attributes in the storage: its job's reference, whether its parameters were queued again, why it failed."""
@@ -384,15 +382,7 @@ class Sweep:
 
     def _follow(self) -> None:
         """Wait for a change of a job, and tell the study."""
-        try:
-            change = self._changes.get(timeout=_LOOK_S)
-        except queue.Empty:
-            for number, one in tuple(self._running.items()):
-                try:
-                    self._take(number, one.job.status)
-                except KaleDistError as error:
-                    self._fail(number, str(error))
-            return
+        change = self._changes.get()
         if change is not None:
             self._take(*change)
 

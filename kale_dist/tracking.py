@@ -17,13 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kale_dist.contract import StateName
-from kale_dist.errors import JobNotFoundError, KaleDistError
+from kale_dist.errors import KaleDistError
 from kale_dist.job import Job, inside
 from kale_dist.status import JobStatus, MetricRow
 from kale_dist.trackers import TrackedRun, Tracker, Writer
 
-_LOOK_S = 5.0
-"""A job that is deleted sends no last status: it is looked at once in this time."""
 _END_S = 60.0
 """How long a wait for a job that has ended waits for its trackers, too: a server may be slow."""
 _GIT_S = 10.0
@@ -128,16 +126,12 @@ class _Tracking:
             run = TrackedRun(name=self._job.name, ref=self._job.ref, params=place.params, tags=tags)
             writer = self._tracker.open(run, place.run_id)
             self._keep(run_id=writer.run_id, tags=tags)
-            state = StateName.CANCELLED
-            # A job that is deleted while it is tracked ends like a cancelled one.
-            with contextlib.suppress(JobNotFoundError):
-                while True:
-                    status = self._newest()
-                    self._log(writer, status.metrics)
-                    if status.is_final:
-                        state = status.state
-                        break
-            self._end(writer, state)
+            while True:
+                status = self._newest()
+                self._log(writer, status.metrics)
+                if status.is_final:
+                    break
+            self._end(writer, status.state)
         except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and the job must not notice
             self._problem = f"{type(error).__name__}: {error}".rstrip(". \n")
         finally:
@@ -145,10 +139,7 @@ class _Tracking:
 
     def _newest(self) -> JobStatus:
         """The next status; of several that have come, the last."""
-        try:
-            status = self._statuses.get(timeout=_LOOK_S)
-        except queue.Empty:
-            status = self._job.status
+        status = self._statuses.get()
         with contextlib.suppress(queue.Empty):
             while True:
                 status = self._statuses.get_nowait()

@@ -1,6 +1,6 @@
 """Waiting: one thread for each backend follows its unfinished jobs and calls their subscribers.
 
-Only this thread polls. A backend that `Wakes` says when to look; others, and jobs of other processes, are looked at every
+Only this thread polls. A backend says when to look; others, and jobs of other processes, are looked at every
 `_SOON_S` while they change and less often while they do not.
 """
 
@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from kale_dist.backends.base import Backend, JobRef, Wakes
-from kale_dist.errors import KaleDistError, WaitTimeoutError
+from kale_dist.backends.base import Backend, JobRef
+from kale_dist.contract import StateName
+from kale_dist.errors import JobNotFoundError, KaleDistError, WaitTimeoutError
 from kale_dist.status import JobStatus
 
 _SOON_S = 0.2
@@ -45,11 +46,12 @@ class Watcher:
         self._jobs: dict[JobRef, _Watched] = {}
         self._woken: set[JobRef] = set()
         self._thread: threading.Thread | None = None
-        if isinstance(backend, Wakes):
-            backend.listen(self._wake)
+        backend.listen(self._wake)
 
     def subscribe(self, ref: JobRef, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
         """Have `callback` called with every new status of a job, the present one first and the final one last.
+
+        The last status of a job that is deleted meanwhile is `cancelled`.
 
         Args:
             ref: The job.
@@ -93,19 +95,10 @@ class Watcher:
         status = self.backend.status(ref)
         if status.is_final:
             return status
-        # The last callback also comes when the job is gone; the question below then raises.
         unsubscribe = self.subscribe(ref, lambda status: ended.set() if status.is_final else None)
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while not ended.is_set():
-                left = _LATE_S if deadline is None else min(_LATE_S, deadline - time.monotonic())
-                if left <= 0:
-                    raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it keeps running", str(ref))
-                # In slices: a job that another process deletes ends no other way.
-                if not ended.wait(left):
-                    status = self.backend.status(ref)
-                    if status.is_final:
-                        return status
+            if not ended.wait(timeout):
+                raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it keeps running", str(ref))
         finally:
             unsubscribe()
         return self.backend.status(ref)
@@ -142,11 +135,10 @@ class Watcher:
         """Ask for one job's status and tell it on if it is new."""
         try:
             status = self.backend.status(ref)
-        except KaleDistError:
-            # Deleted. A caller that waits for it asks the backend itself and gets this error.
-            with self._condition:
-                self._jobs.pop(ref, None)
-            return
+        except KaleDistError as error:
+            last = watched.last or JobStatus(ref=str(ref))
+            state = StateName.CANCELLED if isinstance(error, JobNotFoundError) else StateName.FAILED
+            status = dataclasses.replace(last, state=state, reason=str(error))
         changed = status != watched.last
         watched.interval_s = _SOON_S if changed else min(watched.interval_s * 1.5, _LATE_S)
         watched.due = time.monotonic() + watched.interval_s

@@ -7,14 +7,15 @@ connect to them and end them; copying the log, deciding how a job ended and star
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self
 
 from kale_dist.contract import FailureCause, LogLine
-from kale_dist.errors import BackendError, ConfigError
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
@@ -64,191 +65,6 @@ class Plan:
         return self.text
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """How a job runs: plans, submits, watches, reads logs, cancels.
-
-    Results go through the store and images are resolved before; waiting belongs to `watch`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The word that `on=` takes."""
-
-    def plan(self, spec: JobSpec) -> Plan:
-        """The request for a spec. Pure: reads no clock, no environment, no disk."""
-
-    def submit(self, plan: Plan, key: bytes) -> JobRef:
-        """Start a job and return at once.
-
-        Args:
-            plan: From `plan`.
-            key: The job's 32 secret bytes, which sign its outcomes.
-
-        Raises:
-            JobExistsError: A job of this name is there.
-            BackendUnavailableError: Nothing can be started there.
-        """
-
-    def status(self, ref: JobRef) -> JobStatus:
-        """What is known now.
-
-        Raises:
-            JobNotFoundError: No such job.
-        """
-
-    def logs(
-        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
-    ) -> Iterator[LogLine]:
-        """Lines of the log; with `follow` until the job has ended.
-
-        Args:
-            ref: The job.
-            follow: Whether to wait for more lines while the job runs.
-            ranks: Only these ranks' lines (and no lines of the agent); None for all.
-            tail: Only the last lines of those there are now, this many, and with `follow` all later ones; None for
-                all from the first.
-
-        Raises:
-            JobNotFoundError: No such job.
-        """
-
-    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
-        """End a job: SIGTERM, then SIGKILL after `grace_s`. A job that has ended is left as it is.
-
-        Raises:
-            JobNotFoundError: No such job.
-        """
-
-    def delete(self, ref: JobRef) -> None:
-        """Cancel if need be, then remove every trace.
-
-        Raises:
-            JobNotFoundError: No such job.
-        """
-
-    def list(self) -> Sequence[JobRef]:
-        """All jobs there are, oldest first."""
-
-
-@runtime_checkable
-class Wakes(Protocol):
-    """A backend that can tell at once when a job has changed. Others are asked again and again by `watch`."""
-
-    def listen(self, callback: Callable[[JobRef], None]) -> None:
-        """Call `callback` from a thread of the backend's own whenever a job may have changed. It must be quick."""
-
-
-@runtime_checkable
-class WarmsUp(Protocol):
-    """A backend that gains from hearing of a call before its snapshot is taken."""
-
-    def warm_up(self) -> None:
-        """Begin to get ready, in the background.
-
-        Raises:
-            BackendUnavailableError: There is no way to get ready.
-        """
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A backend that has to look at where a job will run before it can plan it."""
-
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Fill in what the specification leaves open, and check whether the job could run.
-
-        Args:
-            spec: As the call gave it.
-            submit: Whether a submission follows. Otherwise what cannot be reached is left open.
-
-        Returns:
-            The specification of which `plan` makes a request.
-
-        Raises:
-            ConfigError: Something is left open that only the user can settle.
-            BackendError: The job could not run there; the message says why.
-        """
-
-
-@runtime_checkable
-class Adopts(Protocol):
-    """A backend whose jobs can be found from machines that have no record of them."""
-
-    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
-        """Make a record on this machine of a job that was submitted from another one.
-
-        Args:
-            ref: The job; a namespace that is left out is the configured one.
-            trust: Whether results may be loaded although another user submitted the job. None only looks: the job's key
-                is not taken, so the job does not become one of this user's.
-
-        Returns:
-            The full reference.
-
-        Raises:
-            JobNotFoundError: No such job.
-        """
-
-
-@runtime_checkable
-class Fetches(Protocol):
-    """A backend whose jobs' files are brought to this machine when they are asked for."""
-
-    def fetch(self, ref: JobRef, name: str) -> None:
-        """Bring a file of a job up to date: `checkpoint`, or an outcome. What a running job cannot give is left as it is.
-
-        Raises:
-            KaleDistError: An ended job's file cannot be had; the message says why.
-        """
-
-
-@runtime_checkable
-class Selects(Protocol):
-    """A backend whose jobs lie in namespaces and have labels."""
-
-    def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
-        """Jobs of this library from all users, oldest first.
-
-        Args:
-            namespace: None for the configured one, `*` for all.
-            labels: Those that have all of these; None for all.
-        """
-
-
-@runtime_checkable
-class Surveys(Protocol):
-    """A backend that tells in one request how all of its jobs are, and follows none of them."""
-
-    def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
-        """The statuses of this library's jobs from all users, oldest first, as far as the place itself knows them.
-
-        Args:
-            namespace: None for the configured one, `*` for all.
-            labels: Those that have all of these; None for all.
-        """
-
-
-@runtime_checkable
-class OffersVolumes(Protocol):
-    """A backend that knows the volumes a job can have."""
-
-    def volumes(self) -> Sequence[str]:
-        """Their names, as the values of `volumes=` take them."""
-
-
-@runtime_checkable
-class Describes(Protocol):
-    """A backend whose jobs are objects that it can show."""
-
-    def describe(self, ref: JobRef) -> Mapping[str, object]:
-        """The object as it is now, such as a PyTorchJob with its status.
-
-        Raises:
-            JobNotFoundError: No such job.
-        """
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceEvent:
     """What a part of a cluster has said about a job."""
@@ -265,17 +81,173 @@ class PlaceEvent:
     """How often it was said."""
 
 
-@runtime_checkable
-class TellsEvents(Protocol):
-    """A backend whose place says what happens to a job's parts."""
+class Backend(abc.ABC):
+    """How a job runs: plans, submits, tells how it is, reads logs, cancels.
+
+    Results go through the store and images are resolved before; waiting belongs to `watch`. What has a body here is what a
+    backend does without namespaces, preparations and files that lie elsewhere.
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The word that `on=` takes."""
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:  # noqa: B027 - a backend without news of its own is asked
+        """Call `callback` from a thread of the backend's own whenever a job may have changed. It must be quick."""
+
+    def warm_up(self) -> None:  # noqa: B027 - most have nothing to warm up
+        """Begin to get ready, in the background, before the call's snapshot is taken.
+
+        Raises:
+            BackendUnavailableError: There is no way to get ready.
+        """
+
+    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
+        """Fill in what the specification leaves open, and check whether the job could run.
+
+        Args:
+            spec: As the call gave it.
+            submit: Whether a submission follows. Otherwise what cannot be reached is left open.
+
+        Returns:
+            The specification of which `plan` makes a request.
+
+        Raises:
+            ConfigError: Something is left open that only the user can settle.
+            BackendError: The job could not run there; the message says why.
+        """
+        del submit
+        return spec
+
+    @abc.abstractmethod
+    def plan(self, spec: JobSpec) -> Plan:
+        """The request for a spec. Pure: reads no clock, no environment, no disk."""
+
+    @abc.abstractmethod
+    def submit(self, plan: Plan, key: bytes) -> JobRef:
+        """Start a job and return at once.
+
+        Args:
+            plan: From `plan`.
+            key: The job's 32 secret bytes, which sign its outcomes.
+
+        Raises:
+            JobExistsError: A job of this name is there.
+            BackendUnavailableError: Nothing can be started there.
+        """
+
+    @abc.abstractmethod
+    def status(self, ref: JobRef) -> JobStatus:
+        """What is known now.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+    @abc.abstractmethod
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of the log; with `follow` until the job has ended.
+
+        Args:
+            ref: The job.
+            follow: Whether to wait for more lines while the job runs.
+            ranks: Only these ranks' lines (and no lines of the agent); None for all.
+            tail: Only the last lines of those there are now, this many, and with `follow` all later ones; None for
+                all from the first.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+    @abc.abstractmethod
+    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+        """End a job: SIGTERM, then SIGKILL after `grace_s`. A job that has ended is left as it is.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+    @abc.abstractmethod
+    def delete(self, ref: JobRef) -> None:
+        """Cancel if need be, then remove every trace.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+
+    @abc.abstractmethod
+    def list(self) -> Sequence[JobRef]:
+        """All jobs there are, oldest first."""
+
+    def survey(self, *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Sequence[JobStatus]:
+        """How all jobs are, from all users where the place has several, oldest first. None of them is followed.
+
+        Args:
+            namespace: None for the configured one, `*` for all.
+            labels: Those that have all of these; None for all.
+
+        Raises:
+            ConfigError: The backend's jobs have neither namespaces nor labels.
+        """
+        if namespace is not None or labels is not None:
+            argument = "labels" if namespace is None else "namespace"
+            raise ConfigError(argument, f"jobs of {self.name!r} have none", "Leave it out, or ask on='kubernetes'")
+        found = []
+        for ref in self.list():
+            # Another process may delete a job between the list and the look.
+            with contextlib.suppress(JobNotFoundError):
+                found.append(self.status(ref))
+        return found
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
+        """Make a record on this machine of a job that was submitted from another one.
+
+        Args:
+            ref: The job; a namespace that is left out is the configured one.
+            trust: Whether results may be loaded although another user submitted the job. None only looks: the job's key
+                is not taken, so the job does not become one of this user's.
+
+        Returns:
+            The full reference.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+        del trust
+        return ref
+
+    def fetch(self, ref: JobRef, name: str) -> None:  # noqa: B027 - files of jobs on this machine are here
+        """Bring a file of a job up to date: `checkpoint`, or an outcome. What a running job cannot give is left as it is.
+
+        Raises:
+            KaleDistError: An ended job's file cannot be had; the message says why.
+        """
+
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The job's object as it is now, such as a PyTorchJob with its status; empty where it is no object.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+        del ref
+        return {}
 
     def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
-        """What it has said of the newest run, oldest first; empty where it says nothing.
+        """What the place has said of the parts of the newest run, oldest first; empty where it says nothing.
 
         Raises:
             JobNotFoundError: No such job.
             BackendError: It cannot be asked.
         """
+        del ref
+        return ()
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the volumes that jobs can have, as the values of `volumes=` take them."""
+        return ()
 
 
 # -- places: where a job's containers run ---------------------------------------------------------------------------------
@@ -415,7 +387,7 @@ class Place(Protocol):
     """What a part is called: `container`, `pod`."""
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Fill in what the specification leaves open, and check whether the job could run; see `Prepares`."""
+        """Fill in what the specification leaves open, and check whether the job could run; see `Backend`."""
 
     def plan(self, spec: JobSpec) -> Plan:
         """What `start` creates. Pure."""
@@ -492,7 +464,7 @@ class Place(Protocol):
         """
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """How all jobs are, oldest first, in one request; see `Surveys`."""
+        """How all jobs are, oldest first, in one request; see `Backend`."""
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find a job that was submitted from another machine.

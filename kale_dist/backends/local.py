@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kale_dist import records
 from kale_dist.backends import agent_client
 from kale_dist.backends.agent_client import AgentClient, Fingerprint
-from kale_dist.backends.base import JobRef, Plan
+from kale_dist.backends.base import Backend, JobRef, Plan
 from kale_dist.contract import LogLine, Order
 from kale_dist.errors import BackendError, BackendUnavailableError, JobNotFoundError
 from kale_dist.following import reader as job_reader
@@ -36,7 +36,7 @@ _OWN_POLL_S = 1.0
 _DELETE_TIMEOUT_S = 15.0
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kale_dist import records
-from kale_dist.backends.base import JobRef, Place, PlaceEvent, Plan, RunHandle
+from kale_dist.backends.base import Backend, JobRef, Place, PlaceEvent, Plan, RunHandle
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.following import reader, verdict
@@ -24,7 +24,7 @@ WAIT_S = 0.5
 """How often a reader of a log looks for lines that another process has copied; its own follower wakes it."""
 
 
-class FollowedBackend:
+class FollowedBackend(Backend):
     """Runs jobs at a place and follows them. One instance serves a whole process; it is safe to use from threads.
 
     Args:
@@ -160,13 +160,7 @@ class FollowedBackend:
                 raise
         return known
 
-    def select(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobRef]:
-        """Jobs of this library at the place, oldest first, from all users."""
-        if namespace is None and not labels:
-            return self.list()
-        return [JobRef.parse(job.ref) for job in self.survey(namespace=namespace, labels=labels)]
-
-    def survey(self, *, namespace: str | None, labels: Mapping[str, str] | None) -> Sequence[JobStatus]:
+    def survey(self, *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Sequence[JobStatus]:
         """How all jobs of the place are, oldest first, as far as the place itself knows: none of them is followed."""
         return self.place.survey(namespace, labels or {})
 

@@ -24,7 +24,7 @@ from importlib.resources.abc import Traversable
 from typing import Any, TextIO
 
 from kale_dist import backends, calls, config, layout, records
-from kale_dist.backends.base import Fetches, JobRef
+from kale_dist.backends.base import JobRef
 from kale_dist.contract import StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import Job
@@ -163,7 +163,7 @@ def _saved(job: Job[Any], terminal: Terminal) -> bytes:
     """The notebook as the pod saved it last; empty if nothing came back."""
     ref = JobRef.parse(job.ref)
     backend, file = backends.get(ref.backend), records.files(ref.record_name).checkpoint
-    if not file.exists() and isinstance(backend, Fetches):
+    if not file.exists():
         with contextlib.suppress(KaleDistError):
             backend.fetch(ref, file.name)
     try:

@@ -39,7 +39,7 @@ def hostile():
 CLUSTER = """
 import dataclasses
 from kale_dist.contract import EventKind, RankStateName
-from kale_dist.testing import FakeBackend
+from fake_backend import FakeBackend
 
 def on_gpus(run):
     pods = [dataclasses.replace(one, pod=f"pod-{one.rank}", node=f"gpu-node-{one.rank}") for one in run.status.replicas]

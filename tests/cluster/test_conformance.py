@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from fake_backend import BackendConformance
 from on_cluster import IMAGE
 from rank_work import exit_with_3, fail, hang, succeed
 
@@ -12,7 +13,6 @@ from kale_dist.blobs import FolderStore
 from kale_dist.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology
-from kale_dist.testing import BackendConformance
 
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
 _numbers = itertools.count()

@@ -4,6 +4,7 @@ import itertools
 import os
 
 import pytest
+from fake_backend import BackendConformance, FakeBackend
 
 import kale_dist
 from kale_dist import records
@@ -12,7 +13,6 @@ from kale_dist.blobs import FolderStore
 from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec import JobSpec, Topology
-from kale_dist.testing import BackendConformance, FakeBackend
 
 _numbers = itertools.count()
 

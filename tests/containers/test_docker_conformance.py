@@ -4,6 +4,7 @@ import uuid
 
 import pytest
 from container_work import exit_with_3, fail, hang, succeed
+from fake_backend import BackendConformance
 
 from kale_dist import records
 from kale_dist.backends.docker.place import DockerPlace
@@ -11,7 +12,6 @@ from kale_dist.blobs import FolderStore
 from kale_dist.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec import JobSpec, Resources, Topology
-from kale_dist.testing import BackendConformance
 
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
 PREFIX = f"test-{uuid.uuid4().hex[:6]}"

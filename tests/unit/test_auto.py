@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from fake_backend import FakeBackend
 
 import kale_dist as kd
 from kale_dist import backends
@@ -17,7 +18,6 @@ from kale_dist.image import auto
 from kale_dist.image.auto import Found
 from kale_dist.recipe import Recipe
 from kale_dist.snapshot.capture import capture
-from kale_dist.testing import FakeBackend
 
 
 class Cluster(FakeBackend):

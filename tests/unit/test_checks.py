@@ -4,6 +4,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
@@ -12,7 +13,6 @@ from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.layout import Machine
 from kale_dist.strategies import DDP
-from kale_dist.testing import FakeBackend
 from kale_dist.training_checks import Training
 
 

@@ -160,7 +160,7 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["status", ""], 2, "does not name a job"),
         (["delete", "kubernetes.team.speaks"], 2, "Write it as 'local://name' or 'kubernetes://namespace/name'"),
         (["delete"], 2, "--finished"),
-        (["jobs", "--namespace", "team"], 2, "--namespace: 'local' has none. Add --on kubernetes"),
+        (["jobs", "--namespace", "team"], 2, "namespace: jobs of 'local' have none"),
         (["delete", "speaks", "nosuch"], 1, "There is no job 'nosuch'"),
         (["delete", "--finished", "--namespace", "team"], 2, "Add --finished --on kubernetes"),
         (["run", "nosuch.ipynb"], 2, "nosuch.ipynb cannot be read"),
@@ -168,7 +168,7 @@ def test_render_shows_what_was_submitted(job, capsys):
         (["run", "nosuch.ipynb", "--json", "."], 2, "--json: . is a folder"),
         (["run", "nosuch.ipynb", "--json", "/proc/a.json"], 2, "--json: /proc/a.json cannot be written"),
         (["run", "nosuch.ipynb", "--in-cluster", "--kernel", "x"], 2, "Leave it out"),
-        (["jobs", "--labels", "team=a"], 2, "--labels: 'local' has none. Add --on kubernetes"),
+        (["jobs", "--labels", "team=a"], 2, "labels: jobs of 'local' have none"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr(job, capsys, words, code, message):

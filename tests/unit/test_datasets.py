@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
+from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import kale_dist as kd
 from kale_dist import backends, starting
 from kale_dist.errors import KaleDistWarning
 from kale_dist.snapshot import datasets
-from kale_dist.testing import FakeBackend
 
 
 class Images(Dataset):

@@ -4,13 +4,13 @@ import io
 import secrets
 
 import pytest
+from fake_backend import FakeBackend, FakeRun
 
 from kale_dist import backends, records
 from kale_dist.backends.base import JobRef
 from kale_dist.cli import main
 from kale_dist.records import Record
 from kale_dist.spec import JobSpec, Topology
-from kale_dist.testing import FakeBackend, FakeRun
 
 
 class Cluster(FakeBackend):
@@ -35,7 +35,7 @@ class Cluster(FakeBackend):
         self._record(ref)
         return ref
 
-    def survey(self, *, namespace, labels):
+    def survey(self, *, namespace=None, labels=None):
         return [self.status(ref) for ref in self.list() if ref.name.startswith(namespace or "")]
 
     def adopt(self, ref, *, trust):

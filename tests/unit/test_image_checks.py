@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
+from fake_backend import FakeBackend
 
 import kale_dist as kd
 from kale_dist import backends, image_checks
 from kale_dist.errors import ConfigError
 from kale_dist.image_checks import ImageWanted
 from kale_dist.recipe import ImageFile, Recipe
-from kale_dist.testing import FakeBackend
 
 BASE = "registry.example.com/train:1"
 

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from fake_backend import FakeBackend
 
 import kale_dist as kd
 from kale_dist.contract import EventKind, FailureCause, StateName
@@ -17,7 +18,6 @@ from kale_dist.errors import (
     WaitTimeoutError,
 )
 from kale_dist.job import inside
-from kale_dist.testing import FakeBackend
 
 
 @pytest.fixture(autouse=True)

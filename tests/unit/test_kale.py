@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist import backends, calls
 from kale_dist.errors import ConfigError
 from kale_dist.kale import DistributedConfig, PyTorchJob, distribute
-from kale_dist.testing import FakeBackend
 
 
 class Cluster(FakeBackend):

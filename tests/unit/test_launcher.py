@@ -101,30 +101,6 @@ def test_what_is_filled_in_is_written(choice, written):
 
 
 @pytest.mark.parametrize(
-    ("choice", "text"),
-    [
-        ({"memory": "64Ti"}, "no machine has 64Ti of memory. Did you mean '64Gi'"),
-        ({"memory": "1.5 P"}, "no machine has 1.5 P"),
-        ({"volumes": "/data=digit"}, "the namespace has no claim 'digit'. Did you mean 'digits'"),
-        ({"volumes": "/data=pvc://absent/part:ro"}, "no claim 'absent'"),
-    ],
-)
-def test_what_no_cluster_could_run_is_refused_before_it_is_asked(choice, text):
-    with pytest.raises(ConfigError) as error:
-        launcher.doubts({"on": "kubernetes", **choice}, ["digits", "results"])
-    assert text in str(error.value)
-
-
-@pytest.mark.parametrize("volumes", ["/data=digits", "/data=pvc://digits/part", "/x=secret://secret", ""])
-def test_claims_that_are_there_and_other_volumes_are_not_doubted(volumes):
-    choice = {"on": "kubernetes", "memory": "24Ti", "volumes": volumes}
-    launcher.doubts(choice, ["digits"])
-    launcher.doubts({"on": "kubernetes", "volumes": "/data=any"}, None)
-    with pytest.raises(ConfigError, match="no claim 'any'"):
-        launcher.doubts({**choice, "volumes": f"{volumes},/more=any".lstrip(",")}, ["digits"])
-
-
-@pytest.mark.parametrize(
     ("changed", "argument"),
     [
         ({"epochs": "0"}, "epochs"),

@@ -3,11 +3,11 @@ import threading
 import time
 
 import pytest
+from fake_backend import FakeBackend
 
 from kale_dist.contract import EventKind, StateName
 from kale_dist.errors import JobNotFoundError, WaitTimeoutError
 from kale_dist.spec import JobSpec, Topology
-from kale_dist.testing import FakeBackend
 from kale_dist.watch import Watcher, watcher
 
 
