@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kale_dist import strategies
+    from kale_dist import callbacks, strategies
     from kale_dist.calls import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job import Job
@@ -43,6 +43,7 @@ __all__ = [
     "Volume",
     "__version__",
     "attach",
+    "callbacks",
     "context",
     "dataset",
     "distribute",
@@ -66,6 +67,7 @@ _HOMES = {
     "Resources": "resources",
     "Volume": "volumes",
     "attach": "calls",
+    "callbacks": "",
     "context": "runtime.context",
     "dataset": "training.lazy_dataset",
     "distribute": "calls",

@@ -68,6 +68,7 @@ def distribute(
     track: Any = None,
     strategy: str | strategies.Settings | None = None,
     state: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
     save_to: str | os.PathLike[str] | None = None,
     **unknown: Never,
 ) -> Job[TrainingResult]:
@@ -124,6 +125,8 @@ def distribute(
             None for `"ddp"`.
         state: Other objects that a step changes and that come back from rank 0: with a `state_dict` (an EMA model), or
             lists, dicts and sets.
+        callbacks: `kd.callbacks.EarlyStopping`, `ModelCheckpoint`, `EMA` or `SWA`, and functions `fn(epoch, metrics, model)`
+            that rank 0 calls after each epoch.
         save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
             on a cluster, or a URL that fsspec opens. They come back all the same.
         **unknown: Refused. The error names the argument that was probably meant.
@@ -145,7 +148,7 @@ def distribute(
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
         scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
         shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=strategies.resolve(strategy),
-        state=state, save_to=save_to,
+        state=state, callbacks=callbacks, save_to=save_to,
     )  # fmt: skip
     options = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),

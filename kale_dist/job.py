@@ -265,6 +265,39 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
 
+    def best_state_dict(self, *, partial: bool = False) -> dict[str, Any]:
+        """The weights of the best epoch, which `kd.callbacks.ModelCheckpoint` has kept; `job.result().best_epoch` says which.
+
+        Args:
+            partial: Do not wait: the best up to the last checkpoint of a job that runs or has failed.
+
+        Returns:
+            Names to tensors of the caller's own, on the CPU.
+
+        Raises:
+            ResultUnavailableError: There is none.
+            JobError: As `result`, unless `partial`.
+        """
+        self._trained.check()
+        if partial and self.status.state is not StateName.SUCCEEDED:
+            return self._outcomes.checkpoint_state(best=True)
+        self._succeed(None)
+        return self._outcomes.kept_state("best_state", self.status.attempt)
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """The averaged weights of `kd.callbacks.EMA` or `SWA`. Waits for the job's end.
+
+        Returns:
+            Names to tensors of the caller's own, on the CPU.
+
+        Raises:
+            ResultUnavailableError: There are none.
+            JobError: As `result`.
+        """
+        self._trained.check()
+        self._succeed(None)
+        return self._outcomes.kept_state("averaged_state", self.status.attempt)
+
     def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`; of `launch`, rank 0's value.
 

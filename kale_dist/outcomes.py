@@ -97,11 +97,37 @@ class OutcomeReader:
     def model_state(self, attempt: int) -> dict[str, Any]:
         """A copy of the trained weights."""
         result = self.value(0, attempt)
-        state = result.model.state_dict() if result.model_state is None else result.model_state
-        return {name: value.detach().clone() if hasattr(value, "detach") else value for name, value in state.items()}
+        return _copy(result.model.state_dict() if result.model_state is None else result.model_state)
 
-    def checkpoint_state(self) -> dict[str, Any]:
+    def kept_state(self, field: str, attempt: int) -> dict[str, Any]:
+        """A copy of the weights that a callback has kept.
+
+        Args:
+            field: Of the `TrainingResult`: `best_state` or `averaged_state`.
+            attempt: Of the job's success.
+
+        Raises:
+            ResultUnavailableError: There are none.
+        """
+        state = getattr(self.value(0, attempt), field)
+        if state is None:
+            what, callback = {
+                "best_state": ("best epoch", "kd.callbacks.ModelCheckpoint(monitor=..., mode=...)"),
+                "averaged_state": (
+                    "averaged weights",
+                    "kd.callbacks.EMA() or SWA(), which may begin after the last epoch",
+                ),
+            }[field]
+            raise ResultUnavailableError(
+                f"{self._ref} has no {what}: that needs callbacks=[...] with {callback}", self._ref
+            )
+        return _copy(state)
+
+    def checkpoint_state(self, *, best: bool = False) -> dict[str, Any]:
         """The weights of the last checkpoint.
+
+        Args:
+            best: Those of the best epoch up to it.
 
         Raises:
             ResultUnavailableError: There is none.
@@ -115,7 +141,15 @@ class OutcomeReader:
                 f"{self._ref} has written no checkpoint yet. One is written after every `checkpoint_every` epochs",
                 self._ref,
             )
-        return checkpoint.read(found[-1]).model
+        last = checkpoint.read(found[-1])
+        if not best:
+            return last.model
+        if not (kept := (last.callbacks.get("best") or {}).get("model")):
+            problem = (
+                f"The last checkpoint of {self._ref} has no best epoch: that needs kd.callbacks.ModelCheckpoint(...)"
+            )
+            raise ResultUnavailableError(problem, self._ref)
+        return _copy(kept)
 
     def rebuilt_targets(self) -> weights.Targets:
         """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's.
@@ -187,3 +221,7 @@ class OutcomeReader:
                 modules = self.files.modules if self.files.modules.is_dir() else None
                 self._loaded = loading.load(self._store, self._spec.snapshot, modules=modules, fill_main=False)
             return self._loaded
+
+
+def _copy(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if hasattr(value, "detach") else value for name, value in state.items()}

@@ -12,6 +12,7 @@ from importlib.resources.abc import Traversable
 _MODULES = (
     "__init__",
     "blobs",
+    "callbacks",
     "contract",
     "errors",
     "tracebacks",

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kale_dist import strategies
+from kale_dist import callbacks, strategies
 from kale_dist.checks import check_count, check_flag, check_returns, describe, title
 from kale_dist.errors import ConfigError
 from kale_dist.spec import JobSpec
@@ -73,6 +73,7 @@ class Training:
     checkpoint_every: int | None = 1
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     state: Sequence[Any] = ()
+    callbacks: Sequence[Any] = ()
     save_to: Any = None
     """As the call gave it; `save_to.settle` says what it stands for."""
 
@@ -112,6 +113,7 @@ class Training:
             near = closest(self.eval_sharding, _EVAL_SHARDINGS)
             remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
             raise ConfigError("eval_sharding", f"there is no way {self.eval_sharding!r}", remedy)
+        _check_callbacks(self)
         # A word becomes its settings here, so that everything behind the call knows only these.
         object.__setattr__(self, "strategy", strategies.resolve(self.strategy))
 
@@ -121,6 +123,10 @@ class Training:
         Raises:
             ConfigError: This cannot be trained so.
         """
+        layout = self.strategy.layout(0, spec.topology.number_of_processes)
+        if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in self.callbacks):
+            problem = f"EMA averages after each step, and with {self.strategy.word!r} ranks have equal weights only after epochs"
+            raise ConfigError("callbacks", problem, "Use SWA, which averages after epochs, or another strategy")
         self.strategy.check(
             strategies.Conditions(
                 number_of_processes=spec.topology.number_of_processes,
@@ -198,6 +204,49 @@ def _check_state(state: Any) -> None:
         if not has_state and not isinstance(value, list | dict | set):
             problem = f"{show(value)} has no state_dict, and is no list, dict or set"
             raise ConfigError("state", problem, "Keep what shall come back in one of these, and name that")
+
+
+def _check_callbacks(given: Training) -> None:
+    if not isinstance(given.callbacks, list | tuple):
+        remedy = "Write it as callbacks=[kd.callbacks.EarlyStopping()]"
+        raise ConfigError("callbacks", f"{show(given.callbacks)} is not a list", remedy)
+    for one in given.callbacks:
+        if isinstance(one, callbacks.Callback):
+            continue
+        if isinstance(one, type) or not callable(one):
+            what = f"{one.__name__} is a class" if isinstance(one, type) else f"{show(one)} is no callback"
+            remedy = f"Give objects such as {', '.join(f'kd.callbacks.{name}()' for name in callbacks.__all__)}, or functions"
+            raise ConfigError("callbacks", what, remedy)
+        check_returns("callbacks", one)
+        try:
+            inspect.signature(one).bind("epoch", "metrics", "model")
+        except TypeError:
+            problem = f"{describe(one)} cannot take the 3 arguments it is called with"
+            raise ConfigError("callbacks", problem, f"Write it as def {title(one)}(epoch, metrics, model)") from None
+        except ValueError:
+            pass  # Some functions written in C have no signature.
+    averages = [one for one in given.callbacks if isinstance(one, callbacks.Average)]
+    if len(averages) > 1:
+        raise ConfigError("callbacks", "there are several averages of the weights", "Give one EMA or SWA")
+    if sum(isinstance(one, callbacks.ModelCheckpoint) for one in given.callbacks) > 1:
+        raise ConfigError(
+            "callbacks", "there are several ModelCheckpoint", "Give one: job.best_state_dict() has one state"
+        )
+    evaluates = [one for one in averages if one.evaluate]
+    for name, one in callbacks.monitors(given.callbacks).items():
+        if given.eval_data_loader is None and not name.startswith("train/"):
+            problem = f"{type(one).__name__}(monitor={name!r}) needs an evaluation, and there is no eval_data_loader"
+            raise ConfigError("callbacks", problem, f"Give one, or monitor='train/{name.partition('/')[2]}'")
+        if name.startswith("averaged/") and not evaluates:
+            remedy = "Add kd.callbacks.EMA(evaluate=True), or monitor='eval/...'"
+            raise ConfigError("callbacks", f"monitor={name!r}: no averaged weights are evaluated", remedy)
+    if evaluates and given.eval_data_loader is None:
+        problem = f"{type(evaluates[0]).__name__}(evaluate=True) needs an evaluation, and there is no eval_data_loader"
+        raise ConfigError("callbacks", problem, "Give one, or leave out evaluate")
+    for one in averages:
+        if isinstance(one, callbacks.SWA) and isinstance(given.epochs, int) and one.first(given.epochs) > given.epochs:
+            problem = f"SWA(start={one.start}) begins after the last of {given.epochs} epochs"
+            raise ConfigError("callbacks", problem, "Give an earlier epoch, or a share such as 0.75")
 
 
 def _check_loader(argument: str, loader: Any) -> None:

@@ -38,6 +38,8 @@ class Checkpoint:
     scheduler: dict[str, Any] | None
     resume: dict[str, Any] | None = None
     """What a training needs beyond these states to resume (`resume`); None if the job cannot restart."""
+    callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the callbacks keep: the best weights, and what they need to resume."""
     left_out: tuple[str, ...] = ()
     """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
@@ -54,6 +56,7 @@ def write(
     scheduler: dict[str, Any] | None = None,
     epoch: int,
     resume: dict[str, Any] | None = None,
+    callbacks: dict[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Write a checkpoint, replacing the one that is there by rename.
 
@@ -64,6 +67,7 @@ def write(
         scheduler: `scheduler.state_dict()`, or None.
         epoch: Finished epochs.
         resume: See `Checkpoint.resume`.
+        callbacks: See `Checkpoint.callbacks`.
 
     Returns:
         The places of values that were left out.
@@ -77,6 +81,8 @@ def write(
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if resume is not None:
         states["resume"] = resume
+    if callbacks:
+        states["callbacks"] = callbacks
     tree = {name: _encode(state, name, tensors, positions, left_out) for name, state in states.items()}
     header = {
         "version": VERSION,
@@ -230,6 +236,8 @@ class Resumption:
     def __init__(self, group: Group, trained: Trained) -> None:
         self.progress = Progress()
         """How far the training is; nothing is done yet where there is no checkpoint to resume from."""
+        self.callbacks: dict[str, Any] = {}
+        """What they kept."""
         self._group = group
         self._trained = trained
         self._resume: dict[str, Any] | None = None
@@ -290,6 +298,7 @@ class Resumption:
         for name, parameter in trained.model.named_parameters():
             parameter.requires_grad_(name not in resume["frozen"])
         self.progress = Progress(epochs=found.epoch, values=dict(resume["values"]), stopped=bool(resume["stopped"]))
+        self.callbacks = found.callbacks
         self._resume = resume
 
 

@@ -20,6 +20,7 @@ from kale_dist.runtime import context
 from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.training import checkpoint, loader, saving, supervised
 from kale_dist.training.batches import Feed
+from kale_dist.training.callbacks import Callbacks
 from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
 from kale_dist.training.group import Group, copy_where_differing, differing, fingerprint, trained_tensors
 from kale_dist.training.notices import Captured, Losses
@@ -71,6 +72,7 @@ def train(
     strategy: Settings | None = None,
     seed: int | None = None,
     state: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
     save_to: str | None = None,
 ) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
@@ -103,6 +105,7 @@ def train(
         strategy: How ranks share the training; None for `DDP()`.
         seed: Seed of the ranks with shard 0 of the data, shard s gets seed + s; None where the rank is seeded already.
         state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
+        callbacks: Those of `kale_dist.callbacks`, and functions of (epoch, metrics, model) that rank 0 calls after each epoch.
         save_to: Where rank 0 writes the trained weights: an absolute path, or a URL that fsspec opens.
 
     Returns:
@@ -135,7 +138,8 @@ def train(
             state=tuple(state),
             loaders=tuple(data for data in loaders if data is not None),
         )
-        session = Session(group, trained, strategy, epochs=epochs, precision=precision)
+        calls = Callbacks(callbacks, epochs, model)
+        session = Session(group, trained, strategy, calls, epochs=epochs, precision=precision)
         session.open(
             stack,
             accumulate=accumulate,
@@ -163,8 +167,9 @@ def train(
             progress = Progress(epochs=epoch, values=values, stopped=stopped)
             if every and (epoch % every == 0 or epoch == epochs or stopped):
                 session.write_checkpoint(progress)
+        extra = calls.results()
         final = session.strategy.full_state()
-    result = session.result(progress.values, progress.epochs, final, stopped=progress.stopped)
+    result = session.result(progress.values, progress.epochs, final, extra, stopped=progress.stopped)
     if save_to is not None and result.model_state is not None:
         saving.save(save_to, result.model_state)
         group.say(f"The model was saved to {save_to}")
@@ -188,9 +193,17 @@ class Session:
     _captured: Captured | None = None
 
     def __init__(
-        self, group: Group, trained: Trained, settings: Settings, *, epochs: int, precision: str | None
+        self,
+        group: Group,
+        trained: Trained,
+        settings: Settings,
+        callbacks: Callbacks,
+        *,
+        epochs: int,
+        precision: str | None,
     ) -> None:
         self.group = group
+        self.callbacks = callbacks
         self.trained = trained
         self.epochs = epochs
         self._settings = settings
@@ -252,6 +265,7 @@ class Session:
             clip_norm=clip_norm,
             precision=self._precision,
             scaler=scaler,
+            stepped=self.callbacks.stepped,
         )
         stack.enter_context(self.control.installed())
         stack.enter_context(self._losses.watched(trained.criterion))
@@ -274,6 +288,8 @@ class Session:
             stack.callback(loader.prepare(eval_loader, self.eval_feed, **options))
             note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
             group.say(f"{self.eval_feed.sentence}; {note}")
+        self.callbacks.prepare(trained.model, self.strategy, layouts, group)
+        self.callbacks.load(self.resumption.callbacks)
         self.resumption.restore_rest(self.control.scaler, self.strategy.load_own_state)
         if not row.is_alone:
             # Peers draw alike, or their dropout would differ.
@@ -311,9 +327,17 @@ class Session:
         if call_eval is not None:
             outcome = self._run("eval_step", self.eval_feed, epoch, call_eval)
             evaluated, stop = outcome.values, stop or outcome.stop
+        metrics = {f"train/{name}": value for name, value in values.items()}
+        metrics |= {f"eval/{name}": value for name, value in evaluated.items()}
+        if (averages := self.callbacks.evaluates(epoch)) is not None and call_eval is not None:
+            with averages:
+                outcome = self._run("eval_step", self.eval_feed, epoch, call_eval, source="averaged")
+            metrics |= {f"averaged/{name}": value for name, value in outcome.values.items()}
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
         self._name_what_stays()
-        return merge(values, evaluated), stop
+        if reason := self.callbacks.end_epoch(epoch, metrics):
+            self.group.say(reason)
+        return merge(values, evaluated), stop or bool(reason)
 
     def watch(self, steps: Iterable[Any], arguments: dict[str, Any]) -> None:
         """Note what the user's steps can change, so that what does not come back can be named after an epoch."""
@@ -342,7 +366,7 @@ class Session:
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
         self.group.say(text)
 
-    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any]) -> Averaged:
+    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any], source: str = "") -> Averaged:
         feed.begin(epoch)
         with self._autocast():
             returned = call()
@@ -373,7 +397,7 @@ class Session:
                     " same first samples; change the loader before the call instead."
                 )
         if self.group.rank == 0 and outcome.values:
-            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=feed.name)
+            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source or feed.name)
         return outcome
 
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
@@ -432,6 +456,7 @@ class Session:
         if is_wanted():
             own = self.strategy.own_state()
             rest = describe(self.group, self.trained, progress, self.control.scaler, own)
+        calls = self.callbacks.state(resumable=is_wanted())
         state = self.strategy.full_state()
         if state is None:
             return
@@ -443,6 +468,7 @@ class Session:
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
             epoch=epoch,
             resume=rest,
+            callbacks=calls,
         )
         if left_out:
             self.group.say(f"Checkpoints do not hold {', '.join(left_out[:5])}: neither tensors nor plain values.")
@@ -456,7 +482,7 @@ class Session:
         context.mark_progress()
 
     def result(
-        self, values: dict[str, float], epochs: int, state: FullState | None, *, stopped: bool
+        self, values: dict[str, float], epochs: int, state: FullState | None, extra: dict[str, Any], *, stopped: bool
     ) -> TrainingResult:
         """The outcome, after everything was undone."""
         if state is None:
@@ -473,6 +499,7 @@ class Session:
             model=self.trained.model if changed else None,
             reason=changed,
             strategy=self._strategy_totals,
+            **extra,
         )
 
 

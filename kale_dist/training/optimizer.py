@@ -115,6 +115,7 @@ class OptimizerControl:
         clip_norm: Largest norm of all gradients together; None for no clipping.
         precision: None, `bf16` or `fp16`.
         scaler: The loss scaler of the ready-made step; None with a step of the user's.
+        stepped: Called after each real step.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class OptimizerControl:
         clip_norm: float | None = None,
         precision: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        stepped: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self.scaler = scaler
@@ -141,6 +143,7 @@ class OptimizerControl:
         self._strategy = strategy
         self._schedules = schedules
         self._clip_norm = clip_norm
+        self._stepped = stepped
         self._needs_scaler = precision == "fp16" and scaler is None
         self._in_step = False
         self._in_scheduler = False
@@ -250,6 +253,7 @@ class OptimizerControl:
         self.real_steps += 1
         self._pace.stepped()
         self._strategy.stepped()
+        self._stepped()
         context.mark_progress()
 
     def _real_step(self) -> Any:

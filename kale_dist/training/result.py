@@ -203,9 +203,17 @@ class TrainingResult:
     epochs: int
     """Epochs that were finished."""
     stopped_early: bool = False
-    """Whether a step asked for the end."""
+    """Whether a step or `EarlyStopping` ended the training."""
+    best_epoch: int | None = None
+    """The epoch of the best value of `ModelCheckpoint`'s metric; None without one."""
+    best_value: float | None = None
+    """That value."""
     model_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     """`model.state_dict()` on the CPU."""
+    best_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+    """That of the best epoch."""
+    averaged_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+    """That of the averaged weights of `EMA` or `SWA`."""
     optimizer_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     scheduler_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     state: tuple[Any, ...] = dataclasses.field(default=(), repr=False)

@@ -13,7 +13,8 @@ def test_every_public_name_is_there_and_listed():
     assert sorted(kale_dist.__all__) == kale_dist.__all__
     assert set(kale_dist.__all__) <= set(dir(kale_dist))
     assert set(kale_dist._HOMES) == set(kale_dist.__all__) - {"__version__"}
-    assert len(set(kale_dist.__all__) - {"__version__"}) <= 20
+    # Besides the two modules that hold more.
+    assert len(set(kale_dist.__all__) - {"__version__", "callbacks", "strategies"}) <= 20
     assert set(kale_dist.__all__) >= VERBS
 
 
