@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import names
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import BUILDERS, LAYERS, ImageFile, Recipe
-from kale_dist.wording import closest, install, shorten, show
+from kale_dist.recipe import ImageFile, Recipe
+from kale_dist.wording import install, shorten, show
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -106,14 +106,6 @@ def _source(requirements: Any) -> str | pathlib.Path:
 
 def _checked(recipe: Recipe) -> Recipe:
     """A recipe in one form."""
-    if recipe.builder and recipe.builder not in BUILDERS:
-        near = closest(recipe.builder, BUILDERS)
-        raise ConfigError(
-            "builder", f"there is no builder {shorten(recipe.builder)}", f"{near}Use 'layers' or 'docker'"
-        )
-    if recipe.builder == LAYERS and recipe.needs_commands:
-        remedy = 'Leave `builder` out, write builder="docker", or name a base that has them'
-        raise ConfigError("apt", "Debian packages need a builder that runs commands, and 'layers' runs none", remedy)
     if not _PLATFORM.fullmatch(recipe.platform):
         problem = f"{shorten(recipe.platform)} is not a platform"
         raise ConfigError("platform", problem, "Write 'linux/amd64' or 'linux/arm64'")

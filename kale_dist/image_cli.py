@@ -9,7 +9,7 @@ from kale_dist import config, image_checks, records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
-from kale_dist.recipe import BUILDERS, Recipe
+from kale_dist.recipe import Recipe
 from kale_dist.runtime import loading
 from kale_dist.wording import install
 
@@ -40,7 +40,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         )
     build.add_argument("--requirements", metavar="FILE", help="a requirements file")
     build.add_argument("--platform", default=Recipe().platform, help="of the cluster (%(default)s)")
-    build.add_argument("--builder", choices=BUILDERS, default="", help="layers, unless something needs Docker")
     build.add_argument(
         "--base-packages",
         metavar="FILE",
@@ -57,8 +56,7 @@ def _build(options: argparse.Namespace) -> int:
         base=options.base, platform=options.platform, packages=options.package, apt=options.apt,
         files=dict(_pair("--file", text, "/opt/x.txt=x.txt") for text in options.file),
         environment=dict(_pair("--env", text, "NAME=value") for text in options.env), index_urls=options.index_url,
-        allow_torch_change=options.allow_torch_change, builder=options.builder,
-        rebuild=options.rebuild,
+        allow_torch_change=options.allow_torch_change, rebuild=options.rebuild,
     )  # fmt: skip
     wanted = image_checks.check(recipe, None, options.requirements)
     if wanted.recipe is None:

@@ -12,15 +12,10 @@ from typing import Any, Self
 from kale_dist.errors import ConfigError
 from kale_dist.wording import show
 
-LAYERS, DOCKER = "layers", "docker"
-"""Builders: one that adds layers without a build, and BuildKit in the Docker engine."""
-
-BUILDERS = (LAYERS, DOCKER)
-
 TAG_PREFIX = "kd-"
 """What tags of images that this library makes begin with."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Part of every digest: raised where the same recipe would make another image."""
 
 _TAG_DIGITS = 20
@@ -49,13 +44,11 @@ class Recipe:
     Args:
         base: Reference of the image that it is built on; empty: the one that the job would use without a recipe.
         packages: Requirements as pip takes them: `["einops==0.8"]`.
-        apt: Debian packages. They need `builder="docker"`, which is then chosen by itself.
+        apt: Debian packages. They are installed in a container of this machine's Docker engine.
         files: `{"/opt/x.txt": "x.txt"}`: path in the image to file on this machine.
         environment: `{"NAME": "value"}`, set in every process that is started in the image.
         index_urls: Where packages come from; empty: what pip is configured for here. Credentials come from netrc.
         allow_torch_change: Whether packages may replace the base's torch.
-        builder: `"layers"` (adds layers without a build), `"docker"` (BuildKit), or empty: layers, unless something needs
-            commands.
         platform: Operating system and processor of the cluster.
         rebuild: Whether the image is built although it is there.
 
@@ -74,7 +67,6 @@ class Recipe:
     index_urls: tuple[str, ...]
     """The first in the place of pip's default index."""
     allow_torch_change: bool
-    builder: str
     rebuild: bool
     """Not part of its identity."""
 
@@ -89,7 +81,6 @@ class Recipe:
         environment: Mapping[str, str] | Iterable[tuple[str, str]] = (),
         index_urls: Iterable[str] = (),
         allow_torch_change: bool = False,
-        builder: str = "",
         rebuild: bool = False,
     ) -> None:
         values = {
@@ -101,21 +92,10 @@ class Recipe:
             "environment": _pairs(environment),
             "index_urls": _texts("index_urls", index_urls),
             "allow_torch_change": _flag("allow_torch_change", allow_torch_change),
-            "builder": _text("builder", builder),
             "rebuild": _flag("rebuild", rebuild),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def needs_commands(self) -> bool:
-        """Whether commands have to run in the image to make it."""
-        return bool(self.apt)
-
-    @property
-    def chosen_builder(self) -> str:
-        """`layers` or `docker`."""
-        return self.builder or (DOCKER if self.needs_commands else LAYERS)
 
     @property
     def adds_something(self) -> bool:
@@ -125,7 +105,7 @@ class Recipe:
     def digest(self, base_digest: str, python: str) -> str:
         """Name of what this recipe makes of a base: equal recipes on equal bases have equal ones.
 
-        The base counts by its digest, not by its name; a builder that is chosen automatically counts as the one chosen.
+        The base counts by its digest, not by its name.
 
         Args:
             base_digest: `sha256:...` of the base's manifest.
@@ -136,7 +116,7 @@ class Recipe:
         """
         made_of = self.to_json()
         del made_of["rebuild"]
-        made_of |= {"format": _FORMAT, "base": base_digest, "builder": self.chosen_builder, "python": python}
+        made_of |= {"format": _FORMAT, "base": base_digest, "python": python}
         made_of["files"] = [[file.path, file.digest, file.executable] for file in self.files]
         text = json.dumps(made_of, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

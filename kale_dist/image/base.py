@@ -22,7 +22,7 @@ from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError,
 from kale_dist.image import auth, cache
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.recipe import DOCKER, Recipe
+from kale_dist.recipe import Recipe
 
 if TYPE_CHECKING:
     from kale_dist.engine import Engine
@@ -209,12 +209,12 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
     """Find out which image a base's name means now.
 
     Args:
-        recipe: Tells who builds.
+        recipe: What goes on top.
         named: The base as the user named it.
         reachable: The base as this machine reaches it.
         registry: Where it lies.
         in_engine: Whether the image is made for this machine's engine; then what the engine has counts, as with any
-            `docker build`, and as it does where Docker builds.
+            `docker build`, and as it does for Debian packages, which the engine installs.
 
     Raises:
         ImageError: It is not there, or the registry refuses.
@@ -226,7 +226,7 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
 
     if named.digest:
         return pinned(named.digest)
-    if in_engine or recipe.chosen_builder == DOCKER:
+    if in_engine or recipe.apt:
         with connected(recipe) as engine:
             there = inspect(engine, str(reachable))
         if there is not None:
@@ -372,10 +372,10 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
     try:
         made = engine.connect()
     except BackendUnavailableError as error:
-        if recipe is None or not recipe.apt or recipe.builder:
+        if recipe is None or not recipe.apt:
             raise
         raise ImageError(
-            f"Debian packages ({', '.join(recipe.apt)}) need a builder that runs commands in the image, which is Docker's: "
+            f"Debian packages ({', '.join(recipe.apt)}) are installed by a container of a Docker engine: "
             f"{str(error).rstrip('.')}. Or name a base image that has them, and leave out `apt`."
         ) from error
     answers: list[Any] = []

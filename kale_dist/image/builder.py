@@ -1,8 +1,9 @@
-"""Makes an image without running a build: layers on top of a base, into a registry by its HTTP API, or into an engine.
+"""Makes an image: layers on top of a base, into a registry by its HTTP API without running anything, or into an engine.
 
 The base's layers are mounted where the new image lies in the same registry, copied where it lies in another one, and only
 what the registry lacks is sent. User, entry point and command of the base stay. Packages are one layer; a recipe's own
-files, which change more often, are another one where there are both.
+files, which change more often, are another one where there are both. Only Debian packages need a container to run: apt-get
+does in one of the base, in a Docker engine, which keeps what changed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import contextlib
 import json
 import pathlib
 import posixpath
+import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ImageError
+from kale_dist.image import auth, cache, manifest, packages
 from kale_dist.image import base as bases
-from kale_dist.image import cache, manifest, packages
+from kale_dist.image.auth import Credentials
 from kale_dist.image.base import Base, Facts
 from kale_dist.image.layer import Entry, Layer, make_layer
 from kale_dist.image.reference import Reference
@@ -39,6 +42,11 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _AT_ONCE = 6
 """Requests. Registries limit what one client may ask for in a second."""
 
+_APT = (
+    "export DEBIAN_FRONTEND=noninteractive; apt-get update && apt-get install --yes --no-install-recommends {packages} && "
+    "rm -rf /var/lib/apt/lists/*"
+)
+_SHOWN_LINES = 20
 _SMALL_BYTES = 1 << 20
 _MIB = 1 << 20
 
@@ -123,7 +131,7 @@ def build_in_engine(
 
     Raises:
         ConfigError: There are packages, and uv is not installed.
-        ImageError: The packages cannot be installed.
+        ImageError: The packages cannot be installed; for Debian packages with apt-get's last lines.
         BackendError: The engine refuses.
     """
     from kale_dist.engine import explained
@@ -137,18 +145,68 @@ def build_in_engine(
             "Image": found["Id"], "Labels": base.labels(recipe),
             "Env": [f"{name}={value}" for name, value in _environment(recipe, facts, there).items()],
         }  # fmt: skip
-        if not (settings.get("Cmd") or settings.get("Entrypoint")):
-            # An engine makes no container without either; the image gets this one.
-            made["Cmd"] = ["python3"]
+        entrypoint, command = settings.get("Entrypoint") or [], settings.get("Cmd") or []
+        # An engine makes no container without either; the image gets this one.
+        kept = {"Entrypoint": entrypoint, "Cmd": command if command or entrypoint else ["python3"]}
         name, _, version = tag.rpartition(":")
-        container = engine.api.create_container_from_config(made)["Id"]
+        started = {"Entrypoint": ["sleep"], "Cmd": ["infinity"]} if recipe.apt else kept
+        container = engine.api.create_container_from_config(made | started)["Id"]
         try:
+            if recipe.apt:
+                engine.api.start(container)
+                _install_debian(engine, container, recipe.apt, tag, say)
             for layer in layers:
                 with layer.path.open("rb") as file:
                     engine.api.put_archive(container, "/", file)
-            return str(engine.api.commit(container, repository=name, tag=version)["Id"])
+            return str(engine.api.commit(container, repository=name, tag=version, conf=kept)["Id"])
         finally:
             engine.api.remove_container(container, force=True, v=True)
+
+
+def push(engine: Engine, target: Reference, credentials: Credentials | None, say: Say) -> str:
+    """Have the engine push an image; gives the digest of its manifest.
+
+    Raises:
+        ImageError: The registry refuses.
+    """
+    import docker.errors
+
+    from kale_dist import engine as engines
+
+    shown = credentials or auth.find(target.registry, repository=target.repository)
+    say(f"Pushing {target}.")
+    doing, digest = f"pushing {target}", ""
+    with engines.explained(doing):
+        for event in engine.api.push(
+            target.name, tag=target.tag, stream=True, decode=True, auth_config=auth.for_engine(shown) or {}
+        ):
+            if "error" in event:
+                meaning = engines.explain(docker.errors.DockerException(str(event["error"])), doing)
+                raise ImageError(str(meaning), meaning.retryable)
+            digest = str((event.get("aux") or {}).get("Digest", digest))
+    if not digest:
+        raise ImageError(f"The engine pushed {target} without saying its digest. Push it again.", retryable=True)
+    return digest
+
+
+def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag: str, say: Say) -> None:
+    """Run apt-get as root in a container, whose other settings stay as they are."""
+    # As variables of the command alone, the user's proxies (with their passwords) do not become the image's.
+    proxies = engine.api._proxy_configs.get_environment() if engine.api._proxy_configs else {}  # noqa: SLF001 - docker-py's own builds ask it so
+    program = ["sh", "-c", _APT.format(packages=shlex.join(packages))]
+    made = engine.api.exec_create(container, program, user="0", environment=proxies)["Id"]
+    rest, lines = b"", list[str]()
+    for piece in engine.api.exec_start(made, stream=True):
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in filter(None, (text.decode(errors="replace").strip() for text in whole)):
+            lines.append(line)
+            say(line)
+    if engine.api.exec_inspect(made)["ExitCode"]:
+        said = "".join(f"\n  {line}" for line in [*lines, rest.decode(errors="replace")][-_SHOWN_LINES:])
+        raise ImageError(
+            f"The Debian packages of the image {tag} could not be installed. The base has to be a Debian or Ubuntu whose "
+            f"release has them, and the engine's containers need a way to its servers. apt-get's last lines:{said}"
+        )
 
 
 def _layers(

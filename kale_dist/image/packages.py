@@ -177,7 +177,7 @@ def _run_uv(
     fresh: bool = False,
 ) -> None:
     """Have uv install into a folder. What it remembers of indexes may be minutes old: it does not refuse because of that."""
-    configured = pip_settings()
+    configured = _pip_settings()
     command = [
         _uv(), "pip", "install", "--target", str(target), "--python", sys.executable, "--python-version", facts.python,
         "--python-platform", _platform(facts), "--constraint", str(constraints), "--index-strategy", "unsafe-best-match",
@@ -256,7 +256,7 @@ def _environment(configured: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("UV_") or _UV_SETTINGS.fullmatch(name)
     }
-    certificates = certificate_file(configured)
+    certificates = _certificate_file(configured)
     if certificates:
         kept["SSL_CERT_FILE"] = certificates
     if configured.get("proxy"):
@@ -268,7 +268,7 @@ def _environment(configured: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def pip_settings() -> dict[str, str]:
+def _pip_settings() -> dict[str, str]:
     """What pip is configured for on this machine, from its files and `PIP_*`: `{"index-url": ...}`."""
     own = os.environ.get("PIP_CONFIG_FILE", "")
     config_home = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
@@ -293,7 +293,7 @@ def pip_settings() -> dict[str, str]:
     return found | {key: os.environ[name] for key, name in names.items() if os.environ[name]}
 
 
-def certificate_file(configured: Mapping[str, str]) -> str:
+def _certificate_file(configured: Mapping[str, str]) -> str:
     """The file of certificates that package indexes are trusted by here; empty for the system's."""
     names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
     return next(filter(None, map(os.environ.get, names)), configured.get("cert", ""))
@@ -409,7 +409,9 @@ def _version(facts: Facts, name: str) -> str:
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 
-_COMPILED = 'Use `builder="docker"`, with the compiler and libraries it needs in `apt=`, another version, or a base image that has it.'
+_COMPILED = (
+    "Ask for a version that has a wheel, or for a base image that has it: build one with a Dockerfile of your own."
+)
 
 
 def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:

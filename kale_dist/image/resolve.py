@@ -17,7 +17,7 @@ from kale_dist.image.auth import Credentials
 from kale_dist.image.base import Ask
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.recipe import DOCKER, Recipe
+from kale_dist.recipe import Recipe
 
 NAME = "kale-dist"
 """Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
@@ -94,15 +94,22 @@ def resolve(
 
         def make() -> str:
             say(f"Making the image {target} on {pinned.reference}.")
-            if recipe.chosen_builder == DOCKER:
-                # The base may lie in the engine alone, which builds, and which therefore is asked.
-                bases.facts_of(pinned, recipe, config=None, ask=None, said=base_packages, python=python, say=say)
-                from kale_dist.image import dockerfile
-
-                return dockerfile.build(
-                    recipe, base=str(pinned.reference), tag=str(target), blobs_dir=records.blobs_dir(),
-                    labels=pinned.labels(recipe), say=say, credentials=credentials,
-                ).digest  # fmt: skip
+            if recipe.apt:
+                # The base may lie in the engine alone, which therefore is asked.
+                facts = bases.facts_of(
+                    pinned, recipe, config=None, ask=None, said=base_packages, python=python, say=say
+                )
+                with bases.connected(recipe) as engine:
+                    builder.build_in_engine(
+                        engine,
+                        recipe,
+                        base=pinned,
+                        facts=facts,
+                        tag=str(target),
+                        blobs_dir=records.blobs_dir(),
+                        say=say,
+                    )
+                    return builder.push(engine, target, credentials, say)
             image = theirs.image(pinned.reference.repository, pinned.reference.target, recipe.platform)
             facts = bases.facts_of(
                 pinned, recipe, config=image.config, ask=ask, said=base_packages, python=python, say=say
@@ -144,13 +151,6 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
     def make() -> str:
         say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
         facts = bases.facts_of(pinned, recipe, config=None, ask=None, python=python, say=say)
-        if recipe.chosen_builder == DOCKER:
-            from kale_dist.image import dockerfile
-
-            return dockerfile.build(
-                recipe, base=str(pinned.reference), tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(),
-                labels=pinned.labels(recipe), say=say, push=False,
-            ).image_id  # fmt: skip
         with bases.connected() as engine:
             return builder.build_in_engine(
                 engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(), say=say

@@ -137,7 +137,7 @@ def test_source_that_is_pure_python_is_built_for_an_image_like_this_machine(hous
     house.source("kdsource", "1.2")
     like_this = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
     assert names(install("kdsource", facts=like_this)) == ["kdsource 1.2"]
-    with pytest.raises(ImageError, match=r"built from source.*builder=\"docker\""):
+    with pytest.raises(ImageError, match=r"built from source.*Dockerfile of your own"):
         install("kdsource", facts=dataclasses.replace(FACTS, machine="aarch64"))
 
 
@@ -149,9 +149,9 @@ def test_source_that_is_pure_python_is_built_for_an_image_like_this_machine(hous
         ("kdforeign", ["kdforeign", "Python 3.11"]),
         (
             "kdcompiled",
-            ["kdcompiled 1.0 has no wheel for x86_64-manylinux_2_28", "compiled", 'builder="docker"', "apt="],
+            ["kdcompiled 1.0 has no wheel for x86_64-manylinux_2_28", "compiled", "a Dockerfile of your own"],
         ),
-        ("kdfailing", ["kdfailing", "no such header here", 'builder="docker"']),
+        ("kdfailing", ["kdfailing", "no such header here", "Dockerfile of your own"]),
         ("kdfighting", ["kdthere==1.0", "kdthere==2.0"]),
     ],
 )

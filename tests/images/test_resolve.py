@@ -1,10 +1,12 @@
 """From a recipe to a digest: found or made, in real registries and the real engine."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import uuid
@@ -16,12 +18,12 @@ from resolving import DIGEST, MODE, Place, raw_manifest, use_own_folders, with_b
 
 from kale_dist import records
 from kale_dist.blobs import FolderStore
-from kale_dist.errors import BackendError, ConfigError, ImageError
+from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.auth import Credentials
 from kale_dist.image.for_job import keep_files
 from kale_dist.image.registry import Registry
-from kale_dist.image.resolve import resolve_in_engine, standard_recipe
+from kale_dist.image.resolve import resolve, resolve_in_engine, standard_recipe
 from kale_dist.recipe import Recipe
 
 
@@ -261,10 +263,59 @@ def test_without_a_registry_the_engine_keeps_the_image(engine, engine_base, tmp_
     assert told.decode().split() == ["0.8.0", recipe.environment[0][1], "one"]
 
 
+@pytest.fixture
+def debian_base(engine, engine_base):
+    """The same with a played apt-get, a command and a user without rights."""
+    script = b"""#!/bin/sh
+[ "$1" = update ] && exit 0
+case "$*" in *absent*) echo "E: Unable to locate package absent"; exit 100;; esac
+echo "$(id -u) $DEBIAN_FRONTEND $*" > /etc/installed
+"""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as packed:
+        header = tarfile.TarInfo("usr/bin/apt-get")
+        header.size, header.mode = len(script), 0o755
+        packed.addfile(header, io.BytesIO(script))
+    container = engine.api.create_container(engine_base, ["true"])["Id"]
+    engine.api.put_archive(container, "/", archive.getvalue())
+    engine.api.commit(container, repository=engine_base[:-2], tag="debian", conf={"Cmd": ["work"], "User": "1000"})
+    engine.api.remove_container(container)
+    yield f"{engine_base[:-2]}:debian"
+    engine.api.remove_image(f"{engine_base[:-2]}:debian", force=True)
+
+
+def test_debian_packages_are_installed_by_root_and_the_bases_settings_stay(engine, debian_base):
+    said = []
+    recipe = Recipe(apt=("git", "libsndfile1=1.2"), environment=(("MODE", uuid.uuid4().hex),))
+    made = resolve_in_engine(recipe, base=debian_base, python="3.11", say=said.append)
+    told = engine.client.containers.run(made.reference, ["cat", "/etc/installed"], remove=True).decode()
+    assert told == "0 noninteractive install --yes --no-install-recommends git libsndfile1=1.2\n"
+    config = engine.api.inspect_image(made.reference)["Config"]
+    assert (config["Cmd"], config["Entrypoint"] or [], config["User"]) == (["work"], [], "1000")
+    assert f"MODE={recipe.environment[0][1]}" in config["Env"]
+    assert not any("DEBIAN" in line for line in config["Env"])
+    with pytest.raises(ImageError, match=r"apt-get's last lines:\n  E: Unable to locate package absent"):
+        resolve_in_engine(Recipe(apt=("absent",)), base=debian_base, python="3.11", say=said.append)
+
+
+def test_an_image_with_debian_packages_is_pushed(debian_base, engine, registry_host):
+    repository = f"{registry_host}/test-{uuid.uuid4().hex[:8]}"
+    engine.api.tag(debian_base, f"{repository}/base", "1")
+    recipe = Recipe(apt=("git",), environment=(("MODE", uuid.uuid4().hex),))
+    try:
+        made = resolve(recipe, base=f"{repository}/base:1", registry=repository, python="3.11", say=lambda _: None)
+        again = resolve(recipe, base=f"{repository}/base:1", registry=repository, python="3.11", say=lambda _: None)
+        assert re.fullmatch(rf"{re.escape(repository)}/kale-dist@{DIGEST}", made.reference)
+        assert (made.was_built, again.was_built, again.reference) == (True, False, made.reference)
+    finally:
+        engine.api.remove_image(f"{repository}/base:1", force=True)
+        engine.api.remove_image(f"{repository}/kale-dist:{made.tag}", force=True)
+
+
 @pytest.mark.usefixtures("no_docker")
 def test_debian_packages_without_docker_say_what_would_help(place):
     with pytest.raises(
-        ImageError, match=r"Debian packages \(git\) need a builder .* Docker.*pip install .*Or name a base"
+        ImageError, match=r"Debian packages \(git\) are installed by .* Docker.*pip install .*Or name a base"
     ):
         place.resolve(Recipe(apt=["git"]))
 
@@ -272,7 +323,5 @@ def test_debian_packages_without_docker_say_what_would_help(place):
 def test_debian_packages_without_an_engine_say_what_would_help(place, monkeypatch, tmp_path):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
-    with pytest.raises(ImageError, match=r"Debian packages \(git\) need a builder .*gone\.sock.* Or name a base"):
+    with pytest.raises(ImageError, match=r"Debian packages \(git\) are installed by .*gone\.sock.* Or name a base"):
         place.resolve(Recipe(apt=["git"]))
-    with pytest.raises(BackendError, match=r"gone\.sock"):
-        place.resolve(Recipe(environment={"A": "1"}, builder="docker"))
