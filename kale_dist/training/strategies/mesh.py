@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kale_dist.strategies import FSDP, Layout, Mesh
 from kale_dist.training.strategies.fsdp import FullySharded
+from kale_dist.training.strategies.pipeline import PipelineParallel
 from kale_dist.training.strategies.protocol import Parts
 from kale_dist.training.strategies.tensor import (
     Division,
@@ -22,8 +23,10 @@ from kale_dist.training.strategies.tensor import (
 )
 
 
-def made(settings: Mesh, layout: Layout) -> FullySharded | TensorParallel:
+def made(settings: Mesh, layout: Layout) -> FullySharded | TensorParallel | PipelineParallel:
     """The strategy for a mesh."""
+    if settings.pipeline is not None:
+        return PipelineParallel(settings.stages, layout)
     if settings.fsdp is not None and layout.shards > 1:
         return ShardedTensorParallel(settings, layout)
     return TensorParallel(settings, layout)

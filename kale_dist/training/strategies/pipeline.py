@@ -8,6 +8,7 @@ forward before the first goes backward (Huang et al., GPipe, NeurIPS 2019, secti
 
 Parameters of other stages keep their identity and shape, and take no memory; the optimizer has no state for them. A
 parameter that several stages use (tied weights, the model's own) is in each of them, and their gradients are added up.
+Over several pipelines, each with its part of the batch, the gradients of a stage are averaged as by data parallelism.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
+from kale_dist.strategies import DDP, Layout, Pipeline
 from kale_dist.training.group import Group
 from kale_dist.training.strategies.blocks import alter_blocks, replace_forward
+from kale_dist.training.strategies.ddp import DataParallel
 from kale_dist.training.strategies.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
 from kale_dist.training.strategies.protocol import FullState, Parts
-from kale_dist.training.strategies.replica import Replica
 
 
 class _Links:
@@ -122,8 +124,8 @@ class _Join(torch.autograd.Function):
         return (None, None, None, *(None for _ in gradients))
 
 
-class PipelineParallel(Replica):
-    """Runs one stage, and hides that from the user's step.
+class PipelineParallel(DataParallel):
+    """Runs one stage, and hides that from the user's step; averages its gradients over pipelines.
 
     Bytes of tensors that all ranks send for a training step with S stages (Huang et al., section 2.2, and what this adds):
     2 (S - 1) A for activations of A bytes at each cut and their gradients, (S - 1) O for an output of O bytes, and up to
@@ -134,12 +136,16 @@ class PipelineParallel(Replica):
         layout: This rank's.
     """
 
+    def __init__(self, settings: Pipeline, layout: Layout) -> None:
+        super().__init__(DDP(), layout)
+        self._cutting = settings
+
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Cut the model, and let go of what other stages hold."""
         model, row = parts.model, parts.row
         self.stage, self.stages = row.rank, row.world_size
         self._links = _Links(row)
-        self._units = units_of(model, self.settings.cuts(model, self.stages))
+        self._units = units_of(model, self._cutting.cuts(model, self.stages))
         self._owners = owners_of(model, self._units, self.stages)
         named = dict(model.named_parameters())
         self._stages_of = {id(p): self._owners[name] for name, p in named.items()}
@@ -152,8 +158,8 @@ class PipelineParallel(Replica):
         alter_blocks(
             [unit.module for unit in own_units if unit.has_parameters],
             stack,
-            compiled=self.settings.compile,
-            checkpointed=self.settings.activation_checkpointing,
+            compiled=self._cutting.compile,
+            checkpointed=self._cutting.activation_checkpointing,
         )
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
         for name, parameter in self._elsewhere.items():
@@ -161,10 +167,11 @@ class PipelineParallel(Replica):
         replace_forward(model, self._forward, stack)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
-        parts.group.tell(
-            f"Stage {self.stage} of {self.stages}: {own_units[0].name} to {own_units[-1].name}, {count:,} of {total:,} parameters,"
-            f" {self.settings.micro_batches} micro-batches"
-        )
+        if not self.layout.shard:
+            parts.group.tell(
+                f"Stage {self.stage} of {self.stages}: {own_units[0].name} to {own_units[-1].name}, {count:,} of"
+                f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
+            )
 
     def _let_go(self, name: str, parameter: torch.nn.Parameter, stack: contextlib.ExitStack) -> None:
         """Free a parameter of another stage; anything that is computed with it is NaN, and its gradient an error."""
@@ -199,7 +206,7 @@ class PipelineParallel(Replica):
                 "strategy=Pipeline: an input of the model requires a gradient, which stages do not send back. Detach it"
             )
         batch = len(tensors[0]) if tensors else 1
-        sizes = _divided(batch, self.settings.micro_batches)
+        sizes = _divided(batch, self._cutting.micro_batches)
         pieces = [
             torch.split(leaf, sizes)
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch
@@ -322,10 +329,6 @@ class PipelineParallel(Replica):
             yield
         finally:
             self._is_within = False
-        if not self._holding and self._exchanges:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    self.gradient_is_complete(parameter)
 
     _is_within = False
 
@@ -344,14 +347,14 @@ class PipelineParallel(Replica):
         for parameter in shared:
             stages = self._stages_of[id(parameter)]
             if self.stage in stages:
-                parameter.grad = self._sum(parameter, stages)
+                parameter.grad = self._summed(parameter, stages)
             earlier = before[id(parameter)]
             if earlier is not None:
                 # The same object: what is held back is known by its identity.
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._links.flush()
 
-    def _sum(self, parameter: torch.nn.Parameter, stages: Sequence[int]) -> Tensor | None:
+    def _summed(self, parameter: torch.nn.Parameter, stages: Sequence[int]) -> Tensor | None:
         """The sum of a gradient over some stages, in their order, on each of them; None where none has one."""
         links, (first, *others), gradient = self._links, stages, parameter.grad
         if gradient is not None and gradient.is_sparse:
@@ -390,9 +393,9 @@ class PipelineParallel(Replica):
         return total.to(like.device, like.dtype)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes of tensors that this rank has sent."""
+        """Bytes of tensors that this rank has sent to other stages and other pipelines."""
         sent, self._links.bytes_sent = self._links.bytes_sent, 0
-        return {**super().metrics(), "bytes_sent": float(sent)}
+        return {"bytes_sent": sent + super().metrics().get("bytes_sent", 0.0)}
 
     # -- states ----------------------------------------------------------------------------------------------------
 
