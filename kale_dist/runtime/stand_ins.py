@@ -152,6 +152,10 @@ def _breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
     )
 
 
+class NoGpuError(ConfigError, RuntimeError):
+    """The rank has no GPU. A `RuntimeError` as well, because torch's compiler asks for the GPU's name and catches that."""
+
+
 def _without_gpu() -> None:
     """Give code that asks for a GPU one sentence, not an error from torch's inside that depends on its build."""
     import torch
@@ -161,7 +165,7 @@ def _without_gpu() -> None:
 
     def refusing() -> Callable[..., NoReturn]:
         def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-            raise ConfigError(
+            raise NoGpuError(
                 "cuda",
                 "this code asks for a GPU, and the rank has none",
                 "Write .to(device) with the device that the step is given (in launch: kale_dist.context().device) instead of"

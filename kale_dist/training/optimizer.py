@@ -354,6 +354,13 @@ class OptimizerControl:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if scaler is self.scaler or optimizer is not self.optimizer:
                 return original(scaler, optimizer, *args, **kwargs)
+            if scaler.is_enabled() and len(self._strategy.layout.replicas) < self._group.world_size:
+                raise ConfigError(
+                    "strategy",
+                    "train_step uses a GradScaler, which skips a step where gradients overflow, and each rank sees only"
+                    " its part of them",
+                    "Use precision='bf16' without a GradScaler, or strategy='ddp'",
+                )
             problem = "train_step uses its own GradScaler, which unscales gradients before they are complete"
             if self._accumulates:
                 raise ConfigError("accumulate", problem, "Use precision='bf16' instead of the scaler")

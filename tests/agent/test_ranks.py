@@ -382,6 +382,17 @@ def test_what_a_rank_does_not_have_is_said_in_one_sentence(jobs, body, said):
     assert said in str(job.outcome().error)
 
 
+def test_torchs_compiler_may_ask_for_a_gpu_that_is_not_there(jobs):
+    def ask():
+        from torch._inductor.codecache import CacheBase
+
+        return list(CacheBase.get_system())
+
+    job = jobs.run(ask)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    assert job.outcome().value == ["hash"]
+
+
 def train_alone(exchanges):
     import torch
 

@@ -72,8 +72,12 @@ def accuracies(strategies, x, y):
     return found
 
 
-def test_compressed_gradients_learn_the_digits_as_well():
-    strategies = [DDP(exchange="torch"), *(DDP(compress=word) for word in ("fp16", "bf16", "powersgd"))]
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(("powersgd",), id="powersgd"), pytest.param(("fp16", "bf16"), id="half", marks=pytest.mark.nightly)],
+)
+def test_compressed_gradients_learn_the_digits_as_well(words):
+    strategies = [DDP(exchange="torch"), *(DDP(compress=word) for word in words)]
     job = kd.launch(accuracies, strategies, *digits(), number_of_processes=2, threads=1)
     job.wait()
     (plain, whole), *compressed = job.result()
@@ -125,7 +129,11 @@ def losing_a_rank(marker, strategy, max_restarts):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("strategy", [DDP(exchange="shared-memory"), DDP(compress="powersgd")], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [DDP(exchange="shared-memory"), pytest.param(DDP(compress="powersgd"), marks=pytest.mark.nightly)],
+    ids=repr,
+)
 def test_a_lost_rank_changes_nothing(tmp_path, strategy):
     marker = pathlib.Path(tmp_path / "lost")
     expected = losing_a_rank(marker, strategy, 0)

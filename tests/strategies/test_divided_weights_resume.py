@@ -79,6 +79,7 @@ def train(strategy, lost=False, processes=2, **options):
         job.delete()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [FSDP(), Tensor()], ids=["fsdp", "tensor"])
 def test_a_lost_rank_resumes_as_if_nothing_had_happened(strategy):
     expected, found = train(strategy), train(strategy, lost=True)

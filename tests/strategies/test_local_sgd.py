@@ -38,10 +38,12 @@ def test_four_ranks_equal_one_process():
     assert numbers["PlainSgd"]["bytes_sent"] == 50 * 4 * 1.5 * MODEL_BYTES
 
 
+@pytest.mark.nightly
 def test_a_lost_rank_resumes_with_its_own_optimizer_and_the_outer_momentum():
     assert_resumes(LocalSGD(sync_every=4, outer="diloco"), 2, lost=1)
 
 
+@pytest.mark.nightly
 def test_ranks_that_take_different_steps_are_told():
     assert_fails(LocalSGD(sync_every=2), 2, leave_early, "have not made the same number of optimizer steps")
 

@@ -103,7 +103,7 @@ GPTS = {case.__name__: case for case in (GptAdamClippedInStep, GptAccumulated, T
 
 
 def test_two_stages_equal_one_process_and_send_what_the_formula_says():
-    names = ("PlainSgd", "MomentumAccumulatedClipped", "GptAdamClippedInStep")
+    names = ("MomentumAccumulatedClipped", "GptAdamClippedInStep")
     numbers = compare(Pipeline(micro_batches=3), names=names, cases={**CASES, **GPTS})
     samples, backwards, number = 10 * (4 * 4 + 3), 50, 8
     activations = samples * LENGTH * WIDTH * number
@@ -136,10 +136,12 @@ def test_four_stages_equal_one_process(micro_batches):
     )
 
 
+@pytest.mark.nightly
 def test_the_notebooks_own_objects_come_back_equal():
     compare_in_notebook(Pipeline(cut=["2"], micro_batches=2), case_class=CASES["MomentumAccumulatedClipped"])
 
 
+@pytest.mark.nightly
 def test_a_training_that_loses_a_rank_resumes_and_ends_as_one_process():
     """With evaluation, a scheduler and metrics; each rank holds its own stage and nothing else."""
     case = GptAdamClippedInStep()
@@ -209,6 +211,7 @@ def test_a_training_that_loses_a_rank_resumes_and_ends_as_one_process():
     assert all(int(words[1]) < 0.6 * int(words[3]) for words in held)
 
 
+@pytest.mark.nightly
 def test_bf16_and_checkpointing_combine():
     losses = {}
 

@@ -17,7 +17,7 @@ MODEL_BYTES = 8 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4)
 
 
 def test_two_workers_with_a_server_equal_one_process():
-    numbers = compare(ParameterServer(), 3)
+    numbers = compare(ParameterServer(), 3, names=("PlainSgd", "MomentumAccumulatedClipped", "TiedAdamClippedInStep"))
     # 2 workers send the model's gradients and receive its weights.
     assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 2 * MODEL_BYTES
 
@@ -33,6 +33,7 @@ def test_three_workers_with_two_servers_equal_one_process():
     assert numbers["PlainSgd"]["bytes_sent"] == 50 * 3 * 2 * MODEL_BYTES
 
 
+@pytest.mark.nightly
 def test_a_lost_worker_resumes_from_the_servers_state():
     assert_resumes(ParameterServer(), 3, lost=1)
 

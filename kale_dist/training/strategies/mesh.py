@@ -50,7 +50,8 @@ class ShardedTensorParallel(FullySharded):
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Divide the layers, then shard what is left of them."""
         prepare_without_fast_path(stack)
-        self.division = divide_layers(parts.model, self._plan, Peers(parts.row), parts.optimizer, stack)
+        peers = Peers(parts.row, compiled=self.settings.compile)
+        self.division = divide_layers(parts.model, self._plan, peers, parts.optimizer, stack)
         super().prepare(parts, stack)
 
     def _is_divided(self, parameter: Any) -> bool:

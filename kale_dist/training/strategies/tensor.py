@@ -33,12 +33,23 @@ class Peers:
 
     Args:
         group: The ranks.
+        compiled: Whether layers are compiled, around the exchanges.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *, compiled: bool = False) -> None:
         self.size, self.index = group.world_size, group.rank
         self.bytes_sent = 0.0
         self._group = group.world
+
+        def exchange(function: Any) -> Callable[[Tensor], Tensor]:
+            def call(tensor: Tensor) -> Tensor:
+                found: Tensor = function.apply(tensor, self)
+                return found
+
+            # The compiler fails on the count of bytes, and cannot look into a collective anyway.
+            return torch.compiler.disable(call) if compiled else call
+
+        self.enter, self.whole_of_summands, self.whole_of_parts = exchange(_Enter), exchange(_Sum), exchange(_Join)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, as a new tensor."""
@@ -100,11 +111,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.peers.own(gradients[0]), None
-
-
-_enter: Callable[[Tensor, Peers], Tensor] = _Enter.apply
-_sum: Callable[[Tensor, Peers], Tensor] = _Sum.apply
-_join: Callable[[Tensor, Peers], Tensor] = _Join.apply
 
 
 class Division:
@@ -204,14 +210,14 @@ def _linear(module: Any, name: str, word: str, inputs: int, peers: Peers) -> Cal
                 f"{name} is planned as 'rows' and got an input of width {given.shape[-1]}, not {inputs // peers.size}: what"
                 " is before it has to be planned as 'columns' (attention has to use view(batch, time, -1, head_size))"
             )
-        output = _sum(functional.linear(given, module.weight), peers)
+        output = peers.whole_of_summands(functional.linear(given, module.weight))
         return output if module.bias is None else output + module.bias
 
     def columns(given: Tensor) -> Tensor:
-        return functional.linear(_enter(given, peers), module.weight, module.bias)
+        return functional.linear(peers.enter(given), module.weight, module.bias)
 
     def alone(given: Tensor) -> Tensor:
-        return _join(columns(given), peers)
+        return peers.whole_of_parts(columns(given))
 
     return rows if word == "rows" else alone if word == "alone" else columns
 
@@ -221,7 +227,7 @@ def _embedding(module: Any, peers: Peers) -> Callable[[Tensor], Tensor]:
         found = functional.embedding(
             given, module.weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq, module.sparse
         )
-        return _join(found, peers)
+        return peers.whole_of_parts(found)
 
     return forward
 
@@ -239,7 +245,7 @@ def _vocabulary(module: Any, entries: int, peers: Peers) -> Callable[[Tensor], T
         found = functional.embedding(local, module.weight, None, None, 2.0, module.scale_grad_by_freq, module.sparse)
         if module.padding_idx is not None:
             found = torch.where(is_trained, found, found.detach())
-        return _sum(found.where(is_here.unsqueeze(-1), 0.0), peers)
+        return peers.whole_of_summands(found.where(is_here.unsqueeze(-1), 0.0))
 
     return forward
 
@@ -263,7 +269,8 @@ class TensorParallel(DataParallel):
         """Divide the weights, then put hooks on them."""
         prepare_without_fast_path(stack)
         stack.callback(self._restore)
-        self.division = divide_layers(parts.model, self._dividing.plan, Peers(parts.row), parts.optimizer, stack)
+        peers = Peers(parts.row, compiled=self._dividing.compile)
+        self.division = divide_layers(parts.model, self._dividing.plan, peers, parts.optimizer, stack)
         alter_blocks(
             blocks_of(parts.model),
             stack,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.strategies import FSDP, Pipeline, Tensor
 from kale_dist.training.loop import train
 
 
@@ -281,6 +282,18 @@ def test_fp16_needs_a_scaler_in_a_step_of_the_users():
 def test_a_users_scaler_and_clip_norm_are_refused():
     with pytest.raises(ConfigError, match=r"clip_norm: .*Clip in the step"):
         fit(scaling, clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [FSDP(), Tensor(), Pipeline(cut=("1",), micro_batches=1)], ids=["fsdp", "tensor", "pipeline"]
+)
+def test_a_users_scaler_is_refused_where_each_rank_sees_a_part_of_the_gradients(ranks, strategy):
+    def job():
+        model = nn.Sequential(net(), nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match=r"strategy: .*GradScaler.*Use precision='bf16'"):
+            fit(scaling, model, strategy=strategy)
+
+    assert ranks(2, job, keep=False) == [None] * 2
 
 
 def rates(make, samples, world_batch, epochs=2, **options):
