@@ -47,7 +47,7 @@ class Peers:
                 return found
 
             # The compiler fails on the count of bytes, and cannot look into a collective anyway.
-            return torch.compiler.disable(call) if compiled else call
+            return torch.compiler.disable(call) if compiled else call  # type: ignore[no-untyped-call]
 
         self.enter, self.whole_of_summands, self.whole_of_parts = exchange(_Enter), exchange(_Sum), exchange(_Join)
 
