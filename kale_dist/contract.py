@@ -735,6 +735,8 @@ class Order:
     """Seconds that the head keeps what the notebook has not fetched yet."""
     outcomes_on_stdout: bool = True
     """Whether small outcomes ride in the head's stdout, so that they come back without a connection."""
+    metrics_port: int = 0
+    """Port at which the head answers Prometheus; 0 for none."""
     work_is_kept: bool = False
     """Whether the head's folder can be read after its end, as in a container: then it does not wait for the notebook."""
 

@@ -29,6 +29,10 @@ OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
 _RUNTIME_FIELDS = ("runtimePatches", "podTemplateOverrides")
 _PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 _LARGEST_ID = 2**31 - 1
+_OWN_PORTS = range(23456, 23459)
+"""Those of a job's pods, from `manifests.settings.PORT` on."""
+_FREE_PORTS = range(1024, 65536)
+"""Those that any user may open."""
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 _A_DAY_S = 86_400.0
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
@@ -174,6 +178,8 @@ class ClusterOptions:
     """Whether to submit a job that no node of today could ever run: an autoscaler or a person will add nodes."""
     input_wait_s: float = 600.0
     collect_wait_s: float = 600.0
+    metrics_port: int | None = None
+    """Port of the first pod at which Prometheus finds `/metrics`, such as 9090, with the usual `prometheus.io/` annotations; None for none."""
     patch: str = ""
     """A dict is merged into the object strategically, a list is a JSON patch. Applied last."""
 
@@ -236,6 +242,13 @@ class ClusterOptions:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (whole and least <= value <= _LARGEST_ID):
                 raise ConfigError(field, f"{value!r} is not an int of {least} or more", "Leave it out")
+        port = self.metrics_port
+        is_free = isinstance(port, int) and not isinstance(port, bool) and port in _FREE_PORTS
+        if port is not None and (not is_free or port in _OWN_PORTS):
+            problem = (
+                f"{port!r} is not a port from 1024 to 65535" if not is_free else f"{port} is a port of the job's own"
+            )
+            raise ConfigError("metrics_port", problem, "Give such as 9090, or leave it out")
         if self.min_available is not None and not self.gang:
             raise ConfigError("min_available", "it means nothing without `gang`", "Set `gang`, or leave it out")
         for field in ("pending_timeout_s", "input_wait_s", "collect_wait_s"):
@@ -306,6 +319,7 @@ class Kubernetes(ClusterOptions):
             wait_for_nodes: bool = False,
             input_wait_s: float = ...,
             collect_wait_s: float = ...,
+            metrics_port: int | None = None,
             patch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | None = None,
         ) -> None: ...
 

@@ -58,6 +58,7 @@ def pod_template(
     if own := roles_of(spec).get(role):
         spec = dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, **own))
     volumes, mounts = _volumes(spec, settings, ranks)
+    has_metrics = bool(cluster.metrics_port) and first_pod == 0 and not settings.command
     main = {
         "name": container,
         "image": settings.image,
@@ -69,6 +70,7 @@ def pod_template(
             {"name": "pytorchjob-port", "containerPort": PORT},
             {"name": "agents", "containerPort": PORT + 1},
             {"name": "bytes", "containerPort": PORT + 2},
+            *([{"name": "metrics", "containerPort": cluster.metrics_port}] if has_metrics else []),
         ],
         "resources": _resources(spec, ranks),
         "volumeMounts": mounts,
@@ -99,7 +101,17 @@ def pod_template(
         _ISTIO: "false",
         **dict(cluster.labels),
     }
-    annotations = {CONTAINER_ANNOTATION: container, _ISTIO: "false", **dict(cluster.annotations)}
+    scraped = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(cluster.metrics_port),
+        "prometheus.io/path": "/metrics",
+    }
+    annotations = {
+        CONTAINER_ANNOTATION: container,
+        _ISTIO: "false",
+        **(scraped if has_metrics else {}),
+        **dict(cluster.annotations),
+    }
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
 
 

@@ -19,6 +19,7 @@ from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.job_run import JobRun
 from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.pod import Pod
+from kale_dist.runtime.prometheus import Gauges, MetricsServer
 from kale_dist.runtime.relays import HeadsRelays, waited_text
 from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
 
@@ -66,11 +67,19 @@ class Head:
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
         self._stdout = StdoutCopy()
-        self.writer = JobWriter(pod.files, pod.loop, self._notify, limit_bytes=POD_LOG_BYTES, stdout=self._stdout)
+        order = pod.order
+        self._gauges = Gauges(order.job, order.world_size, order.run - 1) if order.metrics_port else None
+        self.writer = JobWriter(
+            pod.files,
+            pod.loop,
+            self._notify,
+            limit_bytes=POD_LOG_BYTES,
+            stdout=self._stdout,
+            observe=(lambda _: None) if self._gauges is None else self._gauges.note,
+        )
         self._server = ByteServer(
             pod.place.listen, pod.order.port + 2, key=pod.key, files=pod.files, store=pod.store, handler=self
         )
-        order = pod.order
         self._relays: HeadsRelays | None = None
         if order.agents > 1:
             self._relays = HeadsRelays(order, pod.key, pod.files, pod.place.listen, self, self.writer.say)
@@ -113,6 +122,7 @@ class Head:
         """Serve the job to its end; gives the exit code."""
         if self._relays is not None:
             await self._relays.serve()
+        self._serve_metrics()
         tasks = [asyncio.ensure_future(self._bring()), asyncio.ensure_future(self._say_missing())]
         await self._written
         verdict = self._job.verdict or Verdict(StateName.FAILED, None, "")
@@ -134,6 +144,16 @@ class Head:
         await asyncio.to_thread(self._stdout.drain, limit_s)
         self._server.close()
         return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
+
+    def _serve_metrics(self) -> None:
+        """Open the port for Prometheus, until the process ends. A job does not fail for want of it."""
+        if self._gauges is None:
+            return
+        port = self._pod.order.metrics_port
+        try:
+            MetricsServer(self._pod.place.listen, port, self._gauges.text)
+        except OSError as error:
+            self.writer.say(f"Prometheus finds nothing: port {port} (metrics_port) cannot be opened ({error.strerror})")
 
     def told_to_end(self) -> None:
         """The pod got SIGTERM."""

@@ -85,6 +85,7 @@ class JobWriter:
         on_change: Called in the loop after anything was written.
         limit_bytes: How much of the log is kept; None: all of it.
         stdout: Where a copy goes; None: nowhere.
+        observe: Called with each event, in the loop's thread.
 
     Raises:
         OSError: The folder cannot be written.
@@ -98,6 +99,7 @@ class JobWriter:
         *,
         limit_bytes: int | None = None,
         stdout: StdoutCopy | None = None,
+        observe: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.attempt = 0
         """The attempt that the agent's own lines and events belong to."""
@@ -109,6 +111,7 @@ class JobWriter:
         self._on_change = on_change
         self._limit_bytes = limit_bytes
         self._stdout = stdout
+        self._observe = observe
         self._log = self._index = self._events = -1
         try:
             self._log, self._index, self._events = (_open(path) for path in (files.log, files.log_index, files.events))
@@ -175,6 +178,7 @@ class JobWriter:
 
     def record(self, event: dict[str, Any]) -> None:
         """Record an event as it is; progress and usage go into a file where only each rank's last one is kept."""
+        self._observe(event)
         name = contract.last_name(event)
         with self._condition:
             if name is not None:

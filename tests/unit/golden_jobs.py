@@ -137,6 +137,7 @@ JOBS = {
                 namespace="team-a",
                 labels=(("example.com/project", "p1"),),
                 annotations=(("example.com/note", "a note: of any form"),),
+                metrics_port=9090,
                 node_selector=(("pool", "gpu"),),
                 tolerations=json.dumps([{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]),
                 affinity=json.dumps(_AFFINITY),

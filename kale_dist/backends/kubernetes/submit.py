@@ -102,6 +102,7 @@ def order_of(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = 
         start_wait_s=START_WAIT_S,
         input_wait_s=spec.cluster.input_wait_s,
         collect_wait_s=spec.cluster.collect_wait_s,
+        metrics_port=spec.cluster.metrics_port or 0,
         **kind_of(spec).order(spec),
     )
 

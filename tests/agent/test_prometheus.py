@@ -1,0 +1,178 @@
+"""What Prometheus reads of a job: asked as it asks, read by its own parser, and once by a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kale_dist.contract import EventKind
+from kale_dist.runtime.prometheus import Gauges
+
+
+def parsed(text):
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def progress(rank, epoch, samples, phase="train", **more):
+    event = {"event": EventKind.PROGRESS, "rank": rank, "attempt": 0, "phase": phase, "epoch": epoch, "epochs": 3}
+    return event | {"samples": samples, "samples_per_s": 12.5, "loss": 0.25} | more
+
+
+def test_events_add_up():
+    gauges = Gauges('a "name"\\', 2, earlier_runs=1)
+    gauges.note({"event": EventKind.RANK, "rank": 0, "state": "running"})
+    for event in (
+        progress(0, 1, 40),
+        progress(0, 1, 100),
+        progress(0, 1, 30, "eval"),
+        progress(0, 2, 10),
+        progress(1, 1, 7),
+    ):
+        gauges.note(event)
+    gauges.note(
+        {"event": EventKind.USAGE, "rank": 1, "memory_bytes": 1 << 30, "gpu_percent": 50, "memory_limit_bytes": None}
+    )
+    gauges.note(
+        {"event": EventKind.METRICS, "rank": None, "source": "eval", "values": {"loss": float("nan"), "f1": 0.5}}
+    )
+    found = parsed(gauges.text())
+    assert found["kale_dist_job_info", ("name", 'a "name"\\')] == 1
+    assert found["kale_dist_ranks", ("state", "running")] == 1
+    assert found["kale_dist_ranks", ("state", "pending")] == 1
+    assert found["kale_dist_restarts_total",] == 1
+    assert (found["kale_dist_epoch",], found["kale_dist_epochs",]) == (2, 3)
+    assert found["kale_dist_samples_total", ("rank", "0")] == 110
+    assert found["kale_dist_samples_total", ("rank", "1")] == 7
+    assert found["kale_dist_samples_per_second", ("rank", "0")] == 12.5
+    assert found["kale_dist_loss", ("rank", "1")] == 0.25
+    assert found["kale_dist_memory_bytes", ("rank", "1")] == 1 << 30
+    assert found["kale_dist_gpu_utilization_ratio", ("rank", "1")] == 0.5
+    assert found["kale_dist_metric", ("name", "f1"), ("rank", ""), ("source", "eval")] == 0.5
+    assert "NaN" in gauges.text()
+    assert not any("memory_limit" in key[0] for key in found)
+
+
+def test_a_restart_counts_and_keeps_the_sum_of_samples():
+    gauges = Gauges("j", 1)
+    gauges.note({"event": EventKind.RANK, "rank": 0, "state": "failed"})
+    gauges.note(progress(0, 1, 40))
+    gauges.note(progress(0, 1, 10, attempt=1))
+    found = parsed(gauges.text())
+    assert found["kale_dist_restarts_total",] == 1
+    assert found["kale_dist_samples_total", ("rank", "0")] == 50
+    assert found["kale_dist_ranks", ("state", "failed")] == 0
+
+
+def test_what_is_no_event_changes_nothing():
+    gauges = Gauges("j", 1)
+    before = gauges.text()
+    for event in (
+        {},
+        {"event": "rank"},
+        {"event": EventKind.RANK, "rank": "x", "state": "odd"},
+        {"event": EventKind.METRICS, "rank": 0},
+    ):
+        gauges.note(event)
+    gauges.note({"event": EventKind.METRICS, "rank": 0, "source": "report", "values": {'odd\n"name': "text"}})
+    assert gauges.text() == before
+
+
+def reports_and_waits(folder):
+    import kale_dist as kd
+    from kale_dist.runtime import context
+
+    kd.report(lr=0.5)
+    step = {"epoch": 1, "epochs": 2, "step": 1, "steps": 1, "samples": 8, "samples_per_s": 2.0, "loss": 0.75}
+    context.emit(EventKind.PROGRESS, phase="train", **step)
+    while not (pathlib.Path(folder) / "go").exists():
+        time.sleep(0.02)
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+def until(condition, timeout_s=200):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if found := condition():
+                return found
+        except (OSError, LookupError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError("not in time")
+
+
+@pytest.fixture
+def served(make, tmp_path):
+    port = free_port()
+    job = make(reports_and_waits, str(tmp_path), ranks=2, metrics_port=port).put_input().start_all()
+    yield f"http://127.0.0.1:{port}"
+    (tmp_path / "go").touch()
+    assert job.end() == [0, 0]
+
+
+def test_the_head_answers_while_the_job_runs(served):
+    def both_run():
+        kind, text = get(f"{served}/metrics")
+        found = parsed(text)
+        is_there = found["kale_dist_metric", ("name", "lr"), ("rank", "1"), ("source", "report")] == 0.5
+        return (kind, found) if is_there and ("kale_dist_loss", ("rank", "1")) in found else None
+
+    kind, found = until(both_run)
+    assert kind.startswith("text/plain; version=0.0.4")
+    assert found["kale_dist_ranks", ("state", "running")] == 2
+    assert found["kale_dist_samples_total", ("rank", "1")] == 8
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(f"{served}/log")
+
+
+def test_a_taken_port_does_not_fail_the_job(make):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job = make(print, "done", ranks=1, metrics_port=taken.getsockname()[1]).put_input().start_all()
+        assert job.end() == [0]
+    assert "(metrics_port) cannot be opened" in job.text()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+def test_a_real_prometheus_scrapes_it(served, tmp_path):
+    target, port = served.removeprefix("http://"), free_port()
+    scraped = {"job_name": "kale-dist", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
+    config = tmp_path / "prometheus.yml"
+    config.write_text(json.dumps({"scrape_configs": [scraped]}))
+    command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with subprocess.Popen(
+        [*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL
+    ) as prometheus:
+        try:
+
+            def loss():
+                _, text = get(f"http://127.0.0.1:{port}/api/v1/query?query=sum(kale_dist_loss)")
+                return json.loads(text)["data"]["result"][0]["value"][1]
+
+            assert until(lambda: loss() == "1.5")
+            _, text = get(f"http://127.0.0.1:{port}/api/v1/targets/metadata?metric=kale_dist_samples_total")
+            assert json.loads(text)["data"][0]["type"] == "counter"
+        finally:
+            prometheus.terminate()
