@@ -1,0 +1,158 @@
+"""A call as a step of a Kubeflow pipeline: the trained model comes out as an artifact, and so do the metrics.
+
+    from kale_dist import kfp
+
+    @kfp.component(base_image="registry.example.com/team/kale:1")
+    def train(epochs: int, lr: float = 0.1):
+        import kale_dist as kd
+        ...
+        return kd.distribute(model, loader, criterion, optimizer, epochs=epochs, on=kd.Kubernetes(...))
+
+    @dsl.pipeline
+    def pipeline():
+        trained = train(epochs=5)
+        deploy(model=trained.outputs["model"])
+
+The step's pod makes the call, prints the job's log and waits for its end.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kale_dist.errors import ConfigError, KaleDistError, short_refusals
+from kale_dist.wording import show
+
+if TYPE_CHECKING:
+    from kale_dist.job import Job
+
+_OUTPUTS = {"model": "dsl.Output[dsl.Model]", "metrics": "dsl.Output[dsl.Metrics]"}
+_MISSING = "pip install kfp. It wants an older kubernetes than kale-dist[kubernetes], which is not needed to compile"
+
+
+@short_refusals
+def component(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Make a component of a function that makes a call and returns its job.
+
+    As for `dsl.component`, the function has to contain all that it needs, imports too; its arguments are the component's inputs.
+
+    Args:
+        fn: The function. It returns what `kd.distribute` or `kd.launch` gives.
+        **options: Those of `dsl.component`, such as `base_image`, which needs kale-dist[kubernetes] and torch.
+
+    Returns:
+        The component, with the outputs `model` (a `dsl.Model`: the trained weights as `torch.save` writes a `state_dict`; of
+        `launch`, what rank 0 returned) and `metrics` (`dsl.Metrics`: the last ones). Without `fn`, a decorator.
+
+    Raises:
+        ConfigError: kfp is not installed, or this cannot become a component.
+    """
+    try:
+        dsl = importlib.import_module("kfp.dsl")
+    except ModuleNotFoundError as error:
+        raise ConfigError("kfp", f"the package {error.name} is not installed here", _MISSING) from None
+    if fn is None:
+        return lambda function: component(function, **options)
+    definition = _definition(fn)
+    name = definition.name
+    # The component has the function's name, so the function gets another one.
+    renamed = f"def {name}_call{_source(fn).removeprefix(f'def {name}')}"
+    known = {**fn.__globals__, "dsl": dsl}
+    helpers = [*(options.pop("additional_funcs", None) or ()), _made(f"{name}_call", renamed, known)]
+    return dsl.component(_made(name, _step(definition), known), additional_funcs=helpers, **options)
+
+
+def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, metrics: Any) -> None:
+    """Run the function in the pod of its step, wait for its job, and fill the artifacts. What a compiled component calls.
+
+    Args:
+        call: The function.
+        given: Its arguments.
+        model: The artifact for the weights.
+        metrics: The artifact for the metrics.
+
+    Raises:
+        KaleDistError: The function returned no job.
+        JobError: The job failed.
+    """
+    _detach(call)
+    job = call(**given)
+    if not hasattr(job, "stream_logs"):
+        raise KaleDistError(
+            f"The function returned {show(job)}, not a job. Let it end with `return kd.distribute(...)`"
+        )
+    job.stream_logs()
+    result = job.result()
+    job.save(model.path)
+    model.metadata |= {"framework": "pytorch", "job": job.ref}
+    reported = {name: value for row in job.status.metrics for name, value in row.values}
+    for name, value in getattr(result, "metrics", reported).items():
+        metrics.log_metric(name, value)
+
+
+def _detach(call: Callable[..., Any]) -> None:
+    """Have all that the component's text defines sent as a notebook's own definitions are.
+
+    As a module it would be imported by the ranks, and it imports kfp, which only the step's pod has.
+    """
+    names = call.__globals__
+    module = names["__name__"]
+    for value in (*names.values(), call):
+        if inspect.isfunction(value) and value.__module__ == module:
+            value.__module__ = "__main__"
+    names["__name__"] = "__main__"
+
+
+def _definition(fn: Any) -> ast.FunctionDef:
+    """The function's definition, checked."""
+    remedy = "Write it with def in a cell or a file, and decorate it"
+    try:
+        found = ast.parse(_source(fn)).body[0]
+    except (OSError, TypeError, SyntaxError):
+        raise ConfigError("fn", f"{show(fn)} has no source that could be sent", remedy) from None
+    if not isinstance(found, ast.FunctionDef):
+        raise ConfigError("fn", f"{show(fn)} is not a plain function", remedy)
+    if found.args.vararg or found.args.kwarg or found.args.posonlyargs:
+        problem = f"{found.name} takes arguments without names, and a component's inputs have names"
+        raise ConfigError("fn", problem, "Name its arguments, each with its type")
+    for argument in (*found.args.args, *found.args.kwonlyargs):
+        if argument.arg in _OUTPUTS:
+            problem = f"{argument.arg!r} is an argument of {found.name}, and an output of the component"
+            raise ConfigError("fn", problem, "Rename the argument")
+    return found
+
+
+def _source(fn: Any) -> str:
+    """The function's text without its decorators, as kfp sends it."""
+    lines = textwrap.dedent(inspect.getsource(fn)).splitlines(keepends=True)
+    first = next((number for number, line in enumerate(lines) if line.startswith(("def ", "async def "))), 0)
+    return "".join(lines[first:])
+
+
+def _step(definition: ast.FunctionDef) -> str:
+    """The text of the component's own function."""
+    name, arguments = definition.name, definition.args
+    inputs = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    outputs = ", ".join(f"{output}: {kind}" for output, kind in _OUTPUTS.items())
+    star = ", " if arguments.kwonlyargs else ", *, " if inputs else "*, "
+    passed = ", ".join(f"{given}={given}" for given in inputs)
+    return (
+        f"def {name}({ast.unparse(arguments)}{star}{outputs}):\n"
+        f"    from kale_dist import kfp\n\n"
+        f"    kfp.run({name}_call, dict({passed}), model, metrics)\n"
+    )
+
+
+def _made(name: str, source: str, known: dict[str, Any]) -> Any:
+    """The function of a text, whose source `inspect` finds: kfp asks for it."""
+    file = f"<kale_dist component {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names = dict(known)
+    exec(compile(source, file, "exec", dont_inherit=True), names)  # noqa: S102 - text that this module made of the user's own
+    return names[name]
