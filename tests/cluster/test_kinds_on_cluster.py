@@ -3,12 +3,22 @@
 The gate runs one short job of each kind; the rest is for the night. A kind that the cluster does not serve is skipped.
 """
 
+import dataclasses
 import json
+import pathlib
+import re
 import time
 
 import pytest
-from on_cluster import pods_in, run_kubectl, wait_for
-from rank_work import fails_on_1, size_and_more, summed, waits, waits_in_its_first_run
+from on_cluster import make_claim, pods_in, run_kubectl, wait_for
+from rank_work import (
+    fails_on_1,
+    size_and_more,
+    summed,
+    waits,
+    waits_in_its_first_run,
+    waits_the_first_time,
+)
 
 import kale_dist as kd
 from kale_dist.backends.kubernetes import client, roles, served
@@ -124,6 +134,46 @@ def test_a_job_that_loses_a_pod_resumes_in_a_run_of_its_own(on, word, namespace,
     assert job.results(200) == [True, True], (job.status, [str(line) for line in job.logs()])
     job.delete()
     assert left_in(namespace, word, job.name) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("word", ["train", "job"])
+def test_a_job_that_is_suspended_resumes_in_the_same_object(on, word, namespace):
+    if word == "train":
+        make_claim(namespace, "kept")
+    on = dataclasses.replace(on, volumes={"/kept": "kept"})
+    job = started(kd.launch(waits_the_first_time, f"/kept/{word}", number_of_processes=2, on=on))
+    kind, pods = f"{KINDS[word].plural}.{KINDS[word].group}", f"kale-dist.dev/object={job.name}"
+
+    def suspend(*, value):
+        change = json.dumps(KINDS[word].suspension(value=value))
+        run_kubectl("-n", namespace, "patch", kind, job.name, "--type=merge", "-p", change)
+
+    suspend(value=True)
+    wait_for(job, lambda status: status.state is StateName.PENDING and "is suspended" in status.reason)
+    run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "-l", pods, "--timeout=90s")
+    assert not job.done()
+    suspend(value=False)
+    assert job.results(200) == [True, True], (job.status, [str(line) for line in job.logs()])
+    job.delete()
+    assert left_in(namespace, word, job.name) == []
+
+
+@pytest.mark.nightly
+def test_with_the_runtime_of_the_docs_a_train_job_that_fails_is_failed_at_once(namespace, cluster):
+    if not served.is_served(cluster, KINDS["train"]):
+        pytest.skip("the cluster has no TrainJob")
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds" / "trainjob.md").read_text()
+    runtime = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1].replace("ClusterTrainingRuntime", "TrainingRuntime")
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=runtime)
+    assert "TrainingRuntime/torch-once" in served.runtimes(cluster)
+    job = kd.launch(
+        fails_on_1, number_of_processes=2, on=pods_in(namespace, kind="train", runtime="TrainingRuntime/torch-once")
+    )
+    with pytest.raises(JobFailedError, match="no such column"):
+        job.result(150)
+    run_kubectl("-n", namespace, "wait", "--for=condition=Failed", f"trainjob/{job.name}", "--timeout=20s")
+    job.delete()
 
 
 @pytest.mark.nightly

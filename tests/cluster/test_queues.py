@@ -1,0 +1,93 @@
+"""Jobs in a queue of Kueue's: admitted one by one, with their position until then, suspended and resumed."""
+
+import json
+
+import pytest
+from on_cluster import make_claim, pods_in, run_kubectl, wait_for
+from rank_work import summed, waits_the_first_time
+
+import kale_dist as kd
+from kale_dist import cli
+from kale_dist.backends.kubernetes import served
+from kale_dist.contract import StateName
+from kale_dist.errors import KaleDistWarning
+from kale_dist.manifests import KINDS
+
+pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
+
+
+@pytest.fixture(scope="module")
+def queue(namespace):
+    """Room for one job of two pods at a time, of all the kinds in turn."""
+    try:
+        run_kubectl("get", "crd", "clusterqueues.kueue.x-k8s.io")
+    except AssertionError:
+        pytest.skip("the cluster has no Kueue")
+    resources = [{"name": "cpu", "nominalQuota": "300m"}, {"name": "memory", "nominalQuota": "3Gi"}]
+    group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": namespace, "resources": resources}]}
+    spec = {"namespaceSelector": {}, "resourceGroups": [group]}
+    for kind, described in (("ResourceFlavor", {}), ("ClusterQueue", spec)):
+        apply(kind, namespace, described)
+    apply("LocalQueue", "team", {"clusterQueue": namespace}, namespace=namespace)
+    yield namespace
+    for kind in ("localqueue", "clusterqueue", "resourceflavor"):
+        name = "team" if kind == "localqueue" else namespace
+        run_kubectl("-n", namespace, "delete", kind, name, "--wait=false")
+
+
+def apply(kind, name, spec, **meta):
+    made = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": kind, "metadata": {"name": name, **meta}, "spec": spec}
+    run_kubectl("apply", "-f", "-", text=json.dumps(made))
+
+
+def hold(queue, policy):
+    change = {"spec": {"stopPolicy": policy}}
+    run_kubectl("patch", "clusterqueue", queue, "--type=merge", "-p", json.dumps(change))
+
+
+@pytest.fixture
+def on(word, namespace, cluster):
+    if not served.is_served(cluster, KINDS[word]):
+        pytest.skip(f"the cluster has no {KINDS[word].name}")
+    image = {"image": "localhost:5000/kale-dist/mpi-cpu:1"} if word == "mpi" else {}
+    return pods_in(namespace, kind=word, queue="team", volumes={"/kept": "kept"}, **image)
+
+
+@pytest.fixture(scope="module")
+def kept(namespace):
+    make_claim(namespace, "kept")
+
+
+@pytest.mark.parametrize("word", ["pytorch", "job", "mpi", "tf"])
+def test_jobs_wait_for_each_other_and_resume_after_a_suspension(queue, kept, on, word, namespace, capsys):
+    first = kd.launch(waits_the_first_time, f"/kept/{word}", number_of_processes=2, on=on)
+    wait_for(first, lambda status: any("ready" in line.text for line in first.logs()))
+    second, third = (kd.launch(summed, 2, number_of_processes=2, on=on) for _ in range(2))
+    wait_for(third, lambda status: status.queue_position == 2)
+    wait_for(second, lambda status: status.queue_position == 1)
+    assert second.status.state is StateName.PENDING
+    assert "queued in Kueue's queue team, at position 1 of the namespace's 2" in second.status.reason
+    assert cli.main(["jobs", "--on", "kubernetes", "--namespace", namespace]) == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("kube")}
+    assert "pending, 2 in queue" in shown[third.ref]
+    assert cli.main(["status", third.ref]) == 0
+    assert "at position 2" in capsys.readouterr().out
+
+    hold(queue, "HoldAndDrain")
+    wait_for(first, lambda status: status.state is StateName.PENDING)
+    run_kubectl(
+        "-n", namespace, "wait", "--for=delete", "pods", "-l", f"kale-dist.dev/object={first.name}", "--timeout=90s"
+    )
+    hold(queue, "None")
+    assert first.results(200) == [True, True], (first.status, [str(line) for line in first.logs()])
+    assert [second.results(200), third.results(200)] == [[6.0, 6.0]] * 2
+    for job in (first, second, third):
+        job.delete()
+
+
+@pytest.mark.parametrize("word", ["train"])
+def test_a_kind_that_kueue_does_not_hold_back_is_warned_of(queue, kept, on):
+    with pytest.warns(KaleDistWarning, match="does not hold this TrainJob back in the queue team"):
+        job = kd.launch(summed, 2, number_of_processes=2, on=on)
+    assert job.results(150) == [6.0, 6.0]
+    job.delete()
