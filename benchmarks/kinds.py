@@ -1,6 +1,6 @@
 """Each kind of object against the same object by `kubectl apply`: from submission to the first step and to its success.
 
-Run it with `python benchmarks/kinds.py [rounds]` where a cluster is configured (kubeconfig, `KALE_DIST_NAMESPACE`,
+Run it with `python benchmarks/kinds.py [rounds [kind ...]]`, such as `5 job train`, where a cluster is configured (kubeconfig, `KALE_DIST_NAMESPACE`,
 `KALE_DIST_IMAGE`; see docs/configuration.md). Kinds that the cluster does not serve are left out. Both contestants run the same
 training on two pods of the same image; rounds are interleaved and take turns at being first. The table gives medians and the
 ratio of the same run.
@@ -130,8 +130,9 @@ def by_kubectl(kind: Kind, name: str) -> tuple[float, float]:
 def main() -> int:
     """Measure every kind that there is."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    words = sys.argv[2:] or list(KINDS)
     contestants = {"kale_dist": by_kale_dist, "kubectl apply": by_kubectl}
-    for kind in (kind for kind in KINDS.values() if served.is_served(client.connect(), kind)):
+    for kind in (kind for kind in map(KINDS.__getitem__, words) if served.is_served(client.connect(), kind)):
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
         for number in range(rounds):
             for name in list(contestants)[:: 1 if number % 2 else -1]:

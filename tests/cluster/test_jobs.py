@@ -12,6 +12,8 @@ from on_cluster import pods_in, run_kubectl
 from rank_work import bytes_of, dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
 
 import kale_dist as kd
+from kale_dist import backends
+from kale_dist.backends.base import JobRef
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import ConfigError, JobCancelledError, JobExistsError, JobFailedError, KaleDistWarning
 
@@ -65,6 +67,10 @@ def test_a_model_is_trained_by_two_pods_and_comes_back(on, namespace):
     assert len(losses) == 8
     assert losses[-1] < losses[0]
     assert [replica.rank for replica in job.status.replicas] == [0, 1]
+    # As Kale's monitor loop reads it: `job.get()["status"]["replicaStatuses"]["Master"]`.
+    run = backends.get("kubernetes").describe(JobRef.parse(job.ref))
+    assert run["kind"] == "PyTorchJob"
+    assert "Master" in run["status"]["replicaStatuses"]
     job.delete()
     assert left_in(namespace, job.name) == []
 
@@ -103,6 +109,7 @@ def test_the_first_failing_rank_s_own_exception_comes_back(on):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_ends_all_pods_and_is_named(on):
     job = kd.launch(dies_on_1, number_of_processes=2, on=on)
     status = job.wait(120)
@@ -127,6 +134,7 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(on, namespace):
     assert left_in(namespace, job.name) == []
 
 
+@pytest.mark.nightly
 def test_deleting_a_running_job_leaves_nothing(on, namespace):
     job = kd.launch(waits, number_of_processes=1, on=on)
     job.delete()
@@ -205,19 +213,6 @@ def test_a_job_that_does_not_start_in_time_fails_and_frees_its_pods(namespace):
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.TIMEOUT)
     assert "pending_timeout_s of 6 s" in status.reason
     assert "no free node fits its node selector" in status.reason
-    job.delete()
-
-
-def test_the_object_can_be_read(on):
-    """As Kale's monitor loop does: `job.get()["status"]["replicaStatuses"]["Master"]`."""
-    from kale_dist import backends
-    from kale_dist.backends.base import JobRef
-
-    job = kd.launch(bytes_of, 1, number_of_processes=1, on=on)
-    assert len(job.result(120)) == 1
-    run = backends.get("kubernetes").describe(JobRef.parse(job.ref))
-    assert run["kind"] == "PyTorchJob"
-    assert "Master" in run["status"]["replicaStatuses"]
     job.delete()
 
 

@@ -40,6 +40,7 @@ def told(job):
     return [str(line) for line in job.logs()]
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_deleted_fails_the_job_and_is_named(on, namespace):
     job = started(kd.launch(waits, number_of_processes=2, on=on))
     delete_pod(namespace, f"{job.name}-worker-0")
@@ -51,6 +52,7 @@ def test_a_worker_that_is_deleted_fails_the_job_and_is_named(on, namespace):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_head_that_is_deleted_is_not_taken_for_the_one_that_the_operator_makes(on, namespace):
     job = started(kd.launch(waits, number_of_processes=1, on=on))
     delete_pod(namespace, f"{job.name}-master-0", "--force", "--grace-period=0")
@@ -60,6 +62,7 @@ def test_a_head_that_is_deleted_is_not_taken_for_the_one_that_the_operator_makes
     assert job.name not in names_of(namespace)
 
 
+@pytest.mark.nightly
 def test_a_job_that_loses_its_worker_resumes_in_a_run_of_its_own(on, namespace):
     job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
     delete_pod(namespace, f"{job.name}-worker-0")
@@ -80,6 +83,7 @@ def test_a_job_that_loses_its_head_resumes(on, namespace):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_an_evicted_pod_says_so(on, namespace):
     job = started(kd.launch(waits, number_of_processes=1, on=on))
     pod = f"{job.name}-master-0"
@@ -131,6 +135,7 @@ def test_a_suspended_training_resumes_behind_its_checkpoint(namespace):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_suspended_job_can_be_cancelled(on, namespace):
     job = started(kd.launch(waits, number_of_processes=1, on=on))
     suspend(job, namespace)
@@ -140,6 +145,7 @@ def test_a_suspended_job_can_be_cancelled(on, namespace):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_job_under_a_full_quota_starts_as_soon_as_there_is_room(make_namespace):
     namespace = make_namespace()
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}, "spec": {"hard": {"pods": "1"}}}

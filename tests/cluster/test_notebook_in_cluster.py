@@ -117,9 +117,10 @@ def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(plac
     assert left_behind(place[0]) == []
 
 
-@pytest.mark.parametrize(
-    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["ctrl-c", "sigterm"]
-)
+@pytest.mark.parametrize(("send", "number"), [
+    pytest.param(os.killpg, signal.SIGINT, id="ctrl-c"),
+    pytest.param(os.kill, signal.SIGTERM, id="sigterm", marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_notebook(place, send, number):
     job = "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(300)\n"
     call = "job = kd.launch(wait, number_of_processes=1)\njob.wait()"
@@ -138,6 +139,7 @@ def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_noteboo
     assert left_behind(place[0]) == []
 
 
+@pytest.mark.nightly
 def test_an_image_without_what_executes_notebooks_is_named_with_the_remedy(place):
     running = start(place, ["x = 1"])
     out, err = running.communicate(timeout=120)
@@ -149,6 +151,7 @@ def test_an_image_without_what_executes_notebooks_is_named_with_the_remedy(place
     assert left_behind(place[0]) == []
 
 
+@pytest.mark.nightly
 def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
     namespace, environment, folder = place
     running = start(place, ["x = 1", "print('from the pod')"], "--packages", "auto", "--keep")
@@ -164,6 +167,7 @@ def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
     assert left_behind(namespace) == []
 
 
+@pytest.mark.nightly
 def test_ctrl_c_also_cancels_a_job_on_the_cluster_that_no_cell_waits_for(place, tmp_path):
     namespace, environment, _ = place
     source = (

@@ -56,6 +56,7 @@ def test_many_requests_on_one_connection(connect):
             assert pod.getresponse().read() == (bytes(range(256)) * 4096)[:size]
 
 
+@pytest.mark.nightly
 def test_200_megabytes_down_and_up(connect):
     with http_over(connect()) as pod:
         pod.request("GET", f"/{SIZE}")
@@ -109,6 +110,7 @@ def test_a_pod_that_is_not_there(cluster, namespace):
         port_forward.connect(cluster, namespace, "no-such", PORT, container="pytorch")
 
 
+@pytest.mark.nightly
 def test_a_pod_that_is_killed_ends_the_connection_or_falls_silent(cluster, namespace, server_pod, make_server_pod):
     make_server_pod("short")
     with http_over(port_forward.connect(cluster, namespace, "short", PORT, container="pytorch", timeout_s=2.0)) as pod:

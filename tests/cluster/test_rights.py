@@ -64,6 +64,7 @@ def test_with_the_least_role_a_job_that_loses_a_pod_resumes_in_new_ones(become, 
     assert job.name not in run_kubectl("-n", namespace, "get", "pytorchjobs,pods,secrets", "-o", "name")
 
 
+@pytest.mark.nightly
 def test_without_port_forward_bytes_go_through_exec(become, on):
     become(BOTH_WAYS[0])
     with pytest.warns(KaleDistWarning, match="go through exec"):
@@ -82,6 +83,7 @@ def test_without_any_connection_small_results_and_the_log_still_come(become, on)
     job.delete()
 
 
+@pytest.mark.nightly
 def test_without_any_connection_large_results_are_lost_and_this_is_said(become, namespace):
     become(*BOTH_WAYS)
     with pytest.warns(KaleDistWarning, match="need a store"):
@@ -93,6 +95,7 @@ def test_without_any_connection_large_results_are_lost_and_this_is_said(become, 
     job.delete()
 
 
+@pytest.mark.nightly
 def test_without_patch_and_delete_a_running_job_can_be_cancelled_and_not_deleted(become, on):
     become("patch, delete pytorchjobs")
     with pytest.warns(KaleDistWarning, match="Jobs cannot be deleted"):
