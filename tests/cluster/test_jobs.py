@@ -9,7 +9,7 @@ import time
 
 import pytest
 from on_cluster import pods_in, run_kubectl
-from rank_work import bytes_of, dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
+from rank_work import dies_on_1, fails_on_1, prints_much, size_and_more, summed, waits
 
 import kale_dist as kd
 from kale_dist import backends

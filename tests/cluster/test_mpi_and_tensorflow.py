@@ -1,6 +1,9 @@
 """What only an MPIJob and only a TFJob have: COMM_WORLD, and the strategies of TensorFlow. Their images are made here."""
 
+import ast
+import importlib
 import os
+import pathlib
 
 import pytest
 from mpi_work import sum_of_ranks
@@ -52,4 +55,39 @@ def test_a_parameter_server_holds_the_variables(make_place):
     assert loss < 1e-3
     assert weights == pytest.approx([1.0] * 4, abs=0.05)
     assert {str(line.text) for line in job.logs()} >= {"I am {'type': 'ps', 'index': 0}"}
+    job.delete()
+
+
+def from_docs(name, folder, monkeypatch):
+    """A function of the page about TFJobs, as it is written there."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds" / "tfjob.md").read_text()
+    code = "\n".join(block.partition("```")[0] for block in page.split("```py\n")[1:])
+    found = next(item for item in ast.parse(code).body if isinstance(item, ast.FunctionDef) and item.name == name)
+    (folder / f"docs_{name}.py").write_text(f"import kale_dist as kd\n\n\n{ast.get_source_segment(code, found)}\n")
+    monkeypatch.syspath_prepend(folder)
+    return getattr(importlib.import_module(f"docs_{name}"), name)
+
+
+@pytest.mark.parametrize(("name", "packages", "processes", "settings"), [
+    ("train_mirrored", ["tensorflow-cpu"], 2, {}),
+    ("train_keras", ["tensorflow", "tf-keras"], 2, {}),
+    ("train_with_servers", ["tensorflow-cpu"], 3, {"servers": 1}),
+])  # fmt: skip
+def test_what_the_docs_show_runs_on_a_slim_image(
+    make_place, tmp_path, monkeypatch, name, packages, processes, settings
+):
+    train = from_docs(name, tmp_path, monkeypatch)
+    image = f"{os.environ['REGISTRY']}/kale-dist-tests/python:3.11-slim"
+    docker = pytest.importorskip("docker").from_env()
+    docker.images.get("python:3.11-slim-bookworm").tag(image)
+    docker.images.push(image)
+    on = make_place("tf", image=image, packages=packages, resources={"cpu": 0.1, "memory": "1.5Gi"}, **settings)
+    job = kd.launch(train, number_of_processes=processes, on=on)
+    *losses, weights = job.result(900)
+    if name == "train_with_servers":
+        assert "/job:ps/" in losses[0]
+        assert losses[1] < 1e-3
+    else:
+        assert losses[0][-1] < losses[0][0] / 5
+    assert len(weights) > 0
     job.delete()
