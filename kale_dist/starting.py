@@ -87,7 +87,12 @@ def start(call: Call, run: Run) -> Job[Any]:
         for note in run.notes:
             _say(f"[kale-dist] {note}")
         # Before the submission: if warnings are errors, no job is submitted without a handle.
-        for warning in (*run.warnings, *captured.snapshot.notes, *_data_warnings(call, run), *_disk_warnings()):
+        for warning in (
+            *run.warnings,
+            *captured.snapshot.notes,
+            *_data_warnings(call, run.backend.name, spec),
+            *_disk_warnings(),
+        ):
             warn(warning)
         given = call.kwargs
         targets = None
@@ -212,17 +217,17 @@ def _free_name(label: str) -> str:
             return name
 
 
-def _data_warnings(call: Call, run: Run) -> Iterator[str]:
+def _data_warnings(call: Call, place: str, spec: JobSpec) -> Iterator[str]:
     """Parts of a training's data that are too large to send, or are not sent."""
-    if call.kind != "training" or run.backend.name == "local":
+    if call.kind != "training" or place == "local":
         return
     for argument in ("train_data_loader", "eval_data_loader"):
         loader = call.kwargs[argument]
         if loader is None:
             continue
         found = datasets.examine(loader.dataset)
-        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in run.spec.volumes])
-        where = "Kubernetes" if run.backend.name == "kubernetes" else "Docker"
+        missing = datasets.uncovered(found.paths, [volume.mount_path for volume in spec.volumes])
+        where = "Kubernetes" if place == "kubernetes" else "Docker"
         remedy = f'on=kd.{where}(volumes={{"/data": ...}})'
         if missing:
             more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
@@ -233,7 +238,7 @@ def _data_warnings(call: Call, run: Run) -> Iterator[str]:
         if found.memory_bytes > _LARGE_BYTES:
             yield (
                 f"{argument}: its dataset holds {found.memory_bytes / 1e6:.0f} MB in memory, which are sent to each of "
-                f"{run.spec.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
+                f"{spec.topology.number_of_pods} pods. Put the data on a volume, and read it there: {remedy}"
             )
 
 

@@ -251,14 +251,14 @@ def _mountable(path: str) -> str:
     mount = re.sub("/+", "/", str(pathlib.PurePosixPath(path)))
     if ":" in mount or not mount.isprintable():
         raise ConfigError("volumes", f"{show(mount)} cannot be a path in a pod", "Leave out ':' and control characters")
-    hidden = _hidden(mount)
+    hidden = hidden_by(mount)
     if hidden:
         problem = f"a volume at {mount!r} would hide {hidden}"
         raise ConfigError("volumes", problem, "Mount it elsewhere, such as at '/data'")
     return mount
 
 
-def _hidden(mount: str) -> str:
+def hidden_by(mount: str) -> str:
     """What a volume at this path would hide from the pod; empty if nothing that matters."""
     if mount == "/":
         return "the whole image"

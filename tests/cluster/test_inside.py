@@ -31,19 +31,25 @@ print("ranks:", [f"{replica.rank} {replica.state}" for replica in status.replica
 """
 
 LARGE = """
-import os
+import os, pathlib
 
 def add_one(weights):
     print("host", os.uname().nodename)
+    print("read", pathlib.Path("HOME/data/note.txt").read_text())
     return weights + 1
+
+# The pods see the notebook's home, which nothing in the call says.
+pathlib.Path("HOME/data").mkdir()
+pathlib.Path("HOME/data/note.txt").write_text("of the notebook")
 
 weights = torch.arange(1_000_000, dtype=torch.float32)
 large = kd.launch(add_one, weights, **pods)
 print("large", [torch.equal(value, weights + 1) for value in large.results(200)])
 print("sent through the API server:", any("snapshot was sent" in line.text for line in large.logs()))
 print("hosts:", sorted(line.text for line in large.logs() if line.text.startswith("host ")))
+print("read:", [line.text for line in large.logs() if line.text.startswith("read ")])
 print("names:", job.name, large.name)
-"""
+""".replace("HOME", HOME)
 
 RUN = f"""
 import json, pathlib, shutil, sys
@@ -145,6 +151,11 @@ def test_what_is_large_travels_by_the_notebook_s_own_volume(executed):
     assert "large [True, True]" in executed[1]
     assert "sent through the API server: False" in executed[1]
     assert "/.kale-dist, a volume of this notebook's pod" in executed[0]
+
+
+def test_the_notebook_s_own_volume_is_mounted_at_the_same_path(executed):
+    assert "[kale-dist] The pods mount pvc://home at /home/me, as this notebook's own pod does" in executed[0]
+    assert "read: ['read of the notebook', 'read of the notebook']" in executed[1]
 
 
 def test_the_pods_ran_the_notebook_s_image_without_a_token(executed, namespace):

@@ -11,7 +11,7 @@ import yaml
 from on_cluster import IMAGE, grant, run_kubectl
 from test_inside import PACKAGES, REPOSITORY, least_role, log_of_ended
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 PIPELINE = """
 from kfp import compiler, dsl

@@ -9,22 +9,32 @@ import uuid
 
 import nbformat
 import pytest
-from on_cluster import IMAGE
+from on_cluster import IMAGE, make_claim
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The tour has outputs, failures among them, and a test of its own.
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "tour")
-ON_A_CLUSTER = {"cluster"}
+ON_A_CLUSTER = {"cluster", "data"}
+NIGHTLY = {"data"}
 IN_CONTAINERS = {"packages"}
 
 
-@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+def listed():
+    return [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in NIGHTLY else [])
+        for path in NOTEBOOKS
+    ]
+
+
+@pytest.fixture(scope="module", params=listed())
 def executed(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("executed") / request.param.name
     settings = {"PYTHONPATH": str(ROOT)}
     if request.param.stem in ON_A_CLUSTER:
         settings["KALE_DIST_NAMESPACE"] = request.getfixturevalue("make_namespace")()
         settings["KALE_DIST_IMAGE"] = IMAGE
+    if request.param.stem == "data":
+        make_claim(settings["KALE_DIST_NAMESPACE"], "datasets")
     if request.param.stem in IN_CONTAINERS:
         settings["KALE_DIST_IMAGE"] = request.getfixturevalue("image")
         settings["KALE_DIST_REGISTRY"] = f"{IMAGE.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}"

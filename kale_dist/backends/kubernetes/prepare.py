@@ -6,6 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import pathlib
+import sys
 
 from kale_dist import config, records
 from kale_dist.backends.kubernetes import checks, client, errand, self_pod, served, submit
@@ -18,6 +19,7 @@ from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.image import for_job
 from kale_dist.spec import JobSpec
 from kale_dist.url_store import UrlStore
+from kale_dist.volumes import Volume, VolumeKind, hidden_by
 
 _MIB = 1 << 20
 _LONG_S = 3600.0
@@ -48,6 +50,7 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     settled = dataclasses.replace(
         spec,
         image=_image(spec, configured, own),
+        volumes=(*spec.volumes, *own_volumes(spec, own, namespace)),
         store=spec.store or configured.store or _own_volume(own),
         cluster=dataclasses.replace(
             options,
@@ -72,6 +75,12 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
         settled = dataclasses.replace(settled, resources=limit)
     if not submits:
         return settled
+    for volume in settled.volumes[len(spec.volumes) :]:
+        claim = f"{volume.source}/{volume.sub_path}".rstrip("/")
+        _say(
+            f"The pods mount pvc://{claim} at {volume.mount_path}, as this notebook's own pod does. "
+            f"volumes={{{volume.mount_path!r}: 'emptydir://'}} leaves it out"
+        )
     if settled.store and not spec.store and not configured.store:
         warn(
             f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
@@ -174,6 +183,30 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
         ask=ask,
         adds_torch=spec.cluster.kind != "tf",
     )
+
+
+def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Volume, ...]:
+    """The claims of the notebook's own pod that other pods can mount, too: a path then means the same in both.
+
+    Args:
+        spec: The job, whose own volumes go first.
+        own: This process's pod; None outside of the cluster.
+        namespace: Where the job runs: a claim is its namespace's.
+    """
+    if own is None or own.namespace != namespace:
+        return ()
+    taken = {volume.mount_path for volume in spec.volumes}
+    return tuple(
+        Volume(
+            mount_path=claim.path, source=claim.claim, kind=VolumeKind.CLAIM, sub_path=claim.sub_path, read_only=claim.read_only
+        )
+        for claim in own.claims
+        if "ReadWriteMany" in claim.access_modes and claim.path not in taken and not hidden_by(claim.path)
+    )  # fmt: skip
+
+
+def _say(line: str) -> None:
+    print(f"[kale-dist] {line}", file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as other notes are
 
 
 def _own_volume(own: SelfPod | None) -> str:
