@@ -27,6 +27,7 @@ from kale_dist.errors import (
     warn,
 )
 from kale_dist.outcomes import OutcomeReader
+from kale_dist.profiles import Profile
 from kale_dist.runtime.given_models import Returned
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -146,7 +147,7 @@ class Job(Generic[R]):
         """What the ranks reported so far, one row each: `pandas.DataFrame(job.metrics)` makes a table.
 
         A row has `time` (seconds since 1970), `epoch` and `step` (or None), `rank` (None for an average over ranks),
-        `source` (`train`, `eval` or `report`) and the reported names.
+        `source` (`train`, `eval`, `report`, `strategy` for bytes sent and time in collectives, ...) and the reported names.
         """
         return [
             {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
@@ -297,6 +298,19 @@ class Job(Generic[R]):
         self._trained.check()
         self._succeed(None)
         return self._outcomes.kept_state("averaged_state", self.status.attempt)
+
+    def profile(self) -> Profile:
+        """Where the time of a step goes in each rank, if the call had `profile=`. Printed, it is a table; `trace()` writes a file.
+
+        Raises:
+            ResultUnavailableError: There is no profile, or not yet.
+        """
+        found = Profile(self.status, self.results)
+        if not found.rows:
+            ended = self.status.is_final
+            remedy = "Pass profile=10 to distribute()" if ended else "It comes after these steps, if profile= was given"
+            raise ResultUnavailableError(f"{self.ref} has no profile{'' if ended else ' yet'}. {remedy}", self.ref)
+        return found
 
     def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`; of `launch`, rank 0's value.

@@ -74,6 +74,7 @@ class Training:
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     state: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
+    profile: int | None = None
     save_to: Any = None
     """As the call gave it; `save_to.settle` says what it stands for."""
 
@@ -97,8 +98,9 @@ class Training:
         _check_scheduler(self.scheduler, self.optimizer)
         for argument in ("epochs", "accumulate"):
             check_count(argument, getattr(self, argument))
-        if self.checkpoint_every is not None:
-            check_count("checkpoint_every", self.checkpoint_every)
+        for argument in ("checkpoint_every", "profile"):
+            if getattr(self, argument) is not None:
+                check_count(argument, getattr(self, argument))
         for argument in ("split_batches", "shard"):
             check_flag(argument, getattr(self, argument))
         precision, clip_norm = self.precision, self.clip_norm

@@ -42,7 +42,7 @@ _PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
 _FIRST_PAGE = "the page of the cell"
 _STATIC = pathlib.Path(__file__).parent / "static"
-_PARTS = ("head", "progress", "error", "curves", "ranks", "notes")
+_PARTS = ("head", "progress", "error", "curves", "profile", "ranks", "notes")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,6 +92,7 @@ class JobWidget(anywidget.AnyWidget):
     progress = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode().tag(sync=True)
     curves = traitlets.Unicode().tag(sync=True)
+    profile = traitlets.Unicode().tag(sync=True)
     ranks = traitlets.Unicode().tag(sync=True)
     notes = traitlets.Unicode().tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)

@@ -15,6 +15,7 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
+from kale_dist.training.profiling import CLOCK, Profiler
 from kale_dist.training.sharding import Pace, Portion
 from kale_dist.training.strategies.protocol import Strategy
 
@@ -32,6 +33,8 @@ class Feed:
     pace: Pace | None = None
     """None for a loader that is not trained on."""
     strategy: Strategy | None = None
+    profiler: Profiler | None = None
+    """None where no profile is wanted."""
     loss: Callable[[], float | None] = lambda: None
     """Gives the latest loss, for the progress."""
     epoch: int = 1
@@ -164,12 +167,17 @@ class Batches:
             feed.end_batch()
         else:
             feed.change_to(self)
-        try:
-            portion, batch = self._next() if feed.row.is_alone else self._next_of_peers()
-        except StopIteration:
-            self._finish()
-            raise
-        batch = move(batch, feed.group.device)
+        if feed.profiler is not None:
+            feed.profiler.begin_step(feed.epoch)
+        with CLOCK.phase("data"):
+            try:
+                portion, batch = self._next() if feed.row.is_alone else self._next_of_peers()
+            except StopIteration:
+                self._finish()
+                raise
+            batch = move(batch, feed.group.device)
+        if feed.profiler is not None:
+            feed.profiler.took_batch()
         self.index += 1
         self._samples += portion.local
         feed.samples += portion.local

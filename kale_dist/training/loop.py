@@ -25,6 +25,7 @@ from kale_dist.training.checkpoint import Progress, Resumption, Trained, describ
 from kale_dist.training.group import Group, copy_where_differing, differing, fingerprint, trained_tensors
 from kale_dist.training.notices import Captured, Losses
 from kale_dist.training.optimizer import OptimizerControl, Schedules
+from kale_dist.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.training.result import (
     Averaged,
     Optimizers,
@@ -73,6 +74,7 @@ def train(
     seed: int | None = None,
     state: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
+    profile: int | None = None,
     save_to: str | None = None,
 ) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
@@ -106,6 +108,7 @@ def train(
         seed: Seed of the ranks with shard 0 of the data, shard s gets seed + s; None where the rank is seeded already.
         state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
         callbacks: Those of `kale_dist.callbacks`, and functions of (epoch, metrics, model) that rank 0 calls after each epoch.
+        profile: Steps of which to take a profile; None for none.
         save_to: Where rank 0 writes the trained weights: an absolute path, or a URL that fsspec opens.
 
     Returns:
@@ -139,7 +142,7 @@ def train(
             loaders=tuple(data for data in loaders if data is not None),
         )
         calls = Callbacks(callbacks, epochs, model)
-        session = Session(group, trained, strategy, calls, epochs=epochs, precision=precision)
+        session = Session(group, trained, strategy, calls, epochs=epochs, precision=precision, profile=profile)
         session.open(
             stack,
             accumulate=accumulate,
@@ -201,6 +204,7 @@ class Session:
         *,
         epochs: int,
         precision: str | None,
+        profile: int | None,
     ) -> None:
         self.group = group
         self.callbacks = callbacks
@@ -208,6 +212,8 @@ class Session:
         self.epochs = epochs
         self._settings = settings
         self._precision = precision
+        self._profile_steps = profile
+        self._profiler: Profiler | None = None
         self._strategy_totals: dict[str, float] = {}
         self._structure = Structure.of(trained.model)
         self._losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
@@ -225,6 +231,7 @@ class Session:
     ) -> None:
         """Alter everything in place; the stack undoes it."""
         group, device, trained = self.group, self.group.device, self.trained
+        stack.enter_context(CLOCK.watching_collectives())
         train_loader, *eval_loaders = trained.loaders
         self._move()
         self.resumption = Resumption(group, trained)
@@ -269,12 +276,15 @@ class Session:
         )
         stack.enter_context(self.control.installed())
         stack.enter_context(self._losses.watched(trained.criterion))
+        if self._profile_steps and self.layout.shard is not None:
+            self._profiler = Profiler(self._profile_steps, device, self.strategy)
         self.train_feed = Feed(
             name="train",
             group=column,
             row=row,
             pace=pace,
             strategy=self.strategy,
+            profiler=self._profiler,
             loss=self._losses.latest,
             epochs=self.epochs,
         )
@@ -367,12 +377,15 @@ class Session:
         self.group.say(text)
 
     def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any], source: str = "") -> Averaged:
+        before_s = collective_s()
         feed.begin(epoch)
         with self._autocast():
             returned = call()
         feed.end()
         is_training = feed is self.train_feed
         if is_training:
+            if self._profiler is not None:
+                self._profiler.end(epoch)
             self.control.flush()
             self.strategy.end_epoch()
         else:
@@ -380,6 +393,9 @@ class Session:
         has_replicas = len(self.layout.replicas) > 1
         prints = fingerprint(self.named.values()) if is_training and has_replicas else []
         numbers = self.strategy.metrics() if is_training else {}
+        if is_training and not self.group.is_alone:
+            # Numbers are summed over ranks.
+            numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
         outcome = average(self.group, normalise(name, returned), feed.samples, (prints, numbers))
         if is_training:
             self._mend_drift([prints for prints, _ in outcome.extras], epoch)
@@ -485,8 +501,9 @@ class Session:
         self, values: dict[str, float], epochs: int, state: FullState | None, extra: dict[str, Any], *, stopped: bool
     ) -> TrainingResult:
         """The outcome, after everything was undone."""
+        trace = None if self._profiler is None else self._profiler.trace
         if state is None:
-            return TrainingResult(metrics=values, epochs=epochs, stopped_early=stopped)
+            return TrainingResult(metrics=values, epochs=epochs, stopped_early=stopped, trace=trace)
         changed = self._structure.difference(Structure.of(self.trained.model, state.model))
         return TrainingResult(
             metrics=values,
@@ -499,6 +516,7 @@ class Session:
             model=self.trained.model if changed else None,
             reason=changed,
             strategy=self._strategy_totals,
+            trace=trace,
             **extra,
         )
 

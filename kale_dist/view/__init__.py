@@ -8,9 +8,11 @@ notebook, an exported page, and a viewer that strips styles.
 from __future__ import annotations
 
 from kale_dist.view.markup import html, parts
+from kale_dist.view.markup import profile as profile_html
+from kale_dist.view.plain import profile as profile_text
 from kale_dist.view.plain import text
 
-__all__ = ["LOG_LINES", "html", "parts", "text"]
+__all__ = ["LOG_LINES", "html", "parts", "profile_html", "profile_text", "text"]
 
 LOG_LINES = 12
 """Lines of the log's end that a picture has room for."""

@@ -99,11 +99,11 @@ class _Box:
 def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
     """The curves of a job's metrics, loss and accuracy first, else in the order of their first report.
 
-    What a strategy counts (bytes, staleness) is in `job.metrics` alone: it would outnumber what the training is about.
+    What a strategy counts (bytes, staleness) and a profile are left out: it would outnumber what the training is about.
     """
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
-        for name, value in row.values if row.source != "strategy" else ():
+        for name, value in row.values if row.source not in ("strategy", "profile") else ():
             # What a step returned is an average over ranks, no matter which rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))

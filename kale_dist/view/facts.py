@@ -10,6 +10,9 @@ from collections.abc import Callable
 from kale_dist.contract import LogLine, RankStateName, StateName
 from kale_dist.status import JobStatus, RankProgress, ReplicaStatus, Usage
 
+_CLEARLY = 1.1
+"""A rank that computes this much longer than the mean of the others is called the slowest."""
+
 MAX_LINE_CHARACTERS = 600
 """A longer line of the log is cut in a picture (never in the log)."""
 
@@ -211,6 +214,36 @@ def table(status: JobStatus, limit: int) -> Table:
         numeric=tuple(numeric for _, numeric, _ in shown),
         rows=tuple(zip(*(cells for _, _, cells in shown), strict=True)),
         left_out=len(status.replicas) - len(replicas),
+    )
+
+
+_PHASES = ("data", "forward", "backward", "exchange", "optimizer")
+
+
+def profile(status: JobStatus, limit: int) -> Table:
+    """Where the time of a step goes, if a profile was taken: milliseconds and shares of each rank, at most `limit`.
+
+    The rank that the others wait for is marked: the one whose step takes longest without the exchange, if that is clear.
+    """
+    last = {row.rank: dict(row.values) for row in status.metrics if row.source == "profile" and row.rank is not None}
+    ranks = sorted(last)
+    own = {rank: last[rank]["step_s"] - last[rank]["exchange_s"] for rank in ranks}
+    slowest = max(ranks, key=own.__getitem__, default=None)
+    others = [own[rank] for rank in ranks if rank != slowest]
+    is_clear = slowest is not None and bool(others) and own[slowest] > _CLEARLY * sum(others) / len(others)
+    rows = []
+    for rank in ranks[:limit]:
+        values, total = last[rank], last[rank]["step_s"] or math.inf
+        cells = [f"{number(1000 * values[f'{name}_s'])} ({values[f'{name}_s'] / total:.0%})" for name in _PHASES]
+        rows.append(
+            (str(rank), number(1000 * values["step_s"]), *cells, "the slowest" if is_clear and rank == slowest else "")
+        )
+    width = 2 + len(_PHASES) + (1 if is_clear else 0)
+    return Table(
+        titles=("rank", "ms a step", *_PHASES, "remark")[:width],
+        numeric=(True,) * (2 + len(_PHASES)) + ((False,) if is_clear else ()),
+        rows=tuple(row[:width] for row in rows),
+        left_out=len(ranks) - len(rows),
     )
 
 

@@ -85,7 +85,7 @@ def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
         now: As in `html`.
 
     Returns:
-        `head`, `progress`, `error`, `curves`, `ranks` and `notes`, in the order in which they are shown; empty where
+        `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty where
         there is nothing to show. The values of curves under the pointer are the page's to show, from `data-kd-at`.
     """
     return _parts(status, now, is_frozen=False, has_titles=False)
@@ -97,6 +97,7 @@ def _parts(status: JobStatus, now: float | None, *, is_frozen: bool, has_titles:
         "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
         "curves": _curves(status, has_titles=has_titles),
+        "profile": profile(status),
         "ranks": _ranks(status, is_frozen=is_frozen),
         "notes": _notes(status),
     }
@@ -219,6 +220,33 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
         f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>{more}'
     )
     return f'<div style="margin-top:12px">{_folded(status, drawn)}</div>'
+
+
+def profile(status: JobStatus) -> str:
+    """The table of a profile; empty if there is none."""
+    table = facts.profile(status, _MAX_RANKS)
+    if not table.rows:
+        return ""
+    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;white-space:nowrap;text-align:"
+    sides = ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
+    head = "".join(
+        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'
+        for title, side in zip(table.titles, sides, strict=True)
+    )
+    body = "".join(
+        f'<tr style="background:none"><th scope="row" style="{cell}left;font-weight:400">{rank}</th>'
+        + "".join(
+            f'<td style="{cell}{side}">{_text(value)}</td>' for value, side in zip(others, sides[1:], strict=True)
+        )
+        + "</tr>"
+        for rank, *others in table.rows
+    )
+    return (
+        '<div style="margin-top:14px"><div style="font-weight:600;margin-bottom:3px">Where the time of a step goes</div>'
+        f'<div {_KEYS} role="group" aria-label="Profile" style="overflow:auto;max-height:300px">'
+        f'<table style="width:auto;margin:0;border-collapse:collapse;font-size:12px;{_FIGURES};color:inherit;background:none">'
+        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table></div></div>'
+    )
 
 
 def _folded(status: JobStatus, table: str) -> str:

@@ -36,6 +36,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
         lines += table(titles, ranks.rows, right=frozenset(index for index, flag in enumerate(ranks.numeric) if flag))
     if ranks.left_out:
         lines.append(f"and {ranks.left_out:,} more")
+    lines += profile(status)
     error = facts.first_error(status)
     if error is not None:
         lines.append(f"error of rank {error[0]}: {error[1]}")
@@ -43,6 +44,14 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     if tail:
         lines += ["", *(f"{line.prefix} {facts.log_text(line)}".rstrip() for line in tail)]
     return "\n".join(lines)
+
+
+def profile(status: JobStatus) -> list[str]:
+    """Lines of the table of a profile; none if there is none."""
+    spent = facts.profile(status, _MAX_RANKS)
+    if not spent.rows:
+        return []
+    return ["where the time of a step goes:", *table(spent.titles, spent.rows, right=frozenset(range(7)))]
 
 
 def progress_line(status: JobStatus, now: float | None) -> str:

@@ -219,7 +219,7 @@ const ANSWER_MS = 2000; // a kernel that runs a cell may answer late, or never b
 const SAID_MS = 6000;
 const MAX_WAIT_MS = 60000;
 const ENDED = ["succeeded", "failed", "cancelled"];
-const PARTS = ["head", "progress", "error", "curves", "ranks", "notes"];
+const PARTS = ["head", "progress", "error", "curves", "profile", "ranks", "notes"];
 const AFTER = {
   cancel: "The job is cancelled then.",
   retry: "The job is submitted again then.",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from kale_dist.training.group import Group
+from kale_dist.training.profiling import timed
 from kale_dist.training.strategies.exchanges import DONE, AllReduce
 
 _RANK = 4
@@ -50,6 +51,7 @@ class _Running:
     def __init__(self, future: Any, flat: Tensor) -> None:
         self._future, self._flat = future, flat
 
+    @timed
     def wait(self) -> None:
         """Wait, and have the outcome in the bucket."""
         outcome = self._future.wait()

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kale_dist.errors import KaleDistError
 from kale_dist.training.group import Group
+from kale_dist.training.profiling import timed
 
 SLOT_BYTES = 4 << 20
 """A slot's size at most: what is longer is exchanged in pieces. Small enough to stay in a core's cache."""
@@ -195,6 +196,7 @@ class SharedSum:
         ]
         self.bytes_written = 0
 
+    @timed
     def average(self, tensors: Sequence[Tensor], note: bytes) -> list[bytes]:
         """Replace contiguous tensors by their means over ranks. All ranks get the same bits.
 

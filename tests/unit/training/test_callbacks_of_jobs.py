@@ -55,7 +55,7 @@ def trained(strategy, average, lost=None):
         assert job.status.attempt == (lost is not None)
         assert (result.epochs, result.stopped_early, result.best_epoch) == (5, True, 2)
         assert any(note.startswith("Stopped early, after epoch 5 of 6: eval/score") for note in job.status.notes)
-        assert any("epoch 2 (eval/score 3)" in note for note in job.status.notes)
+        assert any("Epoch 2 was the best (eval/score 3)" in note for note in job.status.notes)
         return model.state_dict(), job.best_state_dict(), job.averaged_state_dict()
     finally:
         job.delete()

@@ -1,0 +1,103 @@
+"""Where the time goes: phases that add up, a trace of each rank, and time in collectives without being asked."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.errors import ConfigError, ResultUnavailableError
+from kale_dist.training.profiling import CLOCK
+
+PHASES = ("data_s", "forward_s", "backward_s", "exchange_s", "optimizer_s")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
+
+
+def start(**options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    x = torch.randn(64, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, on="local", seed=0, threads=1, **options)
+
+
+def test_a_profile_says_where_each_rank_spends_its_time(tmp_path):
+    job = start(number_of_processes=2, profile=3, epochs=2)
+    try:
+        job.result()
+        profile = job.profile()
+        assert [(row["rank"], row["steps"]) for row in profile.rows] == [(0, 3), (1, 3)]
+        for row in profile.rows:
+            assert sum(row[name] for name in PHASES) == pytest.approx(row["step_s"])
+            assert all(row[name] > 0 for name in PHASES)
+        assert repr(profile).splitlines()[1].split()[:4] == ["rank", "ms", "a", "step"]
+        assert "Where the time of a step goes" in profile._repr_html_()
+        assert "Where the time of a step goes" in job._repr_mimebundle_()["text/html"]
+        trace = json.loads(gzip.decompress(profile.trace(1, tmp_path / "trace.gz").read_bytes()))
+        assert trace["distributedInfo"]["rank"] == 1
+        assert {"data", "forward", "backward", "optimizer"} <= {event.get("name") for event in trace["traceEvents"]}
+        with pytest.raises(ConfigError, match="no rank 2"):
+            profile.trace(2)
+        numbers = [row for row in job.metrics if row["source"] == "strategy"]
+        assert [row["epoch"] for row in numbers] == [1, 2]
+        assert all(row["collective_s"] > 0 and row["bytes_sent"] > 0 for row in numbers)
+    finally:
+        job.delete()
+
+
+def test_an_epoch_that_is_too_short_ends_the_profile_and_one_process_has_no_collectives():
+    job = start(number_of_processes=1, profile=1000)
+    try:
+        job.result()
+        assert [row["steps"] for row in job.profile().rows] == [15]
+        assert not any("collective_s" in row for row in job.metrics)
+    finally:
+        job.delete()
+
+
+def test_without_a_profile_the_remedy_is_told():
+    job = start(number_of_processes=1)
+    try:
+        job.wait()
+        with pytest.raises(ResultUnavailableError, match="Pass profile=10"):
+            job.profile()
+    finally:
+        job.delete()
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ConfigError, match="profile"):
+            start(number_of_processes=1, profile=wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline", "local-sgd", "gossip", "parameter-server"])
+def test_every_strategy_is_profiled(strategy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(64, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), optimizer, on="local", threads=1, number_of_processes=2, profile=3,
+        strategy=strategy,
+    )  # fmt: skip
+    try:
+        job.result()
+        rows = job.profile().rows
+        assert len(rows) == (1 if strategy == "parameter-server" else 2)
+        assert all(sum(row[name] for name in PHASES) == pytest.approx(row["step_s"]) for row in rows)
+        assert all(row["collective_s"] > 0 for row in job.metrics if row["source"] == "strategy")
+    finally:
+        job.delete()
+
+
+def test_phases_exclude_each_other():
+    before = dict(CLOCK.totals)
+    with CLOCK.phase("outer"), CLOCK.phase("inner"), CLOCK.phase("inner"):
+        pass
+    assert CLOCK.totals["inner"] > before.get("inner", 0.0)
+    assert CLOCK._stack == []
