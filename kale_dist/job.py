@@ -368,10 +368,29 @@ class Job(Generic[R]):
         return self._passed_on(self._backend.logs(self._ref, follow=follow, ranks=wanted, tail=tail))
 
     def stream_logs(self) -> None:
-        """Print the log until the job has ended, each line after its rank."""
-        with self._interruptible():
-            for line in self._backend.logs(self._ref, follow=True):
-                print(line, flush=True)  # noqa: T201 - this is what it is for
+        """Print the log until the job has ended, each line after its rank, and a line for the metrics of each epoch."""
+        from kale_dist.view import plain
+
+        printing = threading.Lock()
+        shown = 0
+
+        def show(status: JobStatus) -> None:
+            nonlocal shown
+            with printing:
+                for row in status.metrics[shown:]:
+                    if row.source != "report":
+                        print(plain.metrics_line(row), flush=True)  # noqa: T201 - this is what it is for
+                # Fewer than before where a restart has taken some back.
+                shown = len(status.metrics)
+
+        unsubscribe = self.subscribe(show)
+        try:
+            with self._interruptible():
+                for line in self._backend.logs(self._ref, follow=True):
+                    print(line, flush=True)  # noqa: T201 - likewise
+            show(self.status)
+        finally:
+            unsubscribe()
 
     def events(self) -> list[PlaceEvent]:
         """What the cluster has said of the job and its pods, oldest first: why they wait, where they run. Elsewhere nothing.

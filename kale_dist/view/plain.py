@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kale_dist.contract import LogLine, StateName
-from kale_dist.status import JobStatus
+from kale_dist.status import JobStatus, MetricRow
 from kale_dist.view import curves, facts
 
 _BAR_CELLS = 24
@@ -60,6 +60,12 @@ def progress_line(status: JobStatus, now: float | None) -> str:
     if percent is None or status.state is StateName.SUCCEEDED:
         return ""
     return f"{bar(percent / 100)} {facts.progress(status, now)}"
+
+
+def metrics_line(row: MetricRow) -> str:
+    """What an epoch's training or evaluation gave, in a line: `epoch 3, eval: loss 0.412, accuracy 0.91`."""
+    values = ", ".join(f"{facts.clean(name)} {facts.number(value)}" for name, value in row.values)
+    return f"{f'epoch {row.epoch}, ' if row.epoch is not None else ''}{row.source}: {values}"
 
 
 def bar(fraction: float, cells: int = _BAR_CELLS) -> str:

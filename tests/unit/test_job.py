@@ -202,6 +202,20 @@ def test_following_from_the_end_misses_and_doubles_nothing():
     assert [line.text for line in lines] == ["c"]
 
 
+def test_streamed_logs_show_the_metrics_of_each_epoch(capsys):
+    def script(run):
+        for epoch in (1, 2):
+            run.line(0, f"in epoch {epoch}")
+            values = {"loss": 1 / epoch, "accuracy": 0.5}
+            run.event(EventKind.METRICS, rank=None, epoch=epoch, source="train", values=values)
+
+    start(script).stream_logs()
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == [
+        "[0] in epoch 1", "[0] in epoch 2", "epoch 1, train: loss 1, accuracy 0.5", "epoch 2, train: loss 0.5, accuracy 0.5",
+    ]  # fmt: skip
+
+
 def test_kales_verbs_have_kales_meaning(capsys):
     go = threading.Event()
 
