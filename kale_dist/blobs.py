@@ -23,11 +23,12 @@ import json
 import mmap
 import os
 import pathlib
+import secrets
 import tempfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
@@ -238,6 +239,17 @@ def _padding(size: int) -> bytes:
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fresh(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A name beside a file, for its next version: it takes the file's place at the end of the block, but not after an error."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def map_file(path: str | os.PathLike[str]) -> memoryview:

@@ -399,11 +399,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
+    with wording.needing("notebook", "run", "to run a notebook"):
         from kale_dist.notebook_runner import documents, execution, in_cluster
-    except ImportError as error:
-        missing = f"{error.name} is not installed"
-        raise ConfigError("run", missing, f"Install what it needs: {wording.install('notebook')}") from error
     pod = {name: wording.parse(value) for name, value in options.pod.items()}
     pod |= {name: getattr(options, name) for name in ("image", "packages", "namespace") if getattr(options, name)}
     if options.in_cluster:

@@ -203,6 +203,14 @@ class JobFiles:
 # -- lines and records -------------------------------------------------------------------------------------------------
 
 
+def prefix_of(rank: int | None) -> str:
+    """What stands before a line of a rank, or of the agent (None), in every log that people see; `PREFIX` recognises it."""
+    return f"[{'kale-dist' if rank is None else rank}]"
+
+
+PREFIX = re.compile(r"\[(?:\d+|kale-dist)\] ")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogLine:
     """One line of a job's log."""
@@ -222,8 +230,8 @@ class LogLine:
 
     @property
     def prefix(self) -> str:
-        """Where it comes from: `[0]`, or `[kale-dist]` for the agent. Every log that people see has it from here."""
-        return f"[{'kale-dist' if self.rank is None else self.rank}]"
+        """Where it comes from: `[0]`, or `[kale-dist]` for the agent."""
+        return prefix_of(self.rank)
 
     def __str__(self) -> str:
         """The text behind its prefix: `[0] text`."""

@@ -11,7 +11,8 @@ import os
 import pathlib
 import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import BackendError, BackendUnavailableError
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 """An engine that says nothing for so long while it answers a request counts as gone."""
+
+_MIB = 1 << 20
+_SAY_EACH_S = 2.0
+"""Progress of a pull: often enough to see that it moves."""
 
 _POOL = 64
 """Connections that are kept: each container that is followed holds one."""
@@ -203,6 +208,67 @@ def explained(doing: str) -> Iterator[None]:
         yield
     except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
         raise explain(error, doing) from error
+
+
+def find_image(engine: Engine, name: str) -> dict[str, Any] | None:
+    """What the engine knows of an image; None where it does not have it."""
+    import docker.errors
+
+    with explained(f"looking for the image {name}"):
+        try:
+            return dict(engine.api.inspect_image(name))
+        except docker.errors.ImageNotFound:
+            return None
+
+
+def ensure_image(
+    engine: Engine,
+    image: str,
+    *,
+    platform: str = "",
+    auth_config: dict[str, str] | None = None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Have an image on the engine. One that is there is not asked for again, as with `docker run`.
+
+    Args:
+        engine: Where.
+        image: Its reference.
+        platform: Operating system and processor; empty for the engine's own.
+        auth_config: What the registry is shown; None: what `docker login` has kept.
+        say: Called when the image is pulled, and every two seconds while it is.
+
+    Returns:
+        What the engine knows of it.
+
+    Raises:
+        BackendError: There is none, or it cannot be pulled; says what to do.
+    """
+    import docker.errors
+
+    there = find_image(engine, image)
+    if there is not None:
+        return there
+    doing, said = f"pulling the image {image}", time.monotonic()
+    say(f"The engine does not have the image {image} yet: it is pulled")
+    sizes: dict[str, tuple[int, int]] = {}
+    with explained(doing):
+        for event in engine.api.pull(
+            image, stream=True, decode=True, platform=platform or None, auth_config=auth_config
+        ):
+            if "error" in event:
+                raise explain(docker.errors.DockerException(str(event["error"])), doing)
+            detail = event.get("progressDetail") or {}
+            if event.get("status") == "Downloading" and detail.get("total"):
+                sizes[str(event.get("id"))] = int(detail.get("current") or 0), int(detail["total"])
+            elif event.get("status") == "Download complete" and str(event.get("id")) in sizes:
+                total = sizes[str(event["id"])][1]
+                sizes[str(event["id"])] = total, total
+            if sizes and time.monotonic() - said > _SAY_EACH_S:
+                said = time.monotonic()
+                done, total = (sum(values) for values in zip(*sizes.values(), strict=True))
+                say(f"{image}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+        return dict(engine.api.inspect_image(image))
 
 
 def _open(url: str, *, tls: bool) -> docker.DockerClient:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kale_dist import names
 from kale_dist.errors import ConfigError
 from kale_dist.recipe import ImageFile, Recipe
-from kale_dist.wording import install, shorten, show
+from kale_dist.wording import needing, shorten, show
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -192,9 +192,6 @@ def _environment(environment: tuple[tuple[str, str], ...]) -> tuple[tuple[str, s
 
 def _parser(argument: str) -> ModuleType:
     """The module that reads requirements, which needs the package `packaging`."""
-    try:
+    with needing("images", argument, "to make an image"):
         from kale_dist.image import requirements
-    except ModuleNotFoundError as error:
-        problem = f"images are made with the package {error.name}, which is not installed"
-        raise ConfigError(argument, problem, install("images")) from error
     return requirements

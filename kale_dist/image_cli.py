@@ -11,7 +11,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
 from kale_dist.recipe import Recipe
 from kale_dist.runtime import loading
-from kale_dist.wording import install
+from kale_dist.wording import needing
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -102,11 +102,8 @@ def _answer(path: str | None) -> bytes | None:
 
 def _place(options: argparse.Namespace, settings: config.Config) -> str:
     """Where images lie, as the option or the configuration says."""
-    try:
+    with needing("images", "image", "to make an image"):
         from kale_dist.image.resolve import repository_of
-    except ModuleNotFoundError as error:
-        missing = f"{error.name} is not installed"
-        raise ConfigError("image", missing, f"Install what it needs: {install('images')}") from error
 
     place = options.registry if options.registry is not None else settings.registry
     repository_of(place, "--registry" if options.registry is not None else "registry")

@@ -7,7 +7,6 @@ import dataclasses
 import datetime as dt
 import os
 import pathlib
-import secrets
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kale_dist import checks, interrupts, trackers, watch, weights
 from kale_dist.backends.base import Backend, JobRef, PlaceEvent
+from kale_dist.blobs import fresh
 from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
 from kale_dist.errors import (
     BackendError,
@@ -335,14 +335,11 @@ class Job(Generic[R]):
         value = self.state_dict(partial=partial) if self._spec.kind == "training" else self.result()
         if value is None:
             raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            torch.save(value, temporary)
-            temporary.replace(target)
+            with fresh(target) as temporary:
+                torch.save(value, temporary)
         except OSError as error:
             raise StoreError(f"{target} cannot be written: {error.strerror}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
         return target
 
     # -- the log ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import io
+import lzma
 import zipfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
@@ -29,11 +30,23 @@ def runtime_zip() -> bytes:
 
     The same installation gives the same bytes.
     """
+    return _zipped(_sources(), zipfile.ZIP_DEFLATED)
+
+
+@functools.cache
+def library() -> bytes:
+    """All of this library as a zip that is compressed as a whole: so it fits into the job's Secret."""
+    return lzma.compress(
+        _zipped(_files(importlib.resources.files("kale_dist"), "kale_dist"), zipfile.ZIP_STORED), preset=9
+    )
+
+
+def _zipped(files: Iterator[tuple[str, Traversable]], compression: int) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as packed:
-        for name, source in sorted(_sources()):
+        for name, source in sorted(files, key=lambda file: file[0]):
             entry = zipfile.ZipInfo(name, _EPOCH)
-            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.compress_type = compression
             entry.external_attr = _PLAIN_FILE
             packed.writestr(entry, source.read_bytes(), compresslevel=9)
     return buffer.getvalue()
@@ -46,13 +59,13 @@ def _sources() -> Iterator[tuple[str, Traversable]]:
         if (source := own / f"{module}.py").is_file():
             yield f"kale_dist/{module}.py", source
     for package in _PACKAGES:
-        yield from _python_files(own / package, f"kale_dist/{package}")
-    yield from _python_files(importlib.resources.files("cloudpickle"), "cloudpickle")
+        yield from _files(own / package, f"kale_dist/{package}", ".py")
+    yield from _files(importlib.resources.files("cloudpickle"), "cloudpickle", ".py")
 
 
-def _python_files(folder: Traversable, name: str) -> Iterator[tuple[str, Traversable]]:
+def _files(folder: Traversable, name: str, ending: str = "") -> Iterator[tuple[str, Traversable]]:
     for item in folder.iterdir():
-        if item.name.endswith(".py"):
+        if item.is_dir() and item.name != "__pycache__":
+            yield from _files(item, f"{name}/{item.name}", ending)
+        elif item.is_file() and item.name.endswith(ending):
             yield f"{name}/{item.name}", item
-        elif item.is_dir() and item.name != "__pycache__":
-            yield from _python_files(item, f"{name}/{item.name}")

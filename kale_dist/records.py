@@ -14,15 +14,17 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import getpass
 import json
 import os
 import pathlib
 import re
 import shutil
+import socket
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
-from kale_dist.blobs import FolderStore
+from kale_dist.blobs import FolderStore, fresh
 from kale_dist.contract import JobFiles
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.spec import JobSpec
@@ -30,6 +32,7 @@ from kale_dist.spec import JobSpec
 BLOBS_WARNING_BYTES = 20 << 30
 """From this size on a call warns that old snapshots fill the disk."""
 
+_CANCELLED = "cancelled"
 _DELETED = ".deleted-"
 _FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII)
 
@@ -167,12 +170,10 @@ def write(record: Record) -> None:
         StoreError: The disk is full or read-only.
     """
     target = files(record.name).record
-    fresh = target.with_suffix(".new")
     try:
-        fresh.write_text(json.dumps(record.to_json()))
-        fresh.replace(target)
+        with fresh(target) as file:
+            file.write_text(json.dumps(record.to_json()))
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise _store_error(target, error) from error
 
 
@@ -216,16 +217,14 @@ def write_run(run: Run) -> None:
         StoreError: The job's folder is gone, or the disk is full.
     """
     target = run.files.run_facts
-    fresh = target.with_suffix(".new")
     values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "files"}
     try:
         # Not its parents: a job that was deleted stays deleted.
         if run.number > 1:
             run.files.folder.mkdir(mode=0o700, exist_ok=True)
-        fresh.write_text(json.dumps(values))
-        fresh.replace(target)
+        with fresh(target) as file:
+            file.write_text(json.dumps(values))
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise _store_error(target, error) from error
 
 
@@ -346,3 +345,49 @@ def _store_error(path: pathlib.Path, error: OSError) -> StoreError:
         else "Set XDG_STATE_HOME to a folder you can write to"
     )
     return StoreError(f"{path} could not be written ({error.strerror or error}). {remedy}")
+
+
+# -- what processes of one machine share: who follows a job, and that its user cancelled it ------------------------------
+
+
+def identity() -> str:
+    """The user and machine that submit or cancel a job: `ann@laptop`."""
+    person = "somebody"
+    with contextlib.suppress(Exception):
+        person = getpass.getuser()
+    return f"{person}@{socket.gethostname()}"
+
+
+def mark_cancelled(files: JobFiles) -> None:
+    """Record that this user cancelled a job: it is then not restarted, however its pods end."""
+    with contextlib.suppress(OSError):
+        (files.folder / _CANCELLED).write_text(identity())
+
+
+def canceller(files: JobFiles) -> str:
+    """Who cancelled a job on this machine; empty if it was not cancelled."""
+    try:
+        return (files.folder / _CANCELLED).read_text() or "its user"
+    except OSError:
+        return ""
+
+
+def opened_lock(files: JobFiles) -> TextIO:
+    """The file of the lock that makes one process of several the follower of a job.
+
+    Raises:
+        StoreError: The job's folder is gone or cannot be written.
+    """
+    try:
+        return (files.folder / "follower.lock").open("a")
+    except OSError as error:
+        raise StoreError(f"{files.folder} could not be written: {error.strerror or error}") from error
+
+
+def try_lock(file: TextIO) -> bool:
+    """Whether this process is the one that follows the job, until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kale_dist.blobs import fresh
 from kale_dist.contract import StateName
 from kale_dist.errors import KaleDistError
 from kale_dist.job import Job, inside
@@ -170,9 +171,8 @@ class _Tracking:
         if place != self._place:
             self._place = place
             file = _file(self._job, self._tracker)
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps(dataclasses.asdict(place), default=str))
-            part.replace(file)
+            with fresh(file) as part:
+                part.write_text(json.dumps(dataclasses.asdict(place), default=str))
 
 
 def _file(job: Job[Any], tracker: Tracker) -> pathlib.Path:

@@ -15,7 +15,7 @@ import urllib.parse
 import uuid
 from collections.abc import Iterator, Sequence
 
-from kale_dist.blobs import Buffer, digest_of, map_file
+from kale_dist.blobs import Buffer, digest_of, fresh, map_file
 from kale_dist.contract import PodVariable
 from kale_dist.errors import KaleDistError, StoreError
 
@@ -123,13 +123,8 @@ class UrlStore:
             StoreError: There is none, or it cannot be read or written.
         """
         source = self._path(name)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-        try:
-            with self._asking(f"read {name}"):
-                self._fs.get_file(source, str(temporary))
-                temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with self._asking(f"read {name}"), fresh(path) as temporary:
+            self._fs.get_file(source, str(temporary))
 
     def put_file(self, name: str, path: pathlib.Path) -> None:
         """Copy a file into the store; one that is there is replaced.

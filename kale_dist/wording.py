@@ -6,8 +6,10 @@ import ast
 import contextlib
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from kale_dist.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
 
@@ -23,6 +25,28 @@ EXTRAS = {
 def install(extra: str) -> str:
     """The command that installs what a part of this library needs: `pip install 'docker<8'`."""
     return "pip install " + " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
+
+
+@contextlib.contextmanager
+def needing(extra: str, argument: str, what: str) -> Iterator[None]:
+    """Around imports: where a package is not installed, say so and how to install what that part needs.
+
+    Args:
+        extra: The part.
+        argument: What the user wrote that asks for it.
+        what: The same in words.
+
+    Raises:
+        ConfigError: A package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "kale_dist":
+            raise
+        problem = f"{what} needs the package {package!r}, which is not installed in this Python"
+        raise ConfigError(argument, problem, f"Install it: {install(extra)}") from None
 
 
 def show(value: Any) -> str:

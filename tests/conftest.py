@@ -157,11 +157,11 @@ def engine():
 @pytest.fixture(scope="session")
 def image(engine):
     """An image with this Python's minor version and torch, which the engine has."""
-    from kale_dist.backends.docker import preparation
+    from kale_dist.engine import ensure_image
     from kale_dist.errors import BackendError
 
     try:
-        preparation.ensure_image(engine, IMAGE)
+        ensure_image(engine, IMAGE, say=print)
     except BackendError as error:
         if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
             pytest.fail(f"{error}")

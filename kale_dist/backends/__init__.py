@@ -6,14 +6,10 @@ import functools
 from collections.abc import Callable
 
 from kale_dist.backends.base import Backend, Place
-from kale_dist.errors import ConfigError
-from kale_dist.wording import install
+from kale_dist.wording import needing
 
 NAMES = ("local", "docker", "kubernetes")
 """The words that `on=` takes."""
-
-_ENGINE_PACKAGES = ("docker", "requests", "urllib3")
-_CLIENT_PACKAGES = ("kubernetes", "websocket", "yaml")
 
 
 def get(name: str) -> Backend:
@@ -28,24 +24,12 @@ def get(name: str) -> Backend:
 
         return local.shared()
     if name == "docker":
-        try:
+        with needing(name, "on", repr(name)):
             from kale_dist.backends.docker.place import DockerPlace
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package not in _ENGINE_PACKAGES:
-                raise
-            problem = f"'docker' needs the package {package!r}, which is not installed in this Python"
-            raise ConfigError("on", problem, f"Install it: {install('docker')}") from None
         return _followed(DockerPlace)
     if name == "kubernetes":
-        try:
+        with needing(name, "on", repr(name)):
             from kale_dist.backends.kubernetes.place import KubernetesPlace
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package not in _CLIENT_PACKAGES:
-                raise
-            problem = f"'kubernetes' needs the package {package!r}, which is not installed in this Python"
-            raise ConfigError("on", problem, f"Install it: {install('kubernetes')}") from None
         return _followed(KubernetesPlace)
     raise KeyError(name)
 

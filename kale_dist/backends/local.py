@@ -11,18 +11,16 @@ import dataclasses
 import functools
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from kale_dist import records
 from kale_dist.backends import agent_client
 from kale_dist.backends.agent_client import AgentClient, Fingerprint
-from kale_dist.backends.base import Backend, JobRef, Plan
-from kale_dist.contract import LogLine, Order
+from kale_dist.backends.base import JobRef, Plan
+from kale_dist.contract import Order
 from kale_dist.errors import BackendError, BackendUnavailableError, JobNotFoundError
-from kale_dist.following import reader as job_reader
-from kale_dist.following.reader import JobReader
+from kale_dist.following.reader import FolderBackend
 from kale_dist.orders import order_of
 from kale_dist.records import Record
 from kale_dist.runtime import process_state, processes
@@ -36,16 +34,12 @@ _OWN_POLL_S = 1.0
 _DELETE_TIMEOUT_S = 15.0
 
 
-class LocalBackend(Backend):
+class LocalBackend(FolderBackend):
     """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        super().__init__(_agent_lives)
         self._client: AgentClient | None = None
-        self._readers: dict[str, JobReader] = {}
-        self._listeners: list[Callable[[JobRef], None]] = []
-        self._changed = threading.Condition()
-        self._changes = 0
         self._redelivered: set[str] = set()
         self._note = ""
 
@@ -53,10 +47,6 @@ class LocalBackend(Backend):
     def name(self) -> str:
         """The word that `on=` takes."""
         return "local"
-
-    def listen(self, callback: Callable[[JobRef], None]) -> None:
-        """Call `callback` from a thread of this backend whenever a job of this process may have changed."""
-        self._listeners.append(callback)
 
     def warm_up(self) -> None:
         """Have an agent that can run jobs of this process as its environment is now. Returns at once.
@@ -101,19 +91,6 @@ class LocalBackend(Backend):
         """What the job's files say now."""
         return self._reader(ref).status()
 
-    def logs(
-        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
-    ) -> Iterator[LogLine]:
-        """Lines of the log, only the last `tail` of those so far; with `follow` until the job has ended."""
-        reader = self._reader(ref)
-        return job_reader.lines(
-            reader.open_log(),
-            ranks,
-            tail,
-            lambda: reader.status().is_final,
-            (lambda: self._wait_for_lines(reader)) if follow else None,
-        )
-
     def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
         """End a job's ranks. If its agent is gone, so are they."""
         reader = self._reader(ref)
@@ -141,11 +118,11 @@ class LocalBackend(Backend):
             if time.monotonic() > deadline:
                 problem = f"{ref} has not ended within {_DELETE_TIMEOUT_S:.0f} s of its cancellation"
                 raise BackendError(f"{problem}; try again", retryable=True)
-            self._wait_for_change(0.05)
+            time.sleep(0.05)
         records.delete(ref.name)
         with self._lock:
             self._readers.pop(ref.name, None)
-        self._wake(ref.name)
+        self._tell(ref)
 
     def list(self) -> Sequence[JobRef]:
         """All jobs of this user on this machine, oldest first."""
@@ -161,7 +138,7 @@ class LocalBackend(Backend):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> AgentClient:
-        client = AgentClient(on_wake=self._wake, on_end=lambda: self._end(client))
+        client = AgentClient(on_wake=lambda job: self._tell(JobRef(self.name, job)), on_end=lambda: self._end(client))
         client.start()
         return client
 
@@ -195,14 +172,6 @@ class LocalBackend(Backend):
         )  # fmt: skip
         records.write(record)
 
-    def _wake(self, job: str) -> None:
-        with self._changed:
-            self._changes += 1
-            self._changed.notify_all()
-        ref = JobRef(self.name, job)
-        for callback in tuple(self._listeners):
-            callback(ref)
-
     def _end(self, client: AgentClient) -> None:
         """The agent's connection has ended: orders that it never took go to a new one, once. In the client's thread."""
         with self._lock:
@@ -213,27 +182,12 @@ class LocalBackend(Backend):
                     self._hand_over(order, records.read(order.job).spec)
             running = list(self._readers)
         for job in running:
-            self._wake(job)
+            self._tell(JobRef(self.name, job))
 
-    def _reader(self, ref: JobRef) -> JobReader:
-        if ref.backend != self.name:
-            raise JobNotFoundError(f"{ref} is not a job of the local backend")
-        with self._lock:
-            reader = self._readers.get(ref.name)
-            if reader is None or not reader.exists:
-                self._readers.pop(ref.name, None)
-                reader = self._readers[ref.name] = JobReader(ref.name, _agent_lives)
-            return reader
-
-    def _wait_for_lines(self, reader: JobReader) -> None:
+    def _attend(self, ref: JobRef) -> float:
         client = self._client
-        own = client is not None and client.alive and client.pid == reader.record().agent_pid
-        self._wait_for_change(_OWN_POLL_S if own else _FOREIGN_POLL_S)
-
-    def _wait_for_change(self, timeout_s: float) -> None:
-        with self._changed:
-            seen = self._changes
-            self._changed.wait_for(lambda: self._changes != seen, timeout_s)
+        own = client is not None and client.alive and client.pid == self._reader(ref).record().agent_pid
+        return _OWN_POLL_S if own else _FOREIGN_POLL_S
 
 
 def _agent_lives(record: Record) -> bool:

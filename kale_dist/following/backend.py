@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kale_dist import records
-from kale_dist.backends.base import Backend, JobRef, Place, PlaceEvent, Plan, RunHandle
-from kale_dist.contract import LogLine
+from kale_dist.backends.base import JobRef, Place, PlaceEvent, Plan, RunHandle
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
-from kale_dist.following import reader, verdict
+from kale_dist.following import verdict
 from kale_dist.following.follower import Follower, handle_of
-from kale_dist.following.reader import JobReader
+from kale_dist.following.reader import FolderBackend
 from kale_dist.records import Record, Run
 from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
@@ -24,7 +22,7 @@ WAIT_S = 0.5
 """How often a reader of a log looks for lines that another process has copied; its own follower wakes it."""
 
 
-class FollowedBackend(Backend):
+class FollowedBackend(FolderBackend):
     """Runs jobs at a place and follows them. One instance serves a whole process; it is safe to use from threads.
 
     Args:
@@ -32,23 +30,15 @@ class FollowedBackend(Backend):
     """
 
     def __init__(self, place: Place) -> None:
+        super().__init__(lambda _: True)
         self.place = place
         """Where containers run."""
-        self._lock = threading.RLock()
         self._followers: dict[str, Follower] = {}
-        self._readers: dict[str, JobReader] = {}
-        self._listeners: list[Callable[[JobRef], None]] = []
-        self._changed = threading.Condition()
-        self._changes = 0
 
     @property
     def name(self) -> str:
         """The word that `on=` takes."""
         return self.place.name
-
-    def listen(self, callback: Callable[[JobRef], None]) -> None:
-        """Call `callback` from a thread of this backend whenever a job may have changed."""
-        self._listeners.append(callback)
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
         """Fill in what a specification leaves open, and check whether the job could run."""
@@ -97,21 +87,6 @@ class FollowedBackend(Backend):
             self.place.noun,
             activity=follower.activity,
             problem=follower.problem,
-        )
-
-    def logs(
-        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
-    ) -> Iterator[LogLine]:
-        """Lines of all ranks, only the last `tail` of those so far; with `follow` until the job has ended."""
-        job = self._reader(ref)
-        if not job.status().is_final:
-            self._follow(ref)
-        return reader.lines(
-            job.open_log(),
-            ranks,
-            tail,
-            lambda: job.status().is_final,
-            (lambda: self._wait_for_change(ref)) if follow else None,
         )
 
     def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
@@ -172,7 +147,8 @@ class FollowedBackend(Backend):
             trust: Whether its results may be loaded although another user submitted it. None only looks: the job's key
                 is not taken, so that the job does not become one of this user's.
         """
-        self._check(ref)
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
         if records.exists(ref.record_name) and (trust is None or records.read_key(ref.record_name) is not None):
             return ref
         handle, key = self.place.adopt(ref, trust=trust)
@@ -265,30 +241,8 @@ class FollowedBackend(Backend):
             follower.stop()
             follower.join()
 
-    def _reader(self, ref: JobRef) -> JobReader:
-        self._check(ref)
-        with self._lock:
-            found = self._readers.get(ref.record_name)
-            if found is None or not found.exists:
-                self._readers.pop(ref.record_name, None)
-                found = self._readers[ref.record_name] = JobReader(ref.record_name, lambda _: True)
-            return found
-
-    def _check(self, ref: JobRef) -> None:
-        if ref.backend != self.name:
-            raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
-
-    def _tell(self, ref: JobRef) -> None:
-        with self._changed:
-            self._changes += 1
-            self._changed.notify_all()
-        for callback in tuple(self._listeners):
-            callback(ref)
-
-    def _wait_for_change(self, ref: JobRef) -> None:
+    def _attend(self, ref: JobRef) -> float:
         # A follower that failed (a full disk) is made again.
         with contextlib.suppress(JobNotFoundError):
             self._follow(ref)
-        with self._changed:
-            seen = self._changes
-            self._changed.wait_for(lambda: self._changes != seen, WAIT_S)
+        return WAIT_S

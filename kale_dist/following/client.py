@@ -7,15 +7,13 @@ import hashlib
 import http.client
 import io
 import json
-import os
 import pathlib
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kale_dist.backends.base import Connection
-from kale_dist.blobs import Store
+from kale_dist.blobs import Store, fresh
 from kale_dist.contract import MAC_HEADER, SIZE_HEADER, sign_request
 from kale_dist.errors import BackendError, StoreError
 
@@ -271,20 +269,15 @@ def writing(target: pathlib.Path) -> Iterator[io.BufferedWriter]:
         StoreError: The disk is full or read-only.
     """
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    except OSError as error:
-        raise _unwritable(target, error) from error
-    part = pathlib.Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with fresh(target) as part, part.open("wb") as file:
             yield file
-        part.replace(target)
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
             raise
-        raise _unwritable(target, error) from error
-    finally:
-        part.unlink(missing_ok=True)
+        raise StoreError(
+            f"{target} could not be written on the notebook's side: {error.strerror or error}. Free some space, or set "
+            "XDG_STATE_HOME to a folder on a larger disk"
+        ) from error
 
 
 def _check(answer: http.client.HTTPResponse, path: str) -> None:
@@ -321,13 +314,6 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
 
 def _cut(doing: str, error: BaseException) -> BackendError:
     return BackendError(f"The connection to the job's head was cut while {doing}: {error}", retryable=True)
-
-
-def _unwritable(target: pathlib.Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"{target} could not be written on the notebook's side: {error.strerror or error}. Free some space, or set "
-        "XDG_STATE_HOME to a folder on a larger disk"
-    )
 
 
 def _shifted(on_progress: OnProgress | None, done: int, total: int) -> Callable[[int], None]:

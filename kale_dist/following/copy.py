@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kale_dist import contract
+from kale_dist.blobs import fresh
 from kale_dist.contract import (
     INDEX_AGENT,
     Block,
@@ -283,9 +284,8 @@ class RunCopy:
 
     def _write_progress(self) -> None:
         self._progress_written = time.monotonic()
-        fresh = self._files.progress.with_suffix(".new")
-        fresh.write_text(json.dumps(self._progress))
-        fresh.replace(self._files.progress)
+        with fresh(self._files.progress) as file:
+            file.write_text(json.dumps(self._progress))
 
     def _recover_events(self) -> int:
         data = self._files.events.read_bytes()
@@ -305,10 +305,8 @@ class RunCopy:
             return
         parts.append(part.data)
         if len(parts) == part.count:
-            fresh = target.with_name(f".{target.name}.part")
-            with _writable(self._files):
-                fresh.write_bytes(b"".join(parts))
-                fresh.replace(target)
+            with _writable(self._files), fresh(target) as file:
+                file.write_bytes(b"".join(parts))
             del self._parts[part.attempt, part.rank]
 
 

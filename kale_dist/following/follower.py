@@ -20,7 +20,6 @@ from kale_dist import records
 from kale_dist.backends.base import JobRef, Look, Part, Place, RunHandle
 from kale_dist.contract import EventKind, FailureCause, StateName
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
-from kale_dist.following import claims
 from kale_dist.following.client import HeadClient
 from kale_dist.following.copy import RunCopy
 from kale_dist.following.head_reader import Clock, HeadReader
@@ -175,7 +174,7 @@ class Follower:
         Raises:
             BackendError: The place cannot be reached either.
         """
-        claims.mark_cancelled(self._files)
+        records.mark_cancelled(self._files)
         self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
         client = self.client()
         asked = False
@@ -196,8 +195,8 @@ class Follower:
     def _follow(self) -> None:
         self._listen()
         try:
-            with claims.opened_lock(self._files) as lock:
-                while not claims.try_lock(lock):
+            with records.opened_lock(self._files) as lock:
+                while not records.try_lock(lock):
                     # Another process follows. This one only looks, for what it shows until then.
                     self._run = records.runs(self._record.name)[-1]
                     self._handle = handle_of(self._place, self._record, self._run)
@@ -359,14 +358,14 @@ class Follower:
             if not copy.is_complete and not is_read:
                 return False
             is_explained = explains_loss(copy.verdict.get("cause") or "", look, self._spec.topology.number_of_pods)
-            if not (is_explained or claims.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
+            if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
                 return False
-            return self._end(judge(copy.verdict, look, self._spec, canceller=claims.canceller(self._files)))
+            return self._end(judge(copy.verdict, look, self._spec, canceller=records.canceller(self._files)))
         if head.state == "ended" if head is not None else bool(self._run.uid or look.gone or look.finished):
             if not is_read and reader is not None:
                 reader.hurry()
                 return False
-            return self._end(judge(None, look, self._spec, canceller=claims.canceller(self._files)))
+            return self._end(judge(None, look, self._spec, canceller=records.canceller(self._files)))
         self._decided = self._hopeless(look)
         if self._decided is not None:
             with contextlib.suppress(BackendError):
@@ -419,7 +418,7 @@ class Follower:
         if verdict.state is StateName.FAILED:
             self._results().keep_last_words(self._copy, self._heard)
         copy = self._copy
-        if verdict.is_lost and not claims.canceller(self._files):
+        if verdict.is_lost and not records.canceller(self._files):
             if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
                 self._plan_run(verdict.reason)
                 return False
@@ -493,7 +492,7 @@ class Follower:
     def _start_run(self) -> bool:
         """Create the objects of the run that was planned; whether the job is over because that cannot be."""
         runs = records.runs(self._record.name)
-        if who := claims.canceller(self._files):
+        if who := records.canceller(self._files):
             reason = f"The job was cancelled by {who}"
             return self._end(RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
         if self._key is None:

@@ -5,10 +5,10 @@ A job's runs are read in order as one log. A line's `sequence` is its position t
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import struct
 import threading
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from kale_dist import contract, records
+from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import (
     INDEX_AGENT,
     INDEX_ENTRY_BYTES,
@@ -92,7 +93,6 @@ class LogReader:
         self._first_attempt = 0 if number == 1 else _first_attempt(self._files)
         self._offset = 0
         self._next = 0
-        self._inode: int | None = None
 
     def _lines(self, found: Iterable[LogRecord], wanted: frozenset[int] | None) -> Iterator[LogLine]:
         for record in found:
@@ -116,11 +116,6 @@ class LogReader:
 
     def _records_of_run(self) -> Iterator[LogRecord]:
         with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if self._inode is not None and inode != self._inode:
-                # The oldest part of a long log was dropped: another file has the rest.
-                self._offset = 0
-            self._inode = inode
             file.seek(self._offset)
             start, blocks = self._offset, BlockReader()
             while piece := file.read(_PIECE_BYTES):
@@ -158,34 +153,6 @@ class LogReader:
                 if record is not None:
                     early += self._of_run(record).lines(first)
         return [*early, *late][-count:] if count else []
-
-
-def lines(
-    log: LogReader,
-    ranks: Iterable[int] | None,
-    tail: int | None,
-    is_final: Callable[[], bool],
-    wait: Callable[[], None] | None,
-) -> Iterator[LogLine]:
-    """Lines of a log; only the last `tail` of the lines so far.
-
-    Args:
-        log: At its first line.
-        ranks: Only these ranks' lines; None for all.
-        tail: How many of those there are; None for all.
-        is_final: Whether no more will come.
-        wait: Waits for more; None: those there are will do.
-    """
-    wanted = None if ranks is None else frozenset(ranks)
-    if tail is not None:
-        yield from log.tail(tail, wanted)
-    while wait is not None or tail is None:
-        # Asked before reading: what a job has written before it ended is then read for certain.
-        final = wait is None or is_final()
-        yield from log.read(wanted)
-        if final or wait is None:
-            return
-        wait()
 
 
 class JobReader:
@@ -352,3 +319,75 @@ def _identify(path: pathlib.Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return (found.st_ino, found.st_mtime_ns)
+
+
+class FolderBackend(Backend):
+    """What backends share whose jobs are folders of this machine: readers, and telling those who wait of changes.
+
+    Args:
+        lives: Tells from a record whether the process that writes the job's files still does.
+    """
+
+    def __init__(self, lives: Callable[[Record], bool]) -> None:
+        self._lives = lives
+        self._lock = threading.RLock()
+        self._readers: dict[str, JobReader] = {}
+        self._listeners: list[Callable[[JobRef], None]] = []
+        self._changed = threading.Condition()
+        self._changes = 0
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:
+        """Call `callback` from a thread of this backend whenever a job may have changed."""
+        self._listeners.append(callback)
+
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of all ranks, only the last `tail` of those so far; with `follow` until the job has ended."""
+        job = self._reader(ref)
+        if not job.status().is_final:
+            self._attend(ref)
+        return self._lines(ref, job, None if ranks is None else frozenset(ranks), tail, follow=follow)
+
+    def _lines(
+        self, ref: JobRef, job: JobReader, ranks: frozenset[int] | None, tail: int | None, *, follow: bool
+    ) -> Iterator[LogLine]:
+        log = job.open_log()
+        if tail is not None:
+            yield from log.tail(tail, ranks)
+        while follow or tail is None:
+            # Asked before reading: what a job has written before it ended is then read for certain.
+            seen, is_last = self._changes, not follow or job.status().is_final
+            yield from log.read(ranks)
+            if is_last:
+                return
+            timeout_s = self._attend(ref)
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: self._changes != seen, timeout_s)  # type: ignore[misc]
+
+    @abc.abstractmethod
+    def _attend(self, ref: JobRef) -> float:
+        """See that news of an unfinished job come; gives the seconds after which to look even without."""
+
+    def _reader(self, ref: JobRef) -> JobReader:
+        """The reader of a job's folder.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
+        with self._lock:
+            found = self._readers.get(ref.record_name)
+            if found is None or not found.exists:
+                self._readers.pop(ref.record_name, None)
+                found = self._readers[ref.record_name] = JobReader(ref.record_name, self._lives)
+            return found
+
+    def _tell(self, ref: JobRef) -> None:
+        """A job may have changed."""
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+        for callback in tuple(self._listeners):
+            callback(ref)

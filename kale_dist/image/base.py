@@ -227,8 +227,10 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
     if named.digest:
         return pinned(named.digest)
     if in_engine or recipe.apt:
+        from kale_dist.engine import find_image
+
         with connected(recipe) as engine:
-            there = inspect(engine, str(reachable))
+            there = find_image(engine, str(reachable))
         if there is not None:
             known = {entry.rpartition("@")[2] for entry in there.get("RepoDigests") or () if _is_of(entry, reachable)}
             if known:
@@ -439,45 +441,17 @@ def _run(engine: Engine, container: str) -> bytes:
     return bytes(engine.api.logs(container))
 
 
-def inspect(engine: Engine, name: str) -> dict[str, Any] | None:
-    """What the engine knows of an image; None where it does not have it."""
-    import docker.errors
-
-    from kale_dist.engine import explained
-
-    with explained(f"looking for the image {name}"):
-        try:
-            return dict(engine.api.inspect_image(name))
-        except docker.errors.ImageNotFound:
-            return None
-
-
 def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str], None]) -> dict[str, Any]:
     """What the engine knows of an image, which it pulls if it lacks it, with this user's credentials.
 
     Raises:
         BackendError: It cannot be pulled.
     """
-    import docker.errors
+    from kale_dist.engine import ensure_image
 
-    from kale_dist.engine import explain, explained
-
-    there = inspect(engine, image)
-    if there is None:
-        say(f"Pulling {image} into the Docker engine.")
-        reference = Reference.parse(image)
-        shown = auth.find(reference.registry, repository=reference.repository)
-        doing = f"pulling {image}"
-        name = str(reference.with_digest(reference.digest)) if reference.digest else reference.name
-        with explained(doing):
-            for event in engine.api.pull(
-                name, tag=None if reference.digest else reference.target, stream=True, decode=True,
-                auth_config=auth.for_engine(shown), platform=platform or None,
-            ):  # fmt: skip
-                if "error" in event:
-                    raise explain(docker.errors.DockerException(str(event["error"])), doing)
-            there = dict(engine.api.inspect_image(image))
-    return there
+    reference = Reference.parse(image)
+    shown = auth.find(reference.registry, repository=reference.repository)
+    return ensure_image(engine, image, platform=platform, auth_config=auth.for_engine(shown), say=say)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+from kale_dist.blobs import fresh
 from kale_dist.errors import ImageError, StoreError
 
 _BUILDING = "building-"
@@ -70,15 +71,8 @@ def write(path: pathlib.Path, data: bytes) -> None:
     """Keep something: whole or not at all, and not where there is no room, for it can be found out again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = pathlib.Path(file.name)
-            try:
-                file.write(data)
-                file.flush()
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with fresh(path) as file:
+            file.write_bytes(data)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from kale_dist.config import Config
 from kale_dist.errors import ConfigError, SnapshotError
 from kale_dist.recipe import ImageFile, Recipe
 from kale_dist.runtime import loading
-from kale_dist.wording import install
+from kale_dist.wording import needing
 
 if TYPE_CHECKING:
     from kale_dist.image.base import Ask
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _SAY_EACH_S = 2.0
 _BAR_LENGTH = 24
-_CLIENT_PACKAGES = ("isal", "packaging", "urllib3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,14 +135,8 @@ def make(
         )
     if recipe is None and image:
         return image
-    try:
+    with needing("images", "packages", "to make an image"):
         from kale_dist.image import resolve
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _CLIENT_PACKAGES:
-            raise
-        problem = f"to make an image needs the package {package!r}, which is not installed in this Python"
-        raise ConfigError("packages", problem, f"Install it: {install('images')}") from None
 
     def in_registry(made_of: Recipe, base: str) -> str:
         return resolve.resolve(

@@ -13,12 +13,12 @@ import os
 import pathlib
 import posixpath
 import tarfile
-import tempfile
 from collections.abc import Iterable
 from typing import IO, Any
 
 from isal import igzip_threaded
 
+from kale_dist.blobs import fresh
 from kale_dist.errors import ImageError
 from kale_dist.image import cache
 
@@ -67,27 +67,20 @@ def make_layer(entries: Iterable[Entry], out: pathlib.Path) -> Layer:
     ordered = sorted(entries, key=lambda entry: entry.path)
     _check(ordered)
     try:
-        with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".layer-", delete=False) as file:
-            temporary = pathlib.Path(file.name)
-            try:
-                packed = _Hashing(file.file)
-                with (
-                    igzip_threaded.open(  # type: ignore[no-untyped-call]
-                        packed, "wb", compresslevel=_LEVEL, threads=_THREADS, block_size=_BLOCK_BYTES
-                    ) as compressed,
-                    io.BufferedWriter(compressed, _BLOCK_BYTES) as blocks,
-                ):
-                    plain = _Hashing(blocks)
-                    with tarfile.TarFile(
-                        fileobj=plain, mode="w", format=tarfile.PAX_FORMAT, copybufsize=_BLOCK_BYTES
-                    ) as archive:
-                        for entry in ordered:
-                            _add(archive, entry)
-                file.flush()
-                temporary.replace(out)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with fresh(out) as temporary, temporary.open("wb") as file:
+            packed = _Hashing(file)
+            with (
+                igzip_threaded.open(  # type: ignore[no-untyped-call]
+                    packed, "wb", compresslevel=_LEVEL, threads=_THREADS, block_size=_BLOCK_BYTES
+                ) as compressed,
+                io.BufferedWriter(compressed, _BLOCK_BYTES) as blocks,
+            ):
+                plain = _Hashing(blocks)
+                with tarfile.TarFile(
+                    fileobj=plain, mode="w", format=tarfile.PAX_FORMAT, copybufsize=_BLOCK_BYTES
+                ) as archive:
+                    for entry in ordered:
+                        _add(archive, entry)
     except OSError as error:
         raise cache.no_room(out.parent, error) from error
     return Layer(path=out, digest=packed.digest, size=packed.size, diff_id=plain.digest)

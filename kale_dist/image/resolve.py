@@ -144,8 +144,10 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
     target = Reference(registry="docker.io", repository=f"library/{NAME}", tag=tag)
 
     def found() -> str:
+        from kale_dist.engine import find_image
+
         with bases.connected() as engine:
-            there = None if recipe.rebuild else bases.inspect(engine, f"{NAME}:{tag}")
+            there = None if recipe.rebuild else find_image(engine, f"{NAME}:{tag}")
         return str(there["Id"]) if there else ""
 
     def make() -> str:

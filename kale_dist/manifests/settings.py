@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+"""Of every object of a job: its name."""
+
 OBJECT_LABEL = "kale-dist.dev/object"
 """On every pod: the name of its run's object."""
 
@@ -99,6 +102,6 @@ def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "kale-dist",
         MANAGED_BY_LABEL: "kale-dist-errand" if is_errand else MANAGED_BY,
-        "app.kubernetes.io/instance": job,
+        INSTANCE_LABEL: job,
         "app.kubernetes.io/component": "training",
     }

@@ -6,12 +6,14 @@ import ast
 import json
 import keyword
 import pathlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import nbformat
 from nbformat import v4
 
+from kale_dist.blobs import fresh
 from kale_dist.errors import ConfigError
 from kale_dist.wording import closest, show
 
@@ -151,8 +153,8 @@ def check_target(option: str, file: pathlib.Path, source: pathlib.Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Some file systems refuse what the modes allow.
-        _fresh(file).touch()
-        _fresh(file).unlink()
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
     except OSError as error:
         raise ConfigError(option, f"{file} cannot be written ({error.strerror})", remedy) from error
 
@@ -166,9 +168,5 @@ def encode(notebook: Any) -> bytes:
 
 def write(file: pathlib.Path, content: bytes) -> None:
     """Write a file so that readers find all of it or none."""
-    _fresh(file).write_bytes(content)
-    _fresh(file).replace(file)
-
-
-def _fresh(file: pathlib.Path) -> pathlib.Path:
-    return file.with_name(f".{file.name}.new")
+    with fresh(file) as part:
+        part.write_bytes(content)

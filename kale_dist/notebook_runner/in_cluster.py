@@ -7,23 +7,17 @@ is checked, queued, explained and found again as any job is.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.resources
-import io
 import json
-import lzma
 import pathlib
 import re
 import signal
 import sys
 import threading
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources.abc import Traversable
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from kale_dist import backends, calls, config, layout, records
+from kale_dist import backends, calls, config, layout, payload, records
 from kale_dist.backends.base import JobRef
 from kale_dist.contract import StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
@@ -87,7 +81,7 @@ def run_notebook(
     source = documents.encode(notebook)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", KaleDistWarning)
-        job = _launch(place, _library(), source, path.name, options, _variables(settings))
+        job = _launch(place, payload.library(), source, path.name, options, _variables(settings))
     try:
         # The line of this library's code that the warning names would tell the user nothing.
         for warning in told:
@@ -204,24 +198,6 @@ def _leave(job: Job[Any], terminal: Terminal, *, keep: bool) -> None:
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _library() -> bytes:
-    """This library as a zip file that is compressed as a whole: so it fits into the job's Secret."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as packed:
-        for name, file in sorted(_files(importlib.resources.files("kale_dist"), "kale_dist")):
-            packed.writestr(zipfile.ZipInfo(name), file.read_bytes())
-    return lzma.compress(buffer.getvalue(), preset=9)
-
-
-def _files(folder: Traversable, name: str) -> Iterator[tuple[str, Traversable]]:
-    for item in folder.iterdir():
-        if item.is_dir() and item.name != "__pycache__":
-            yield from _files(item, f"{name}/{item.name}")
-        elif item.is_file():
-            yield f"{name}/{item.name}", item
 
 
 def _variables(settings: config.Config) -> dict[str, str]:

@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
+from kale_dist.blobs import fresh
 from kale_dist.contract import EventKind, PodVariable
 from kale_dist.errors import ImageError
 from kale_dist.runtime import context
@@ -92,8 +93,7 @@ def _keep(saved: bytes) -> None:
     """Put the notebook, as it was last saved, where a checkpoint lies."""
     files = context.context().files
     if files is not None:
-        fresh = files.checkpoint.with_name(".checkpoint.new")
-        fresh.write_bytes(saved)
-        fresh.replace(files.checkpoint)
+        with fresh(files.checkpoint) as file:
+            file.write_bytes(saved)
         context.emit(EventKind.CHECKPOINT, epoch=0, path=files.checkpoint.name, bytes=len(saved))
         context.mark_progress()

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import resource
-import shutil
 import signal
 import socket
 import sys
@@ -239,18 +238,6 @@ def _run(place: Place, launched: tuple[socket.socket, int]) -> int:
         told = f"kale_dist: the pod's agent failed: {type(error).__name__}: {error}"
         ending.write_termination(place.termination_log, told.encode("utf-8", "replace"))
         return ending.EXIT_OURS
-
-
-def copy_whole(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy a file so that it appears whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.part")
-    try:
-        shutil.copyfile(source, temporary)
-        temporary.replace(target)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _umask() -> int:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 
 from kale_dist import contract
-from kale_dist.blobs import digest_of, unpack_blobs
+from kale_dist.blobs import digest_of, fresh, unpack_blobs
 from kale_dist.contract import InputFiles, Source
 from kale_dist.errors import ContractError, StoreError
 from kale_dist.runtime import loading
-from kale_dist.runtime.pod import Pod, copy_whole
+from kale_dist.runtime.pod import Pod
 
 _LOOK_EACH_S = 0.2
 _FETCH_LIMIT_S = 120.0
@@ -156,7 +156,10 @@ def put_into_store(pod: Pod, path: pathlib.Path) -> None:
 
         UrlStore(pod.order.store).put_file(name, path)
     else:
-        copy_whole(path, pathlib.Path(pod.order.store, name))
+        target = pathlib.Path(pod.order.store, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with fresh(target) as file:
+            shutil.copyfile(path, file)
 
 
 def put_checkpoint_into_store(pod: Pod) -> None:

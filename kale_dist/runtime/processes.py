@@ -84,29 +84,23 @@ def thread_count(pid: int) -> int:
 
 def live_members(group: int) -> list[int]:
     """Processes of a process group, its leader and zombies left out."""
-    found = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - names alone are needed
-        if entry.isdigit() and int(entry) != group:
-            try:
-                fields = _stat_fields(int(entry))
-            except OSError:
-                continue
-            if int(fields[2]) == group and fields[0] not in ("Z", "X"):
-                found.append(int(entry))
-    return found
+    return [pid for pid in _living(2, group) if pid != group]
 
 
 def children(pid: int) -> list[int]:
     """Children of a process, zombies left out."""
+    return _living(1, pid)
+
+
+def _living(field: int, number: int) -> list[int]:
+    """Processes that have this number in a field of `_stat_fields`, zombies left out."""
     found = []
     for entry in os.listdir("/proc"):  # noqa: PTH208 - names alone are needed
         if entry.isdigit():
-            try:
+            with contextlib.suppress(OSError):
                 fields = _stat_fields(int(entry))
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] not in ("Z", "X"):
-                found.append(int(entry))
+                if int(fields[field]) == number and fields[0] not in ("Z", "X"):
+                    found.append(int(entry))
     return found
 
 

@@ -157,7 +157,8 @@ class Relay:
         for rank in self._ranks.values():
             for body, _ in rank.rest(left):
                 left -= len(body)
-                shown = b"".join(b"[%d] %s\n" % (rank.rank, line.lstrip(b"+")[1:]) for line in body.split(b"\n")[:-1])
+                prefix = contract.prefix_of(rank.rank).encode()
+                shown = b"".join(b"%s %s\n" % (prefix, line.lstrip(b"+")[1:]) for line in body.split(b"\n")[:-1])
                 sys.stdout.buffer.write(shown)
         sys.stdout.flush()
         if not self._end.done():

@@ -321,10 +321,13 @@ def test_what_is_not_installed_is_named():
     told = ended.stdout.splitlines()
     assert len(told) == 4
     for line in told[:3]:
-        assert "the package packaging, which is not installed. pip install 'isal<2' packaging" in line
+        assert (
+            "needs the package 'packaging', which is not installed in this Python. Install it: pip install 'isal<2' packaging"
+            in line
+        )
     assert told[3] == "train:1"
     assert ended.returncode == 2
-    assert "is not installed. Install what it needs: pip install 'isal<2'" in ended.stderr
+    assert "is not installed in this Python. Install it: pip install 'isal<2'" in ended.stderr
 
 
 # -- in a call -------------------------------------------------------------------------------------------------------

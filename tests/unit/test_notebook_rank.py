@@ -11,7 +11,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import backends, payload
 from kale_dist.backends.base import JobRef
 from kale_dist.errors import ImageError
 from kale_dist.job import inside
@@ -30,7 +30,7 @@ def start():
 
     def made(*cells, options=None, settings=None):
         job = kd.launch(
-            notebook_rank.notebook, in_cluster._library(), encoded(*cells), "my notebook.ipynb", options or {}, settings or {},
+            notebook_rank.notebook, payload.library(), encoded(*cells), "my notebook.ipynb", options or {}, settings or {},
             number_of_processes=1,
         )  # fmt: skip
         jobs.append(job)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import pathlib
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 
 from kale_dist.errors import StoreError
+from kale_dist.following.client import writing
 
 _PIECE_BYTES = 1 << 20
 
@@ -72,24 +71,13 @@ def save_file(stream: Iterable[bytes], path: pathlib.Path, on_progress: OnProgre
     Raises:
         StoreError: There is no file in it, it was cut, or the disk is full.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with _opened(stream) as (source, size), os.fdopen(descriptor, "wb") as target:
-            done = 0
-            while piece := source.read(_PIECE_BYTES):
-                target.write(piece)
-                done += len(piece)
-                if on_progress is not None:
-                    on_progress(done, size)
-        pathlib.Path(temporary).replace(path)
-    except OSError as error:
-        raise StoreError(
-            f"{path} could not be written on the notebook's side: {error.strerror or error}. Free some space, or set "
-            "XDG_STATE_HOME to a folder on a larger disk"
-        ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            pathlib.Path(temporary).unlink()
+    with _opened(stream) as (source, size), writing(path) as target:
+        done = 0
+        while piece := source.read(_PIECE_BYTES):
+            target.write(piece)
+            done += len(piece)
+            if on_progress is not None:
+                on_progress(done, size)
 
 
 class _Stream(io.RawIOBase):

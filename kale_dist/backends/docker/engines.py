@@ -17,7 +17,6 @@ from kale_dist.backends.docker import containers
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.engine import Engine, explained
 from kale_dist.errors import BackendError, BackendUnavailableError, StoreError
-from kale_dist.following.claims import identity
 from kale_dist.spec import JobSpec
 
 _HOLDING = ("created", "running", "paused", "restarting")
@@ -83,7 +82,7 @@ def disconnect() -> None:
 def facts_of(engine: Engine) -> Facts:
     """What the engine's machine decides for all jobs."""
     cores = int(engine.info.get("NCPU") or 0) or None
-    submitter = identity()
+    submitter = records.identity()
     if engine.is_rootless or engine.is_podman:
         # Root in there is the engine's own user out here; any other number is one that owns nothing.
         return Facts(user="0:0", cores=cores, submitter=submitter)

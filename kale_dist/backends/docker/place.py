@@ -25,7 +25,6 @@ from kale_dist.contract import InputFiles, Source, StateName, encode_json
 from kale_dist.engine import Engine, explained
 from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
-from kale_dist.following.claims import identity
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.runtime import process_state
 from kale_dist.spec import JobSpec, VolumeKind
@@ -300,7 +299,7 @@ class DockerPlace:
         if trust is None:
             return handle, None
         submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
-        if submitter != identity() and not trust:
+        if submitter != records.identity() and not trust:
             warn(
                 f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run code of theirs: "
                 "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"

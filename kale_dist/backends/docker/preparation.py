@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import time
-from collections.abc import Callable
-
-import docker.errors
 
 from kale_dist import config
 from kale_dist.backends.docker import engines
-from kale_dist.engine import Engine, explain, explained
+from kale_dist.engine import Engine, ensure_image, find_image
 from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.image import for_job
 from kale_dist.spec import JobSpec, VolumeKind
 
-_MIB, _GIB = 1 << 20, 1 << 30
-_SAY_EACH_S = 2.0
-"""Progress of a pull: often enough to see that it moves."""
+_GIB = 1 << 30
 
 _OK, _WARNING, _FAILED = "ok", "warning", "failed"
 _OLDEST_API = (1, 40)
@@ -59,7 +53,7 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         return spec
     if submit:
         image = for_job.make(spec.recipe, image=image, settings=configured, cuda=spec.cuda, in_engine=True)
-        ensure_image(engine, image)
+        ensure_image(engine, image, say=for_job.say)
         spec = dataclasses.replace(spec, image=image)
         _warn(engine, spec)
     return spec
@@ -104,56 +98,6 @@ def _warn(engine: Engine, spec: JobSpec) -> None:
             f"number_of_processes: {world} processes share the {cores} cores of the engine's machine. More processes than "
             "cores make training slower, not faster"
         )
-
-
-# -- images ----------------------------------------------------------------------------------------------------------
-
-
-def has_image(engine: Engine, image: str) -> bool:
-    """Whether the engine has the image.
-
-    Raises:
-        BackendError: It does not answer.
-    """
-    with explained(f"looking for the image {image}"):
-        try:
-            engine.api.inspect_image(image)
-        except docker.errors.ImageNotFound:
-            return False
-    return True
-
-
-def ensure_image(engine: Engine, image: str, say: Callable[[str], None] = for_job.say) -> None:
-    """Have an image on the engine. One that is there is not asked for again, as with `docker run`.
-
-    Args:
-        engine: Where.
-        image: Its reference. Credentials are those of `docker login`.
-        say: Called when the image is pulled.
-
-    Raises:
-        BackendError: There is none, or it cannot be pulled; says what to do.
-    """
-    if has_image(engine, image):
-        return
-    doing = f"pulling the image {image}"
-    said = time.monotonic()
-    say(f"The engine does not have the image {image} yet: it is pulled")
-    sizes: dict[str, tuple[int, int]] = {}
-    with explained(doing):
-        for event in engine.api.pull(image, stream=True, decode=True):
-            if "error" in event:
-                raise explain(docker.errors.DockerException(str(event["error"])), doing)
-            detail = event.get("progressDetail") or {}
-            if event.get("status") == "Downloading" and detail.get("total"):
-                sizes[str(event.get("id"))] = int(detail.get("current") or 0), int(detail["total"])
-            elif event.get("status") == "Download complete" and str(event.get("id")) in sizes:
-                total = sizes[str(event["id"])][1]
-                sizes[str(event["id"])] = total, total
-            if sizes and time.monotonic() - said > _SAY_EACH_S:
-                said = time.monotonic()
-                done, total = (sum(values) for values in zip(*sizes.values(), strict=True))
-                say(f"{image}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
 
 # -- for the doctor --------------------------------------------------------------------------------------------------
@@ -206,6 +150,6 @@ def _image(engine: Engine) -> Found:
         return "image", _FAILED, f"{error.argument}: {error.problem}", error.remedy
     if not image:
         return "image", _OK, "none is configured: name one in each call", ""
-    if has_image(engine, image):
+    if find_image(engine, image) is not None:
         return "image", _OK, f"{image} is there", ""
     return "image", _WARNING, f"{image} is not there yet", f"The first job pulls it; docker pull {image} does it now"

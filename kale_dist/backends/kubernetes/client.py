@@ -30,6 +30,7 @@ from kale_dist import config as settings
 from kale_dist import records
 from kale_dist.backends.kubernetes.explain import api as answers
 from kale_dist.backends.kubernetes.explain.api import Doing
+from kale_dist.blobs import fresh
 from kale_dist.config import Config
 from kale_dist.errors import BackendUnavailableError, ConfigError
 from kale_dist.wording import closest
@@ -268,10 +269,9 @@ def _source_in(secret: str, config: Config, context: str) -> _Source:
         raise ConfigError("cluster_secret", f"the kubeconfig in {where} runs a program to log in", remedy)
     file = records.state_dir() / f"cluster-{hashlib.sha256(text).hexdigest()[:16]}"
     if not file.exists():
-        part = file.with_suffix(f".{os.getpid()}")
-        part.touch(mode=0o600)
-        part.write_bytes(text)
-        part.replace(file)
+        with fresh(file) as part:
+            part.touch(mode=0o600)
+            part.write_bytes(text)
     return _Source(files=str(file), stamps=_stamps([str(file)]), context=context)
 
 

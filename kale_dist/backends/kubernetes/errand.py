@@ -22,7 +22,8 @@ from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain import pods as explain
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.views import JobView, PodView, pod_view
-from kale_dist.errors import BackendError, ImageError, StoreError
+from kale_dist.errors import BackendError, ImageError
+from kale_dist.following.client import writing
 from kale_dist.manifests import kind_of
 from kale_dist.manifests.pod_template import ERRAND_S
 from kale_dist.manifests.settings import OBJECT_LABEL, STORE_FOLDER
@@ -133,19 +134,12 @@ def _download(cluster: Cluster, namespace: str, pod: PodView, name: str, target:
             return False
         if answer.status != _OK:
             raise BackendError(f"the pod {pod.name} answered {answer.status} to a request for {name}")
-        part = target.with_name(f".{target.name}.part")
-        try:
-            with part.open("wb") as file:
-                shutil.copyfileobj(answer, file)
-            if part.stat().st_size != int(answer.headers["Content-Length"]):
+        with writing(target) as file:
+            shutil.copyfileobj(answer, file)
+            if file.tell() != int(answer.headers["Content-Length"]):
                 raise BackendError(
                     f"the connection to the pod {pod.name} was cut while {name} was fetched", retryable=True
                 )
-            part.replace(target)
-        except OSError as error:
-            raise StoreError(f"{target} could not be written: {error.strerror}") from error
-        finally:
-            part.unlink(missing_ok=True)
     return True
 
 

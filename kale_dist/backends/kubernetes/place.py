@@ -33,10 +33,11 @@ from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.port_forward import PodConnection
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
-from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, StoreError, warn
-from kale_dist.following.client import HeadClient
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
+from kale_dist.following.client import HeadClient, writing
 from kale_dist.manifests import KINDS, Kind, kind_of
 from kale_dist.manifests.settings import (
+    INSTANCE_LABEL,
     PORT,
     RUN_LABEL,
     SELECTOR,
@@ -48,7 +49,6 @@ from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
 from kale_dist.wording import show
 
-_JOB_LABEL = "app.kubernetes.io/instance"
 _BYTES_PORT = PORT + 2
 _GONE_S = 90.0
 """How long pods may take to end: their grace of 60 s and a busy node."""
@@ -246,7 +246,7 @@ class KubernetesPlace:
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
         namespace = cluster.namespace
-        found = _list_jobs(cluster, namespace, f"{SELECTOR},{_JOB_LABEL}={name}")
+        found = _list_jobs(cluster, namespace, f"{SELECTOR},{INSTANCE_LABEL}={name}")
         if not found:
             raise JobNotFoundError(
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. "
@@ -339,15 +339,8 @@ class KubernetesPlace:
 
 
 def _write(target: pathlib.Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    part = target.with_name(f".{target.name}.part")
-    try:
-        part.write_bytes(data)
-        part.replace(target)
-    except OSError as error:
-        raise StoreError(f"{target} could not be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(target) as file:
+        file.write(data)
 
 
 def _run_of(job: Mapping[str, Any]) -> int:

@@ -9,10 +9,8 @@ from typing import Any
 from kale_dist.backends.kubernetes.views import QueuePosition, seconds
 from kale_dist.contract import StateName
 from kale_dist.manifests import Kind
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, SPEC_ANNOTATION
+from kale_dist.manifests.settings import CANCELLED_ANNOTATION, INSTANCE_LABEL, SPEC_ANNOTATION
 from kale_dist.status import JobStatus, ReplicaStatus
-
-_INSTANCE_LABEL = "app.kubernetes.io/instance"
 
 
 def statuses(
@@ -27,7 +25,7 @@ def statuses(
     jobs: dict[tuple[str, str], list[tuple[Kind, Mapping[str, Any]]]] = {}
     for kind, item in items:
         metadata = item["metadata"]
-        name = metadata.get("labels", {}).get(_INSTANCE_LABEL, metadata["name"])
+        name = metadata.get("labels", {}).get(INSTANCE_LABEL, metadata["name"])
         jobs.setdefault((metadata["namespace"], name), []).append((kind, item))
     return [_status(namespace, name, runs, queued or {}) for (namespace, name), runs in jobs.items()]
 
