@@ -595,7 +595,7 @@ class ProcessState:
     limits: tuple[tuple[int, int, int], ...]
     """Resource limits as (RLIMIT number, soft, hard)."""
     torch_flags: tuple[tuple[str, str | int | float | bool], ...]
-    """Torch's default dtype and global flags by name, as `runtime.process_state` read them."""
+    """Torch's default dtype and global flags by name, and the level of the log, as `runtime.process_state` read them."""
 
 
 # -- the order -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import operator
 import os
 import pathlib
@@ -27,6 +28,7 @@ _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.
 
 Flag = tuple[str, str | int | float | bool]
 
+_LOG_LEVEL = "logging_level"
 _ATTRIBUTES = ("backends.mkldnn.enabled", "backends.opt_einsum.enabled")
 _CUDA_ATTRIBUTES = (
     "backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic", "backends.cudnn.allow_tf32",
@@ -98,8 +100,7 @@ def apply(state: ProcessState, modules: pathlib.Path) -> None:
     sys.path[:] = [str(modules), *state.sys_path]
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
-    if loading.has_torch():
-        apply_flags(state.torch_flags)
+    apply_flags(state.torch_flags)
 
 
 def set_torchrun_environment(assignment: Assignment) -> None:
@@ -189,19 +190,22 @@ def set_seeds(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-# -- settings of torch ------------------------------------------------------------------------------------------------
+# -- settings of torch and of logging ---------------------------------------------------------------------------------
 
 
 def read_flags(*, cuda: bool) -> tuple[Flag, ...]:
-    """The settings of this process, nothing if it has not imported torch. CUDA is not initialised.
+    """The settings of this process: the level of its log if that was set, and torch's if it is imported. CUDA is not initialised.
 
     Args:
         cuda: Whether to read those of CUDA too.
     """
+    level = logging.getLogger().level
+    log: list[Flag] = [(_LOG_LEVEL, level)] if level != logging.WARNING else []
     torch: Any = sys.modules.get("torch")
     if torch is None:
-        return ()
+        return tuple(log)
     flags: list[Flag] = [
+        *log,
         ("default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")),
         ("deterministic_algorithms", bool(torch.are_deterministic_algorithms_enabled())),
         ("deterministic_warn_only", bool(torch.is_deterministic_algorithms_warn_only_enabled())),
@@ -223,9 +227,14 @@ def apply_flags(flags: Iterable[Flag]) -> None:
     Args:
         flags: What `read_flags` gave.
     """
+    given = dict(flags)
+    if _LOG_LEVEL in given:
+        # What the notebook's steps log shall not vanish in the ranks.
+        logging.basicConfig(level=int(given.pop(_LOG_LEVEL)))
+    if not given or not loading.has_torch():
+        return
     import torch
 
-    given = dict(flags)
     if "default_dtype" in given:
         torch.set_default_dtype(getattr(torch, str(given.pop("default_dtype"))))
     if "float32_matmul_precision" in given:

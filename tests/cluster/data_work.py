@@ -1,9 +1,13 @@
 """What pods run in tests of data on claims: they have no pytest."""
 
+import io
 import pathlib
 
+import fsspec
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import kale_dist as kd
 
 
 class Files(Dataset):
@@ -17,6 +21,23 @@ class Files(Dataset):
 
     def __getitem__(self, index):
         return torch.load(self.files[index], weights_only=True)
+
+
+class Shards(IterableDataset):
+    """Samples from files behind a URL; each process, and each worker of its loader, reads its own files."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def __iter__(self):
+        place, worker = kd.context(), get_worker_info()
+        workers = worker.num_workers if worker else 1
+        number = place.rank * workers + (worker.id if worker else 0)
+        fs, path = fsspec.core.url_to_fs(self.url)
+        for file in sorted(fs.glob(path))[number :: place.world_size * workers]:
+            print("read", pathlib.PurePath(file).name, flush=True)
+            with fs.open(file, "rb") as shard:
+                yield from torch.load(io.BytesIO(shard.read()), weights_only=True)
 
 
 def write(folder, count):

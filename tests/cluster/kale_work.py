@@ -35,7 +35,7 @@ def train_step(model, data_loader, criterion, optimizer, device, args):
         optimizer.step()
         optimizer.zero_grad()
         if i % args.get("log_interval", 2) == 0:
-            log.warning("Loss = %s", loss.item())
+            log.info("Loss = %s", loss.item())
 
 
 def eval_step(model, data_loader, criterion, device, args):
@@ -46,4 +46,4 @@ def eval_step(model, data_loader, criterion, device, args):
         loss = criterion(model(features.to(device)), labels.to(device))
         if metric:
             metric(model(features), labels)
-    logging.getLogger(__name__).warning("Accuracy = %s after loss %s", metric.compute().item(), loss.item())
+    logging.getLogger(__name__).info("Accuracy = %s after loss %s", metric.compute().item(), loss.item())

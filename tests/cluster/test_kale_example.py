@@ -4,6 +4,7 @@ Only the import and the data differ from what was written for Kale: standalone s
 the loop that waits for the master's replica status, streamed logs, and the loop that waits for a final state.
 """
 
+import logging
 import textwrap
 import time
 
@@ -85,6 +86,10 @@ def test_the_example_runs_and_its_loops_end(namespace, monkeypatch, tmp_path, ca
         """)
     )
     monkeypatch.setenv("KALE_DIST_CONFIG", str(settings))
+    # What the example's `logging.basicConfig(level=logging.INFO)` does; pytest has a handler already.
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "level", root.level)
+    root.setLevel(logging.INFO)
     name = distribute_training()
     monitor(name)
     out = capsys.readouterr().out

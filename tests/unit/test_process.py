@@ -5,6 +5,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -73,3 +74,20 @@ def test_torchs_settings_go_over_and_cuda_is_not_initialised():
 def test_without_torch_there_are_no_flags_and_torch_is_not_imported():
     script = "import sys\nfrom kale_dist.runtime.process_state import capture\nassert capture(cuda=True).torch_flags == ()\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_what_ranks_log_is_as_loud_as_in_the_notebook():
+    script = """
+        import logging, sys
+        from kale_dist.runtime import process_state
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+        flags = process_state.capture(cuda=True).torch_flags
+        assert flags == (("logging_level", logging.INFO),), flags
+        logging.getLogger().handlers.clear()
+        logging.getLogger().setLevel(logging.WARNING)
+        process_state.apply_flags(flags)
+        logging.getLogger("steps").info("Loss = 0.5")
+        assert "torch" not in sys.modules
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True)
+    assert ended.stderr == "INFO:steps:Loss = 0.5\n"
