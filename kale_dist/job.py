@@ -147,7 +147,7 @@ class Job(Generic[R]):
         """What the ranks reported so far, one row each: `pandas.DataFrame(job.metrics)` makes a table.
 
         A row has `time` (seconds since 1970), `epoch` and `step` (or None), `rank` (None for an average over ranks),
-        `source` (`train`, `eval`, `report`, `strategy` for bytes sent and time in collectives, ...) and the reported names.
+        `source` (`train`, `eval`, `report`, `strategy` for bytes sent and time in collectives, `pace` for learning rates and samples a second, ...) and the reported names.
         """
         return [
             {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}

@@ -84,7 +84,7 @@ class MetricRow:
     epoch: int | None
     step: int | None
     source: str
-    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `profile` or `report`."""
+    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile` or `report`."""
     values: tuple[tuple[str, float], ...]
 
 

@@ -240,6 +240,7 @@ class Session:
         copy_where_differing(group, list(self.named.items()), prints, "at the start")
         layouts = [self._settings.layout(rank, group.world_size) for rank in range(group.world_size)]
         self.layout = layouts[group.rank]
+        self._readers = [rank for rank, one in enumerate(layouts) if one.shard is not None and one.peers[0] == rank]
         column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
         pace = Pace(self.layout.shards, accumulate)
         self.strategy = _made(self._settings, self.layout)
@@ -396,11 +397,12 @@ class Session:
         if is_training and not self.group.is_alone:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        outcome = average(self.group, normalise(name, returned), feed.samples, (prints, numbers))
+        outcome = average(self.group, normalise(name, returned), feed.samples, (prints, numbers, feed.rate))
         if is_training:
-            self._mend_drift([prints for prints, _ in outcome.extras], epoch)
+            self._mend_drift([prints for prints, _, _ in outcome.extras], epoch)
             # First: the last row of `job.metrics` is what a step returned.
-            self._report_strategy([numbers for _, numbers in outcome.extras], epoch)
+            self._report_strategy([numbers for _, numbers, _ in outcome.extras], epoch)
+            self._report_pace([rate for _, _, rate in outcome.extras], epoch)
             if returned is None and self.layout.shard is not None:
                 self.group.say(
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
@@ -438,6 +440,21 @@ class Session:
             self._strategy_totals[name] = before + value
         if values and not self.group.rank:
             context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="strategy")
+
+    def _report_pace(self, rates: Sequence[float | None], epoch: int) -> None:
+        """Send the learning rate and the samples a second of all shards together, as series for trackers."""
+        # Of peers, which have the same samples, the first counts.
+        total = sum(rates[rank] or 0.0 for rank in self._readers)
+        groups = self.trained.optimizer.param_groups
+        values = {
+            f"lr{f'_{number}' if number else ''}": float(group["lr"])
+            for number, group in enumerate(groups)
+            if "lr" in group
+        }
+        if total:
+            values["samples_per_s"] = total
+        if values and not self.group.rank:
+            context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="pace")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = _PRECISIONS[self._precision]

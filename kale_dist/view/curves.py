@@ -12,6 +12,8 @@ from html import escape
 from kale_dist.status import MetricRow
 from kale_dist.view import facts
 
+_NOT_DRAWN = ("strategy", "profile", "pace")
+
 MAX_CURVES = 6
 """Pictures; further metrics are in `job.metrics`."""
 
@@ -99,11 +101,12 @@ class _Box:
 def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
     """The curves of a job's metrics, loss and accuracy first, else in the order of their first report.
 
-    What a strategy counts (bytes, staleness) and a profile are left out: it would outnumber what the training is about.
+    What a strategy counts (bytes, staleness), profiles, learning rates and paces are left out: they would outnumber what the
+    training is about.
     """
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
-        for name, value in row.values if row.source not in ("strategy", "profile") else ():
+        for name, value in row.values if row.source not in _NOT_DRAWN else ():
             # What a step returned is an average over ranks, no matter which rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))

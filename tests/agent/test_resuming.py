@@ -100,7 +100,8 @@ def train(
     )  # fmt: skip
     try:
         result = job.result()
-        rows = [{name: value for name, value in row.items() if name != "time"} for row in job.metrics]
+        measured = ("time", "collective_s", "samples_per_s")
+        rows = [{name: value for name, value in row.items() if name not in measured} for row in job.metrics]
         return job.status.attempt, result.metrics, rows, job.state_dict(), str(optimizer.state_dict())
     finally:
         job.delete()

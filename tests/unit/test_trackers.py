@@ -74,6 +74,8 @@ def test_tensorboard_has_every_metric_when_wait_returns(tmp_path):
     found = scalars(tmp_path / job.name)
     assert found == expected(job)
     assert {"train/loss", "eval/loss"} <= set(found)
+    assert found["pace/lr"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert all(rate > 0 for _, rate in found["pace/samples_per_s"])
 
 
 def test_event_files_grow_while_the_job_runs(tmp_path):
