@@ -12,8 +12,8 @@ import pytest
 from on_cluster import IMAGE, make_claim
 
 ROOT = pathlib.Path(__file__).parents[2]
-# The tour has outputs, failures among them, and a test of its own.
-NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "tour")
+# The tour and the strategies have outputs, and tests of their own.
+NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in ("tour", "strategies"))
 ON_A_CLUSTER = {"cluster", "data"}
 NIGHTLY = {"data"}
 IN_CONTAINERS = {"packages"}

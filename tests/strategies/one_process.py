@@ -272,7 +272,7 @@ def _compare_tensors(what, found, expected, tolerance):
             assert mine == value, f"{what} {key}: {mine} and {value}"
 
 
-def compare_in_notebook(strategy, number_of_processes=2, case_class=MomentumAccumulatedClipped):
+def compare_in_notebook(strategy, number_of_processes=2, case_class=MomentumAccumulatedClipped, on="local"):
     """Train by `kd.distribute`; compare the notebook's model and optimizer afterwards."""
     shards = strategy.layout(0, number_of_processes).shards
     case = case_class()
@@ -303,7 +303,7 @@ def compare_in_notebook(strategy, number_of_processes=2, case_class=MomentumAccu
         strategy=strategy,
         number_of_processes=number_of_processes,
         threads=1,
-        on="local",
+        on=on,
     )
     try:
         job.wait()
