@@ -72,6 +72,15 @@ class MomentumAccumulatedClipped(Case):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
+class MomentumAccumulated(Case):
+    """Linear in the gradient, with windows of three batches and of two."""
+
+    accumulate = 3
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
 class TiedLanguageModel(nn.Module):
     """Tokens in, scores of tokens out; the embedding is the head."""
 

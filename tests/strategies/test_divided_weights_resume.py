@@ -97,6 +97,49 @@ def test_a_lost_rank_of_a_mesh_resumes(strategy):
     assert all(torch.equal(found[2][name], value) for name, value in expected[2].items())
 
 
+def measure(model, loader, criterion, optimizer, device, args):
+    """One epoch, and the bytes of all tensors that are there in it."""
+    import gc
+
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    del x, y
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    storages = [(one.to_local() if hasattr(one, "to_local") else one).untyped_storage() for one in tensors]
+    args["bytes"].append(sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+    return 0.0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [FSDP(), Tensor()], ids=["fsdp", "tensor"])
+def test_what_a_checkpoint_gathers_is_let_go(strategy):
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    size = sum(p.nbytes for p in model.parameters())
+    found = {"bytes": []}
+    job = kd.distribute(
+        model,
+        DataLoader(TensorDataset(torch.randn(8, 256), torch.randn(8, 256)), 2),
+        nn.MSELoss(),
+        torch.optim.AdamW(model.parameters()),
+        measure,
+        epochs=3,
+        train_args=found,
+        state=[found],
+        strategy=strategy,
+        number_of_processes=2,
+        threads=1,
+    )
+    try:
+        job.result()
+    finally:
+        job.delete()
+    first, *later = found["bytes"]
+    assert all(one - first < size / 2 for one in later), (found, size)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [FSDP(), Tensor()], ids=["fsdp", "tensor"])
 def test_bf16_is_close_to_full_precision(strategy):

@@ -1,9 +1,8 @@
 """Local SGD: what equals one process, what is sent, and what comes back."""
 
-import one_process
 import pytest
 import torch
-from one_process import Case, compare
+from one_process import MomentumAccumulated, PlainSgd, compare
 from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, leave_early
 
 from kale_dist.errors import ConfigError
@@ -13,16 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 MODEL_BYTES = 8 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4)
 
 
-class MomentumAccumulated(Case):
-    """Linear in the gradient, with windows of three batches and of two."""
-
-    accumulate = 3
-
-    def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-
-
-CASES = {"PlainSgd": one_process.PlainSgd, "MomentumAccumulated": MomentumAccumulated}
+CASES = {"PlainSgd": PlainSgd, "MomentumAccumulated": MomentumAccumulated}
 
 
 def test_an_average_after_every_step_equals_one_process():

@@ -37,6 +37,8 @@ def test_figures_are_those_of_the_formulas():
     assert estimate(found, "fsdp").sent_bytes == 3 * p * 3 // 4
     assert estimate(found, "pipeline").memory_bytes == p
     assert estimate(found, "pipeline").sent_bytes is None
+    # Weights, two moments, the sum of gradients, the one that comes in, and the answer.
+    assert estimate(found, "parameter-server").memory_bytes == 6 * p
     assert estimate(found, "local-sgd").sent_bytes == 2 * p * 3 // 4 // 8
     text = str(found)
     assert 'strategy="ddp"' in text

@@ -2,8 +2,7 @@
 
 import pytest
 from on_cluster import pods_in
-from one_process import CASES, compare_in_notebook
-from test_local_sgd import MomentumAccumulated
+from one_process import MomentumAccumulated, MomentumAccumulatedClipped, compare_in_notebook
 
 import kale_dist as kd
 from kale_dist.strategies import FSDP, LocalSGD, Pipeline
@@ -19,7 +18,7 @@ def test_fsdp_in_containers_equals_one_process(image):
     ("strategy", "case_class"),
     [
         (LocalSGD(sync_every=1), MomentumAccumulated),
-        (Pipeline(cut=["2"], micro_batches=2), CASES["MomentumAccumulatedClipped"]),
+        (Pipeline(cut=["2"], micro_batches=2), MomentumAccumulatedClipped),
     ],
     ids=["local-sgd", "pipeline"],
 )

@@ -133,6 +133,11 @@ class FullySharded(Replica):
                 "Make the optimizer before the call and use the one that train_step gets, or strategy='ddp'",
             )
 
+    def begin_batch(self, *, weight: float, due: bool) -> None:
+        """Also let go of what a checkpoint has gathered."""
+        self._full = None
+        super().begin_batch(weight=weight, due=due)
+
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def agree(self, kind: int, unit: int = 0, flags: Sequence[bool] = ()) -> list[list[int]]:

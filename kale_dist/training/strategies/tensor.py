@@ -285,6 +285,11 @@ class TensorParallel(DataParallel):
         if hasattr(self, "division"):
             self.division.restore(self._full)
 
+    def begin_batch(self, *, weight: float, due: bool) -> None:
+        """Also let go of what a checkpoint has gathered."""
+        self._full = {}
+        super().begin_batch(weight=weight, due=due)
+
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
         """The norm over all parts; gradients of weights that every rank has count once."""
         divided = {id(p.grad) for key, p in self.parameters.items() if key in self.division.dimensions}
