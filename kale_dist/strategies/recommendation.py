@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
+from kale_dist.strategies.tensor import kind_of
 
 _GIB = 2**30
 _MIB = 2**20
@@ -151,7 +152,7 @@ class _Sizes:
     state: int
     """The optimizer's."""
     shardable: int
-    """Trained parameters of Linear and Embedding modules."""
+    """Trained parameters of the Linear and Embedding modules that tensor parallelism divides."""
     blocks: tuple[Block, ...]
     largest_block: int
 
@@ -164,7 +165,7 @@ class _Sizes:
             id(p): p
             for model in models
             for module in model.modules()
-            if _is_a(module, "Linear", "Embedding")
+            if kind_of(module)
             for p in module.parameters(recurse=False)
             if p.requires_grad
         }

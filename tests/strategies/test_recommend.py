@@ -46,6 +46,12 @@ def test_figures_are_those_of_the_formulas():
     assert all(one.strategy in text for one in found.estimates)
 
 
+def test_what_tensor_parallelism_does_not_divide_stays_whole_in_its_figure():
+    model = nn.MultiheadAttention(64, 4)
+    found = kd.strategies.recommend(model, adam(model), 2)
+    assert estimate(found, "tensor").memory_bytes == 4 * sum(p.nbytes for p in model.parameters())
+
+
 def test_a_small_model_is_not_to_be_distributed():
     model = nn.Linear(4, 2)
     found = kd.strategies.recommend(model, adam(model), 8, 16)
