@@ -375,7 +375,7 @@ class Job(Generic[R]):
             nonlocal shown
             with printing:
                 for row in status.metrics[shown:]:
-                    if row.source != "report":
+                    if row.source in ("train", "eval"):
                         print(plain.metrics_line(row), flush=True)  # noqa: T201 - this is what it is for
                 # Fewer than before where a restart has taken some back.
                 shown = len(status.metrics)

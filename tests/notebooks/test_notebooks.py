@@ -85,6 +85,8 @@ def test_digits_are_learnt_and_the_bar_moves(executed):
         # Those that rank 0 has drawn.
         assert len([one for one in waiting.outputs if "image/png" in one.get("data", {})]) == 4
         return
-    assert float(re.search(r"^test accuracy: (0\.\d+)$", out, re.MULTILINE)[1]) >= 0.95
+    assert float(re.search(r"^test accuracy: ([01]\.\d+)$", out, re.MULTILINE)[1]) >= (
+        0.9 if name == "images" else 0.95
+    )
     assert len(re.findall(r"^▕.*▏ \d+ % ", out, re.MULTILINE)) >= 3
-    assert "1,437 samples, 2 ranks x 719/718" in out
+    assert ("800 samples, 2 ranks x 400" if name == "sounds" else "1,437 samples, 2 ranks x 719/718") in out

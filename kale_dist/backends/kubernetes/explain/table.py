@@ -204,7 +204,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "too-large", "An object is too large", (Seen.API,),
             r"^413 |(must have at most|may not be more than) \d+ (bytes|characters)|request is too large|etcdserver: request"
             r"|larger than max",
-            "it is larger than the cluster accepts: {detail}", "Give a store=, so that less travels in the object itself",
+            "it is larger than the cluster accepts: {detail}", "Give a store=, which keeps the snapshot out of the object",
             heals=False,
         ),
     )),
@@ -645,7 +645,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "'kubectl -n {namespace} logs {pod_name}' shows its log", heals=False,
         ),
         Entry(
-            "ended", "A pod ended without a word", (Seen.STRUCTURE,), "",
+            "ended", "A pod ended and gave no reason", (Seen.STRUCTURE,), "",
             "{pod} ended with {exit} before its agent could say why{last_said}",
             "'kubectl -n {namespace} logs {pod_name}' shows its log", heals=False, cause=_POD_LOST,
         ),
