@@ -129,7 +129,7 @@ def test_a_compiled_step_trains_and_gives_its_model_and_metrics_to_the_pipeline(
     grant(namespace, identity, least_role(namespace, "pipeline-runner"))
     pod = step_pod(compiled(kfp_packages, tmp_path), "pipeline-runner", kfp_packages)
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod))
-    log = log_of_ended(namespace, "step")
+    log = log_of_ended(namespace, "step", timeout_s=600)
     assert "weights [1.0, 1.0, 1.0, 1.0]" in log, log
     output = json.loads(log.partition("told ")[2].splitlines()[0])
     artifacts = output["artifacts"]
