@@ -68,6 +68,7 @@ def from_docs(name, folder, monkeypatch):
     return getattr(importlib.import_module(f"docs_{name}"), name)
 
 
+@pytest.mark.timeout(1200)  # a layer of 660 MiB is made and pushed
 @pytest.mark.parametrize(("name", "packages", "processes", "settings"), [
     ("train_mirrored", ["tensorflow-cpu"], 2, {}),
     ("train_keras", ["tensorflow", "tf-keras"], 2, {}),
