@@ -106,7 +106,7 @@ class Relay:
 
     async def _join(self) -> bool:
         """Connect to the head and prove the key to each other; whether the head takes this relay."""
-        order, deadline = self._pod.order, time.monotonic() + self._pod.order.start_wait_s
+        order, began = self._pod.order, time.monotonic()
         loop, agent, ours = self._pod.loop, self._pod.place.pod, secrets.token_hex(16)
         while True:
             answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -135,12 +135,14 @@ class Relay:
                 channel.close()
             except (OSError, TimeoutError, ValueError):
                 channel.close()
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > order.start_wait_s:
                 raise Problem(
                     f"the first pod's agent at {order.head}:{order.port + 1} could not be reached within "
                     f"{order.start_wait_s:.0f} s: look at the first pod, or at network policies"
                 )
-            await asyncio.sleep(random.uniform(0.2, 2.0))  # noqa: S311 - so that not all come at once
+            # The head is usually there a moment later; if not, the relays of a large job must not ask all at once.
+            await asyncio.sleep(random.uniform(0.1, min(2.0, 0.2 + waited_s / 2)))  # noqa: S311 - no secret
 
     def _lost_head(self) -> None:
         """The connection has ended, and with it this pod's part of the run."""
