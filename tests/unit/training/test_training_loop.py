@@ -293,7 +293,7 @@ def test_events_and_checkpoints_of_a_job(ranks, tmp_path):
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)
     assert [(e["source"], e["epoch"]) for e in by_kind["metrics"]] == [
-        (source, epoch) for epoch in (1, 2, 3) for source in ("train", "eval")
+        (source, epoch) for epoch in (1, 2, 3) for source in ("pace", "train", "eval")
     ]
     assert [e["epoch"] for e in by_kind["checkpoint"]] == [2, 3]
     assert [e["text"].split(":")[0] for e in by_kind["note"]] == ["train", "eval"]

@@ -1,0 +1,77 @@
+"""Callbacks, a profile, a tracker, Prometheus's numbers and a sweep, with pods of the cluster."""
+
+import pytest
+import torch
+from on_cluster import pods_in, run_kubectl, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from kale_dist.trackers import TensorBoard
+
+pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
+
+PORT = 9090
+
+
+def train(on, lr=0.1, **options):
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), optimizer, eval_data_loader=loader, number_of_processes=2, seed=1, on=on,
+        **options,
+    )  # fmt: skip
+
+
+def pause(epoch, metrics, model):
+    import time
+
+    time.sleep(2)
+
+
+def series(folder):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: len(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+
+
+def test_all_of_it_comes_back_from_pods(namespace, tmp_path):
+    stop = EarlyStopping("train/loss", mode="max", patience=4)
+    job = train(
+        pods_in(namespace, metrics_port=PORT), epochs=9, profile=3, track=TensorBoard(folder=str(tmp_path)),
+        callbacks=[stop, ModelCheckpoint("eval/loss"), EMA(0.5), pause],
+    )  # fmt: skip
+    wait_for(job, lambda status: any(row.source == "eval" for row in status.metrics))
+    pod = f"{job.name}-master-0"
+    text = run_kubectl("get", "--raw", f"/api/v1/namespaces/{namespace}/pods/{pod}:{PORT}/proxy/metrics")
+    found = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert {"kale_dist_epoch", "kale_dist_samples_total", "kale_dist_memory_bytes", "kale_dist_metric"} <= found
+    shown = run_kubectl("-n", namespace, "get", "pod", pod, "-o", "jsonpath={.metadata.annotations}")
+    assert '"prometheus.io/port":"9090"' in shown
+    result = job.result()
+    assert (result.epochs, result.stopped_early) == (5, True)
+    assert result.best_epoch == 5
+    assert torch.equal(job.best_state_dict()["weight"], job.state_dict()["weight"])
+    assert not torch.equal(job.averaged_state_dict()["weight"], job.state_dict()["weight"])
+    assert [row["steps"] for row in job.profile().rows] == [3, 3]
+    assert job.profile().trace(1, tmp_path / "trace.json.gz").stat().st_size
+    job.wait()
+    found = series(tmp_path / job.name)
+    assert (found["train/loss"], found["pace/lr"], found["strategy/collective_s"]) == (5, 5, 5)
+
+
+def test_a_sweep_runs_its_trials_in_pods(namespace):
+    on = pods_in(namespace)
+    sweep = kd.sweep(
+        lambda trial: train(on, trial.suggest_float("lr", 0.01, 1.0)), trials=2, parallel=2, metric="eval/loss"
+    )
+    best = sweep.wait(400)
+    assert [trial.state for trial in sweep.trials] == ["complete", "complete"]
+    assert best.job.ref.startswith("kubernetes://")
+    assert isinstance(best.model, nn.Linear)
