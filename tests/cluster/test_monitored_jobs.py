@@ -4,6 +4,7 @@ import pytest
 import torch
 from on_cluster import pods_in, run_kubectl, wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from rank_work import pause
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,12 +27,6 @@ def train(on, lr=0.1, **options):
         model, loader, nn.CrossEntropyLoss(), optimizer, eval_data_loader=loader, number_of_processes=2, seed=1, on=on,
         **options,
     )  # fmt: skip
-
-
-def pause(epoch, metrics, model):
-    import time
-
-    time.sleep(2)
 
 
 def series(folder):
