@@ -273,6 +273,7 @@ class _Client(NotebookClient):
             self._runs[cell_index] = CellRun(number=cell_index + 1, source=cell.source, state="skipped")
             return cell
         self._current, began, error = cell_index, time.monotonic(), ""
+        self.jobs.begin_cell()
         try:
             return await super().async_execute_cell(cell, cell_index, *given, **named)
         except BaseException as problem:

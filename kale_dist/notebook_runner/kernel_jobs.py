@@ -25,6 +25,7 @@ _END_S = 5.0
 """Jobs that end with their kernel have so long to do so."""
 
 _STEP_PERCENT = 10
+_REMEMBERED_LINES = 100_000
 
 
 class Terminal:
@@ -68,15 +69,23 @@ class KernelJobs:
         self._seen = {folder.name for folder in records.jobs_dir().iterdir()}
         self._jobs: dict[Job[Any], threading.Thread] = {}
         self._last: dict[Job[Any], JobStatus] = {}
+        # A cell that streams a log prints its lines, too: each is shown once.
+        self._from_log: collections.Counter[str] = collections.Counter()
+        self._from_cell: collections.Counter[str] = collections.Counter()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kale_dist kernel jobs", daemon=True)
         self._thread.start()
 
-    def cell_line(self, text: str) -> None:
-        """Show a line that a cell has printed; one of a job's log is shown as the log comes."""
+    def begin_cell(self) -> None:
+        """What is printed from now on comes from another cell."""
         self._settle()
-        if not (self._jobs and contract.PREFIX.match(text)):
-            self._terminal.line(text)
+        with self._lock:
+            self._from_cell.clear()
+
+    def cell_line(self, text: str) -> None:
+        """Show a line that a cell has printed."""
+        self._settle()
+        self._show(text, self._from_log, self._from_cell if contract.PREFIX.match(text) else None)
 
     def cancel(self) -> None:
         """End the jobs that still run, except those that are meant to outlive the kernel (`detach=True`)."""
@@ -136,13 +145,25 @@ class KernelJobs:
     def _write_log(self, job: Job[Any]) -> None:
         try:
             for line in job.logs(follow=True):
-                self._terminal.line(facts.clean(str(line)))
+                if len(self._from_log) > _REMEMBERED_LINES:
+                    self._from_log.clear()
+                self._show(facts.clean(str(line)), self._from_cell, self._from_log)
             status = self._last[job] = job.status
             self._terminal.line(f"{job.ref}: {facts.sentence(status, None)}")
         except JobNotFoundError:
             self._terminal.line(f"{job.ref} was deleted")
         except KaleDistError as error:
             self._terminal.line(f"{job.ref}: {error}")
+
+    def _show(self, text: str, others: collections.Counter[str], own: collections.Counter[str] | None) -> None:
+        """Show a line, unless the other side has shown it."""
+        with self._lock:
+            if others[text] > 0:
+                others[text] -= 1
+                return
+            if own is not None:
+                own[text] += 1
+            self._terminal.line(text)
 
     def _settle(self) -> None:
         """Wait for the logs of jobs that have ended: what a cell prints after a job's end is shown after its log."""
