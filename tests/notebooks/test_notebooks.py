@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # The tour and the strategies have outputs, and tests of their own.
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in ("tour", "strategies"))
 ON_A_CLUSTER = {"cluster", "data"}
-NIGHTLY = {"data", "images"}
+NIGHTLY = {"data", "hugging_face", "images"}
 IN_CONTAINERS = {"packages"}
 
 
@@ -60,8 +60,8 @@ def test_the_repositorys_copy_has_no_outputs(path):
 def test_it_shows_ranks_a_picture_and_the_jobs_end(executed):
     name, out, notebook = executed
     assert re.search(r"^\[0\] ", out, re.MULTILINE)
-    # The ready-made step of the sweep prints nothing.
-    assert name == "sweep" or re.search(r"^\[1\] ", out, re.MULTILINE)
+    # The ready-made step prints nothing.
+    assert name in ("sweep", "hugging_face") or re.search(r"^\[1\] ", out, re.MULTILINE)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert [one for one in outputs if one["output_type"] == "error"] == []
     assert any("image/png" in one.get("data", {}) for one in outputs)
@@ -89,4 +89,6 @@ def test_digits_are_learnt_and_the_bar_moves(executed):
         0.9 if name == "images" else 0.95
     )
     assert len(re.findall(r"^▕.*▏ \d+ % ", out, re.MULTILINE)) >= 3
-    assert ("800 samples, 2 ranks x 400" if name == "sounds" else "1,437 samples, 2 ranks x 719/718") in out
+    assert (
+        "800 samples, 2 ranks x 400" if name in ("sounds", "hugging_face") else "1,437 samples, 2 ranks x 719/718"
+    ) in out
