@@ -147,13 +147,26 @@ class Job(Generic[R]):
         """What the ranks reported so far, one row each: `pandas.DataFrame(job.metrics)` makes a table.
 
         A row has `time` (seconds since 1970), `epoch` and `step` (or None), `rank` (None for an average over ranks),
-        `source` (`train`, `eval`, `report`, `strategy` for bytes sent and time in collectives, `pace` for learning rates and samples a second, ...) and the reported names.
+        `source` (`train`, `eval`, `averaged`, `report`, ...) and the reported names. Rows of `train` also have the learning
+        rate (`lr`), `samples_per_s` and, of several processes, `bytes_sent` and `collective_s` (monitoring.md).
         """
-        return [
-            {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
-            | dict(row.values)
-            for row in self.status.metrics
-        ]
+        rows: list[dict[str, Any]] = []
+        measured: dict[str, Any] = {}
+        for row in self.status.metrics:
+            if row.source == "profile":
+                continue
+            place = {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
+            # What was measured of a training step is sent just before what the step returned, if it returned something.
+            is_measured = row.source in ("strategy", "pace")
+            if measured and not (row.epoch == measured["epoch"] and (is_measured or row.source == "train")):
+                rows.append(measured)
+                measured = {}
+            if is_measured:
+                measured |= place | dict(row.values) | {"source": "train"}
+            else:
+                rows.append(measured | place | dict(row.values))
+                measured = {}
+        return [*rows, measured] if measured and self.done() else rows
 
     def done(self) -> bool:
         """Whether the job has ended, well or badly."""

@@ -75,7 +75,7 @@ def test_digits_reach_the_accuracy_of_ddp():
 @pytest.mark.nightly
 def test_ranks_come_closer_as_the_learning_rate_falls():
     *_, metrics = trained(Gossip(), 4)
-    distances = [row["consensus_distance"] for row in metrics if row["source"] == "strategy"]
+    distances = [row["consensus_distance"] for row in metrics if row["source"] == "train"]
     assert len(distances) == 4
     assert 0 < distances[-1] < distances[0] / 2
 

@@ -137,6 +137,28 @@ def test_metrics_are_rows_for_a_table():
     assert table.query("source == 'train'")["epoch"].item() == 1
 
 
+def test_what_is_measured_of_an_epoch_is_in_its_row_of_the_training():
+    def script(run):
+        for epoch in (1, 2):
+            run.event(EventKind.METRICS, rank=None, values={"bytes_sent": 8 * epoch}, epoch=epoch, source="strategy")
+            run.event(EventKind.METRICS, rank=None, values={"lr": 0.5}, epoch=epoch, source="pace")
+            if epoch == 1:
+                run.event(EventKind.METRICS, rank=None, values={"loss": 0.25}, epoch=epoch, source="train")
+            run.event(EventKind.METRICS, rank=None, values={"loss": 0.75}, epoch=epoch, source="eval")
+
+    job = start(script)
+    job.wait()
+    found = [
+        {name: value for name, value in row.items() if name not in ("time", "step", "rank")} for row in job.metrics
+    ]
+    assert found == [
+        {"epoch": 1, "source": "train", "bytes_sent": 8, "lr": 0.5, "loss": 0.25},
+        {"epoch": 1, "source": "eval", "loss": 0.75},
+        {"epoch": 2, "source": "train", "bytes_sent": 16, "lr": 0.5},
+        {"epoch": 2, "source": "eval", "loss": 0.75},
+    ]
+
+
 def ten_lines(run):
     for number in range(10):
         run.line(number % 2, f"{number}")

@@ -61,10 +61,9 @@ def scalars(folder):
 def expected(job):
     """The job's metrics by series, as they should be in a tracker."""
     found = {}
-    for row in job.metrics:
-        rest = {name: value for name, value in row.items() if name not in ("time", "epoch", "step", "rank", "source")}
-        for name, value in rest.items():
-            found.setdefault(f"{row['source']}/{name}", []).append((row["epoch"], pytest.approx(value, rel=1e-6)))
+    for row in job.status.metrics:
+        for name, value in row.values:
+            found.setdefault(f"{row.source}/{name}", []).append((row.epoch, pytest.approx(value, rel=1e-6)))
     return found
 
 

@@ -43,7 +43,7 @@ def test_a_profile_says_where_each_rank_spends_its_time(tmp_path):
         assert {"data", "forward", "backward", "optimizer"} <= {event.get("name") for event in trace["traceEvents"]}
         with pytest.raises(ConfigError, match="no rank 2"):
             profile.trace(2)
-        numbers = [row for row in job.metrics if row["source"] == "strategy"]
+        numbers = [row for row in job.metrics if row["source"] == "train"]
         assert [row["epoch"] for row in numbers] == [1, 2]
         assert all(row["collective_s"] > 0 and row["bytes_sent"] > 0 for row in numbers)
     finally:
@@ -90,7 +90,7 @@ def test_every_strategy_is_profiled(strategy):
         rows = job.profile().rows
         assert len(rows) == (1 if strategy == "parameter-server" else 2)
         assert all(sum(row[name] for name in PHASES) == pytest.approx(row["step_s"]) for row in rows)
-        assert all(row["collective_s"] > 0 for row in job.metrics if row["source"] == "strategy")
+        assert all(row["collective_s"] > 0 for row in job.metrics if row["source"] == "train")
     finally:
         job.delete()
 
