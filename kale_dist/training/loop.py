@@ -119,6 +119,13 @@ def train(
         KaleDistError: The ranks do not do the same.
         StoreError: The weights cannot be written; found out before the first epoch, unless a disk gets full.
     """
+    try:
+        importlib.import_module("numpy")
+    except ImportError as error:
+        text = (
+            "torch needs NumPy to train on several processes, and this rank's Python has none. In pods and containers, "
+        )
+        raise KaleDistError(f"{text}packages=['numpy'] adds it to the image") from error
     place = context.context()
     device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
     group = Group(device)

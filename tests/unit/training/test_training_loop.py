@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import sys
 import time
 import types
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kale_dist.errors import ConfigError
+from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.runtime import context
 from kale_dist.training import checkpoint
 from kale_dist.training.loop import train
@@ -35,6 +36,12 @@ def fit(model=None, loader=None, **options):
     options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
     options.setdefault("criterion", nn.CrossEntropyLoss())
     return train(model=model, train_data_loader=DataLoader(data(), 4) if loader is None else loader, **options)
+
+
+def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(KaleDistError, match=r"packages=\['numpy'\]"):
+        fit()
 
 
 def by_loader(model, loader, criterion, device, args):
