@@ -47,8 +47,9 @@ class Ranks:
     def __init__(self, world):
         self.world = world
         context = multiprocessing.get_context("forkserver")
-        # Above all torch._dynamo, which the first optimizer of a process imports: 2.5 s of each rank.
-        context.set_forkserver_preload(list(PRELOADED))
+        # Above all torch._dynamo, which the first optimizer of a process imports: 2.5 s of each rank. The names of our runtime
+        # would make it look like an agent that outlives the tests.
+        context.set_forkserver_preload([name for name in PRELOADED if not name.startswith("kale_dist.runtime")])
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
         for rank in range(world):
