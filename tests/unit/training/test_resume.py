@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_not_taken_up(ranks, tmp_path, spoil, behind, said)
     epochs, events = ranks(1, after, tmp_path, spoil, keep=False)[0]
     assert epochs == 3
     assert [event["epoch"] for event in events if event["event"] == "resumed"] == [behind]
-    trained = [event["epoch"] for event in events if event["event"] == "metrics"]
+    trained = [event["epoch"] for event in events if event.get("source") == "train"]
     assert trained == list(range(behind + 1, 4))
     assert any(said in event["text"] for event in events if event["event"] == "note")
 
