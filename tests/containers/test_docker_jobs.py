@@ -245,8 +245,8 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         f"""
         import warnings
         import kale_dist as kd
-        from kale_dist.backends.docker import place
-        place.identity = lambda: "mallory@elsewhere"
+        from kale_dist import records
+        records.identity = lambda: "mallory@elsewhere"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             job = kd.attach({job.ref!r})
