@@ -212,6 +212,6 @@ def test_a_weights_and_biases_folder_has_metrics_and_the_model(tmp_path):
         if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             for name, text in items.items():
-                if name.startswith(("train/", "eval/")):
+                if name.startswith(("train/", "eval/", "pace/", "strategy/")):
                     found.setdefault(name, []).append((int(items["epoch"]), float(text)))
     assert found == expected(job)
