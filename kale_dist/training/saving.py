@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pathlib
 import tempfile
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from kale_dist.blobs import fresh
 from kale_dist.errors import StoreError
 from kale_dist.url_store import UrlStore
 
@@ -27,11 +27,11 @@ def check(save_to: str) -> None:
         store, name = _store(save_to)
         store.try_to_write(name)
         return
-    temporary = _temporary(save_to)
+    folder = pathlib.Path(save_to).parent
     try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        temporary.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise _refusal(save_to, error) from error
 
@@ -53,25 +53,17 @@ def save(save_to: str, state: Mapping[str, Any]) -> None:
             torch.save(state, file)
             store.put_file(name, file)
         return
-    temporary = _temporary(save_to)
     try:
-        torch.save(state, temporary)
-        temporary.replace(save_to)
+        with fresh(pathlib.Path(save_to)) as temporary:
+            torch.save(state, temporary)
     # Torch's own writer raises RuntimeError when a disk is full.
     except (OSError, RuntimeError) as error:
         raise _refusal(save_to, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _store(url: str) -> tuple[UrlStore, str]:
     folder, _, name = url.rpartition("/")
     return UrlStore(folder), name
-
-
-def _temporary(path: str) -> pathlib.Path:
-    target = pathlib.Path(path)
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
 
 
 def _refusal(path: str, error: Exception) -> StoreError:
