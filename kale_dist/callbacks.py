@@ -50,7 +50,9 @@ class EarlyStopping(_Monitor):
 
     def __post_init__(self) -> None:
         _Monitor.__post_init__(self)
-        _refuse_count("patience", self.patience)
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            problem = f"patience={self.patience!r} is not a whole number of 1 or more"
+            raise ConfigError("callbacks", problem, "Give such as patience=3")
         delta = self.min_delta
         if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < math.inf:
             problem = f"min_delta={delta!r} is not a number of 0 or more"
@@ -117,9 +119,3 @@ Callback = EarlyStopping | ModelCheckpoint | Average
 def monitors(callbacks: Any) -> dict[str, Any]:
     """The metrics that callbacks need, each with one that needs it."""
     return {one.monitor: one for one in callbacks if isinstance(one, _Monitor)}
-
-
-def _refuse_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        problem = f"{name}={value!r} is not a whole number of 1 or more"
-        raise ConfigError("callbacks", problem, f"Give such as {name}=3")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint, monitors
+from kale_dist.callbacks import EMA, SWA, Average, Callback, EarlyStopping, ModelCheckpoint, monitors
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout
 from kale_dist.training.group import Group
@@ -41,10 +41,9 @@ class Callbacks:
         self._stops = [_Best(one) for one in given if isinstance(one, EarlyStopping)]
         self._kept = next((_Best(one) for one in given if isinstance(one, ModelCheckpoint)), None)
         self._best: dict[str, Any] | None = None
-        average = next((one for one in given if isinstance(one, EMA | SWA)), None)
+        average = next((one for one in given if isinstance(one, Average)), None)
         self._average = None if average is None else _Average(average, epochs)
-        known = (EarlyStopping, ModelCheckpoint, EMA, SWA)
-        self._functions = [one for one in given if not isinstance(one, known)]
+        self._functions = [one for one in given if not isinstance(one, Callback)]
 
     def prepare(self, model: torch.nn.Module, strategy: Strategy, layouts: Sequence[Layout], group: Group) -> None:
         """Take the objects that the training alters, after the strategy has.
@@ -55,7 +54,7 @@ class Callbacks:
             layouts: Those of all ranks.
             group: The ranks.
         """
-        self._group, self._strategy, self._module = group, strategy, model
+        self._group, self._strategy = group, strategy
         with_data = [rank for rank, one in enumerate(layouts) if one.shard is not None]
         self._is_divided = any(len(layouts[rank].replicas) < len(with_data) for rank in with_data)
         if self._average is not None:
