@@ -23,14 +23,7 @@ from kale_dist.errors import (
     ResultUnavailableError,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_state(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-        for job in kd.jobs():
-            job.delete()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 class Net(torch.nn.Module):

@@ -11,14 +11,7 @@ import kale_dist as kd
 from kale_dist import kfp
 from kale_dist.errors import ConfigError, JobFailedError, KaleDistError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_state(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-        for job in kd.jobs():
-            job.delete()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 class Artifact:

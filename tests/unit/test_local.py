@@ -17,14 +17,7 @@ from kale_dist.backends import local
 from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
 from kale_dist.job import inside
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_state(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-        for job in kd.jobs():
-            job.delete()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def pid():

@@ -13,14 +13,7 @@ from kale_dist.spec import JobSpec, Topology
 from kale_dist.training import saving
 from kale_dist.volumes import of_containers, of_pods
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_state(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-        for job in kd.jobs():
-            job.delete()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def arguments():
