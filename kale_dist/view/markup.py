@@ -194,12 +194,7 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
     if not table.rows:
         return ""
     cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
-    # The number of a rank names its row: it is the row's header.
-    aligned = ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
-    head = "".join(
-        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'
-        for title, side in zip(table.titles, aligned, strict=True)
-    )
+    aligned = _aligned(table)
     body = []
     for rank, state, *others in table.rows:
         dot = _dot(_GREY if is_frozen else _RANK_COLOURS[RankStateName(state)])
@@ -212,14 +207,8 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
             f'<td style="{cell}left"><span style="white-space:nowrap">{dot}&nbsp; {state}</span></td>{cells}</tr>'
         )
     more = f'<div style="{_MUTED};margin-top:4px">and {table.left_out:,} more ranks</div>' if table.left_out else ""
-    # Wide tables scroll sideways, long ones in their place.
-    drawn = (
-        f'<div {_KEYS} role="group" aria-label="Ranks" style="overflow:auto;max-height:300px">'
-        f'<table style="width:auto;min-width:min(100%,460px);margin:0;border-collapse:collapse;table-layout:auto;'
-        f'font-size:12px;{_FIGURES};color:inherit;background:none">'
-        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>{more}'
-    )
-    return f'<div style="margin-top:12px">{_folded(status, drawn)}</div>'
+    drawn = _framed(table, "".join(body), "Ranks", cell, "min-width:min(100%,460px);table-layout:auto;")
+    return f'<div style="margin-top:12px">{_folded(status, drawn + more)}</div>'
 
 
 def profile(status: JobStatus) -> str:
@@ -228,11 +217,7 @@ def profile(status: JobStatus) -> str:
     if not table.rows:
         return ""
     cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;white-space:nowrap;text-align:"
-    sides = ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
-    head = "".join(
-        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'
-        for title, side in zip(table.titles, sides, strict=True)
-    )
+    sides = _aligned(table)
     body = "".join(
         f'<tr style="background:none"><th scope="row" style="{cell}left;font-weight:400">{rank}</th>'
         + "".join(
@@ -243,9 +228,33 @@ def profile(status: JobStatus) -> str:
     )
     return (
         '<div style="margin-top:14px"><div style="font-weight:600;margin-bottom:3px">Where the time of a step goes</div>'
-        f'<div {_KEYS} role="group" aria-label="Profile" style="overflow:auto;max-height:300px">'
-        f'<table style="width:auto;margin:0;border-collapse:collapse;font-size:12px;{_FIGURES};color:inherit;background:none">'
-        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table></div></div>'
+        f"{_framed(table, body, 'Profile', cell)}</div>"
+    )
+
+
+def _aligned(table: facts.Table) -> list[str]:
+    """The side of each column. The number of a rank names its row: it is the row's header."""
+    return ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
+
+
+def _framed(table: facts.Table, body: str, label: str, cell: str, style: str = "") -> str:
+    """A table in a frame: wide tables scroll sideways, long ones in their place.
+
+    Args:
+        table: Its titles.
+        body: Its rows, drawn.
+        label: What a screen reader calls it.
+        cell: The style of its cells, up to their alignment.
+        style: More of its own.
+    """
+    head = "".join(
+        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'
+        for title, side in zip(table.titles, _aligned(table), strict=True)
+    )
+    return (
+        f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:300px">'
+        f'<table style="width:auto;margin:0;border-collapse:collapse;{style}font-size:12px;{_FIGURES};color:inherit;background:none">'
+        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
