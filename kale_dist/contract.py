@@ -66,6 +66,10 @@ SIZE_HEADER = "X-Kale-Dist-Size"
 """Header of a PUT: bytes of the whole blob or file, of which the request may bring a part."""
 
 
+PHASES = ("data", "forward", "backward", "exchange", "optimizer")
+"""Of a training step: what a profile says the time of, in this order."""
+
+
 class EventKind(enum.StrEnum):
     """The kinds of event; the module's docstring lists the fields of each."""
 

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from kale_dist.contract import EventKind
+from kale_dist.contract import PHASES, EventKind
 from kale_dist.runtime import context
 
 FIRST_STEP = 2
 """The first step is left out: memory, caches and lazy parts are made in it."""
 
-_PHASES = ("data", "forward", "backward", "exchange", "optimizer")
 _COLLECTIVE = "collective"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -189,11 +188,11 @@ class Profiler:
         CLOCK.is_marking, CLOCK.synchronise = False, None
         self._stack.close()
         self._profile.stop_trace()
-        spent = {name: CLOCK.totals[name] - self._before.get(name, 0.0) for name in (*_PHASES, _COLLECTIVE)}
+        spent = {name: CLOCK.totals[name] - self._before.get(name, 0.0) for name in (*PHASES, _COLLECTIVE)}
         spent["exchange"] += spent[_COLLECTIVE]
         steps = self._taken - FIRST_STEP + 1
-        values: dict[str, float] = {"steps": steps, "step_s": sum(spent[name] for name in _PHASES) / steps}
-        values |= {f"{name}_s": spent[name] / steps for name in _PHASES}
+        values: dict[str, float] = {"steps": steps, "step_s": sum(spent[name] for name in PHASES) / steps}
+        values |= {f"{name}_s": spent[name] / steps for name in PHASES}
         context.emit(EventKind.METRICS, values=values, epoch=epoch, source="profile")
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder) / "trace.json.gz"

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 
-from kale_dist.contract import LogLine, RankStateName, StateName
+from kale_dist.contract import PHASES, LogLine, RankStateName, StateName
 from kale_dist.status import JobStatus, RankProgress, ReplicaStatus, Usage
 
 _CLEARLY = 1.1
@@ -217,9 +217,6 @@ def table(status: JobStatus, limit: int) -> Table:
     )
 
 
-_PHASES = ("data", "forward", "backward", "exchange", "optimizer")
-
-
 def profile(status: JobStatus, limit: int) -> Table:
     """Where the time of a step goes, if a profile was taken: milliseconds and shares of each rank, at most `limit`.
 
@@ -234,14 +231,14 @@ def profile(status: JobStatus, limit: int) -> Table:
     rows = []
     for rank in ranks[:limit]:
         values, total = last[rank], last[rank]["step_s"] or math.inf
-        cells = [f"{number(1000 * values[f'{name}_s'])} ({values[f'{name}_s'] / total:.0%})" for name in _PHASES]
+        cells = [f"{number(1000 * values[f'{name}_s'])} ({values[f'{name}_s'] / total:.0%})" for name in PHASES]
         rows.append(
             (str(rank), number(1000 * values["step_s"]), *cells, "the slowest" if is_clear and rank == slowest else "")
         )
-    width = 2 + len(_PHASES) + (1 if is_clear else 0)
+    width = 2 + len(PHASES) + (1 if is_clear else 0)
     return Table(
-        titles=("rank", "ms a step", *_PHASES, "remark")[:width],
-        numeric=(True,) * (2 + len(_PHASES)) + ((False,) if is_clear else ()),
+        titles=("rank", "ms a step", *PHASES, "remark")[:width],
+        numeric=(True,) * (2 + len(PHASES)) + ((False,) if is_clear else ()),
         rows=tuple(row[:width] for row in rows),
         left_out=len(ranks) - len(rows),
     )
