@@ -8,6 +8,7 @@ from __future__ import annotations
 import pathlib
 import re
 import string
+from collections.abc import Iterable
 
 from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.table import Entry, Seen
@@ -16,12 +17,11 @@ PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 
 HEAD = """# Troubleshooting on a cluster
 
-While a job waits, and after it has failed, `job.status.reason` says why in one sentence, and what you can do in another.
-Errors of a call say it in the same words. These are all of the sentences. Words in *italics* stand for what the cluster says of
-your job.
+`job.status.reason` says in one sentence why a job waits or failed, and what you can do. Errors of a call say it in the same words.
+These are all of these sentences; words in *italics* stand for what your cluster says. Search the page for yours.
 
-What may heal is only reported while the job waits: an image that may still be pushed, a node that may become free. The job
-fails when it has waited for `pending_timeout_s` (a day). What cannot heal fails the job at once; such entries say so.
+A job waits while its trouble may end without you, such as an image that may still be pushed, at most for `pending_timeout_s` (a day).
+Other troubles fail the job **at once**.
 """
 
 
@@ -58,17 +58,22 @@ def _words(text: str) -> str:
     return f"{words[:1].upper()}{words[1:]}"
 
 
-def _entry(entry: Entry) -> str:
-    fails = "" if entry.heals or _IN_CALLS.issuperset(entry.seen) else " The job fails at once."
+def _row(entry: Entry) -> str:
+    fails = "" if entry.heals or _IN_CALLS.issuperset(entry.seen) else " **At once.**"
     # A remedy may end with an object to apply, which stands on another page.
-    remedy = entry.remedy.replace(":\n\n{role}", " the Role of [this page](rbac.md)")
-    return f"({entry.name})=\n### {entry.title}\n\n> {_words(entry.sentence)}.\n\n{_words(remedy)}.{fails}\n"
+    remedy = _words(entry.remedy.replace(":\n\n{role}", " the Role of [this page](rbac.md)"))
+    return f"| {_words(entry.sentence)}.{fails} | {remedy}. |"
+
+
+def _group(title: str, entries: Iterable[Entry]) -> str:
+    # The cluster's own words are not on the page.
+    rows = [_row(entry) for entry in entries if entry.sentence != "{detail}"]
+    return "\n".join((f"## {title}\n", "| you see | what to do |", "|---|---|", *rows, ""))
 
 
 def page() -> str:
     """The whole page."""
-    groups = ["\n".join((f"## {title}\n", *map(_entry, group))) for title, group in table.GROUPS]
-    return "\n".join((HEAD, *groups))
+    return "\n".join((HEAD, *(_group(*group) for group in table.GROUPS)))
 
 
 if __name__ == "__main__":

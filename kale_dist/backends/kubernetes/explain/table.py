@@ -41,9 +41,7 @@ class Entry:
     """One trouble."""
 
     name: str
-    """For code, tests and links."""
-    title: str
-    """For the page."""
+    """For code and tests."""
     seen: tuple[Seen, ...]
     pattern: str
     """A regular expression; its named groups are facts for the sentence."""
@@ -88,7 +86,7 @@ _DIED, _POD_LOST = FailureCause.DIED, FailureCause.AGENT_DIED
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     ("The way to the cluster", (
         Entry(
-            "certificate", "The cluster's certificate is not accepted", (Seen.CONNECTION,),
+            "certificate", (Seen.CONNECTION,),
             "CERTIFICATE_VERIFY_FAILED|certificate verify failed|hostname .* doesn't match",
             "the certificate of the API server is not accepted: {detail}",
             "The kubeconfig's certificate-authority does not fit the server, or the certificate has expired: get a new "
@@ -96,112 +94,112 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             error=BackendUnavailableError,
         ),
         Entry(
-            "client-certificate", "Your certificate is not accepted", (Seen.CONNECTION,),
+            "client-certificate", (Seen.CONNECTION,),
             r"TLSV1\S*_ALERT|SSLV3_ALERT|tlsv1 alert|certificate required",
             "the API server ended the connection: {detail}",
             "The client certificate of the kubeconfig is wrong or has expired: get a new kubeconfig",
             error=BackendUnavailableError,
         ),
         Entry(
-            "no-tls", "No TLS at the other end", (Seen.CONNECTION,), r"\bSSLError",
+            "no-tls", (Seen.CONNECTION,), r"\bSSLError",
             "there is no TLS at the other end: {detail}",
             "Check the kubeconfig's `server`: it has to be the URL of the API server, with https",
             error=BackendUnavailableError,
         ),
         Entry(
-            "unknown-host", "The API server's host is unknown", (Seen.CONNECTION,), "gaierror|NameResolutionError",
+            "unknown-host", (Seen.CONNECTION,), "gaierror|NameResolutionError",
             "the host name of the API server is not known here",
             "Check the network or VPN, and the kubeconfig's `server`", error=BackendUnavailableError,
         ),
         Entry(
-            "proxy", "A proxy is in the way", (Seen.CONNECTION,), "ProxyError",
+            "proxy", (Seen.CONNECTION,), "ProxyError",
             "the proxy does not let the request through: {detail}",
-            "Check HTTPS_PROXY and NO_PROXY; the API server's host often belongs into NO_PROXY",
+            "Check HTTPS_PROXY and NO_PROXY; the API server's host usually belongs in NO_PROXY",
             error=BackendUnavailableError,
         ),
         Entry(
-            "timeout", "The API server does not answer in time", (Seen.CONNECTION,), "Timeout",
+            "timeout", (Seen.CONNECTION,), "Timeout",
             "the API server does not answer in time",
             "Check the network or VPN; a firewall that drops packets looks like this, too", error=BackendUnavailableError,
         ),
         Entry(
-            "unreachable", "The API server cannot be reached", (Seen.CONNECTION,),
+            "unreachable", (Seen.CONNECTION,),
             "OSError|EOFError|Connection|refused|closed",
             "the API server cannot be reached: {detail}",
             "Check that the cluster runs, and the network or VPN; 'kubectl get nodes' tells the same",
             error=BackendUnavailableError,
         ),
         Entry(
-            "no-answer", "A request failed on this machine", (Seen.CONNECTION,), "",
+            "no-answer", (Seen.CONNECTION,), "",
             "{detail}", "If 'kubectl get pods' works, please report this", heals=False,
         ),
     )),
     ("Answers of the API server", (
         Entry(
-            "credentials", "Your login has expired", (Seen.API,), "^401 ",
+            "credentials", (Seen.API,), "^401 ",
             "the cluster does not accept these credentials (401)",
             "The token or certificate has expired or was revoked: log in again as you did for this cluster, until 'kubectl "
             "get pods' works; kale_dist reads the kubeconfig again when it changes",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
-            "anonymous", "Your request had no credentials", (Seen.API,), "^403 .*system:anonymous",
+            "anonymous", (Seen.API,), "^403 .*system:anonymous",
             "the cluster does not know who asks",
             "Log in: the kubeconfig has no credentials, or they were not sent",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
-            "namespace-ends", "The namespace is being deleted", _REFUSED, "because it is being terminated",
+            "namespace-ends", _REFUSED, "because it is being terminated",
             "the namespace {namespace} is being deleted", "Use another namespace, or create it again once it is gone",
             heals=False,
         ),
         Entry(
-            "rights", "A right is missing", (Seen.API,),
+            "rights", (Seen.API,),
             r'^403 .*User "(?P<user>[^"]*)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]*)"',
             "{user} may not {verb} {resource} {where}",
             "An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}",
             heals=False,
         ),
         Entry(
-            "namespace-missing", "The namespace does not exist", (Seen.API,), r'^404 .*namespaces "(?P<missing>[^"]+)" not found',
+            "namespace-missing", (Seen.API,), r'^404 .*namespaces "(?P<missing>[^"]+)" not found',
             "there is no namespace {missing}", "Correct it, or create it: kubectl create namespace {missing}", heals=False,
         ),
         Entry(
-            "operator-missing", "The cluster does not serve this kind of job", (Seen.API,),
+            "operator-missing", (Seen.API,),
             r'^404 \S+ \w*jobs (?!NotFound: \S+ ")',
             "the cluster has no {job_kind}s: {controller} is not installed",
             "Leave out kind=, so that one is chosen that the cluster serves; or have an administrator install it by: {install}",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
-            "job-missing", "The job does not exist", (Seen.API,), "^404 \\S+ \\w*jobs ", "{detail}",
+            "job-missing", (Seen.API,), "^404 \\S+ \\w*jobs ", "{detail}",
             "It may have been deleted; kale_dist.jobs(on='kubernetes') lists the jobs that exist",
             heals=False, error=JobNotFoundError,
         ),
         Entry(
-            "object-missing", "An object does not exist", (Seen.API,), "^404 ", "{detail}",
+            "object-missing", (Seen.API,), "^404 ", "{detail}",
             "It may have been deleted", heals=False,
         ),
         Entry(
-            "job-exists", "The job's name is taken", (Seen.API,), "^409 create \\w*jobs AlreadyExists",
+            "job-exists", (Seen.API,), "^409 create \\w*jobs AlreadyExists",
             "{resource}/{name} exists already",
             "Give another name=, or attach to it: kd.attach('kubernetes://{namespace}/{name}')",
             heals=False, error=JobExistsError,
         ),
         Entry(
-            "object-exists", "An object's name is taken", (Seen.API,), r"^409 \S+ \S+ AlreadyExists",
+            "object-exists", (Seen.API,), r"^409 \S+ \S+ AlreadyExists",
             "{resource}/{name} exists already", "Delete it, or give the job another name", heals=False,
         ),
         Entry(
-            "changed", "Another client changed the object", (Seen.API,), "^409 ",
+            "changed", (Seen.API,), "^409 ",
             "another client changed it at the same time: {detail}", "Try again",
         ),
         Entry(
-            "busy", "The API server has too many requests", (Seen.API,), "^429 ",
+            "busy", (Seen.API,), "^429 ",
             "the API server has too many requests (429)", "Try again {retry_after}",
         ),
         Entry(
-            "too-large", "An object is too large", (Seen.API,),
+            "too-large", (Seen.API,),
             r"^413 |(must have at most|may not be more than) \d+ (bytes|characters)|request is too large|etcdserver: request"
             r"|larger than max",
             "it is larger than the cluster accepts: {detail}", "Give a store=, which keeps the snapshot out of the object",
@@ -210,38 +208,38 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     )),
     ("Pods and jobs that are refused", (
         Entry(
-            "quota-too-small", "A quota is too small for the job", _REFUSED, _QUOTA,
+            "quota-too-small", _REFUSED, _QUOTA,
             "the quota {quota} of the namespace {namespace} allows {limited} in all, and this asks for {requested}",
             "Ask for less (resources=, number_of_processes=), or have the administrator raise the quota",
             heals=False, fits=_exceeds,
         ),
         Entry(
-            "quota", "A quota is exhausted", _REFUSED, _QUOTA,
+            "quota", _REFUSED, _QUOTA,
             "the quota {quota} of the namespace {namespace} allows {limited}, of which {used} is used, and this asks for "
             "{requested}",
             "Delete finished jobs (kale-dist delete), wait until other jobs end, or have the administrator raise the quota",
         ),
         Entry(
-            "quota-limits", "A quota demands requests or limits", _REFUSED,
+            "quota-limits", _REFUSED,
             r"failed quota: (?P<quota>[^:]+): must specify (?P<what>.+)",
             "the quota {quota} of the namespace {namespace} demands that pods specify {what}",
             "Give them in resources=, or with patch= for a container that is not ours", heals=False,
         ),
         Entry(
-            "limit-range", "A LimitRange forbids the pod's size", _REFUSED,
+            "limit-range", _REFUSED,
             r"forbidden: \[?(?P<rule>(maximum|minimum) \S+ usage per .+|.*limit to request ratio.+)",
             "a LimitRange of the namespace {namespace} forbids the size of the pod: {rule}", "Change resources= accordingly",
             heals=False,
         ),
         Entry(
-            "pod-security-init", "Pod Security refuses workers because of init-pytorch", _REFUSED,
+            "pod-security-init", _REFUSED,
             r'violates PodSecurity "(?P<level>[^"]+)": .*init-pytorch',
             'the namespace {namespace} enforces Pod Security "{level}", which forbids the init-pytorch that the operator puts '
             "before the workers of a job with a master",
             "Give master=False", heals=False,
         ),
         Entry(
-            "pod-security", "Pod Security refuses the pods", _REFUSED,
+            "pod-security", _REFUSED,
             r'violates PodSecurity "(?P<level>[^"]+)": (?P<rule>.+)',
             'the namespace {namespace} enforces Pod Security "{level}", which forbids: {rule}',
             "Leave out what it forbids (volumes 'hostpath://...': use a claim; run_as_user=0; a patch=), or use another "
@@ -249,123 +247,123 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             heals=False,
         ),
         Entry(
-            "service-account", "The service account does not exist", _REFUSED, r'service ?account "?(?P<account>[^" ]+)"? not found',
+            "service-account", _REFUSED, r'service ?account "?(?P<account>[^" ]+)"? not found',
             "there is no service account {account} in the namespace {namespace}", "Create it, or correct service_account=",
         ),
         Entry(
-            "priority-class", "The priority class does not exist", _REFUSED, r"no PriorityClass with name (?P<class_name>\S+)",
+            "priority-class", _REFUSED, r"no PriorityClass with name (?P<class_name>\S+)",
             "there is no priority class {class_name}",
             "Correct priority_class=; 'kubectl get priorityclasses' lists them",
         ),
         Entry(
-            "runtime-class", "The runtime class does not exist", _REFUSED, r'RuntimeClass "(?P<class_name>[^"]+)" not found',
+            "runtime-class", _REFUSED, r'RuntimeClass "(?P<class_name>[^"]+)" not found',
             "there is no runtime class {class_name}", "Correct it in patch=; 'kubectl get runtimeclasses' lists them",
         ),
         Entry(
-            "webhook-unreachable", "A webhook does not answer", _REFUSED,
+            "webhook-unreachable", _REFUSED,
             r'failed calling webhook "(?P<webhook>[^"]+)": ?(?P<why>.+)',
             "the webhook {webhook}, which the cluster has to ask first, does not answer: {why}",
             "Try again; if it lasts, tell the administrator. Pods that it holds up are created once it answers",
         ),
         Entry(
-            "webhook", "A webhook or policy refuses it", _REFUSED,
+            "webhook", _REFUSED,
             r"(admission webhook \"|ValidatingAdmissionPolicy ')(?P<policy>[^\"']+).*?denied (the )?request: ?(?P<why>.+)",
             "the cluster's policy {policy} refuses it: {why}",
             "Do as it says, with labels=, annotations= or patch=, or use another namespace",
         ),
         Entry(
-            "forbidden", "It is forbidden for another reason", (Seen.API,), "^403 ", "it is forbidden: {detail}",
+            "forbidden", (Seen.API,), "^403 ", "it is forbidden: {detail}",
             "Ask the administrator", heals=False,
         ),
         Entry(
-            "runtime-missing", "The runtime of a TrainJob does not exist", (Seen.STRUCTURE,), "",
+            "runtime-missing", (Seen.STRUCTURE,), "",
             "there is no runtime {object} for TrainJobs; there are: {there}", "Give one of them with runtime=", heals=False,
         ),
         Entry(
-            "name-taken", "Pods of this name exist already", (Seen.JOB_EVENT,), r'"(?P<object>[^"]+)" already exists',
+            "name-taken", (Seen.JOB_EVENT,), r'"(?P<object>[^"]+)" already exists',
             "there is a {object} already, which does not belong to this job", "Delete it, or give this job another name",
         ),
         Entry(
-            "invalid", "The cluster does not accept the object", (Seen.API,), "^(400|422) ",
+            "invalid", (Seen.API,), "^(400|422) ",
             "the cluster rejects it as invalid: {detail}",
             "If patch= set that field, correct it; otherwise please report this", heals=False,
         ),
         Entry(
-            "server-error", "The API server has an error of its own", (Seen.API,), r"^5\d\d ",
+            "server-error", (Seen.API,), r"^5\d\d ",
             "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, tell the administrator",
         ),
         Entry(
-            "answer", "The API server answers something else", (Seen.API,), "", "the cluster answers {status}: {detail}",
+            "answer", (Seen.API,), "", "the cluster answers {status}: {detail}",
             "Correct it and try again", heals=False,
         ),
         Entry(
-            "refused", "Pods are refused for another reason", (Seen.JOB_EVENT,), "", "{detail}",
+            "refused", (Seen.JOB_EVENT,), "", "{detail}",
             "'kubectl -n {namespace} describe {jobs} {job}' shows all that was said",
         ),
     )),
     ("Before the job is submitted", (
         Entry(
-            "quota-sum", "A quota is too small for all pods together", (Seen.STRUCTURE,), "",
+            "quota-sum", (Seen.STRUCTURE,), "",
             "the quota {quota} allows {limited} of {what} in all, and the job needs {requested}",
             "Ask for less (resources=, number_of_processes=), or have the administrator raise the quota", heals=False,
         ),
         Entry(
-            "quota-full", "The job will wait for a quota", (Seen.STRUCTURE,), "",
+            "quota-full", (Seen.STRUCTURE,), "",
             "the quota {quota} allows {limited} of {what}, of which {used} is used, and the job needs {requested}",
             "It waits until other jobs end",
         ),
         Entry(
-            "nodes-too-small", "No node is large enough", (Seen.STRUCTURE,), "",
+            "nodes-too-small", (Seen.STRUCTURE,), "",
             "a pod needs {wanted} {resource}, and the largest node has {largest}, so that no node can ever run it",
             "Ask for less (resources=, processes_per_pod=); if the cluster adds nodes when pods wait, give wait_for_nodes=True",
             heals=False,
         ),
         Entry(
-            "cluster-too-small", "The cluster is too small for all pods", (Seen.STRUCTURE,), "",
+            "cluster-too-small", (Seen.STRUCTURE,), "",
             "the pods need {wanted} {resource} together, and the cluster has {largest}, so that they can never all run",
             "Ask for less (resources=, number_of_processes=); if the cluster adds nodes when pods wait, give "
             "wait_for_nodes=True",
             heals=False,
         ),
         Entry(
-            "named-missing", "An object that the job names does not exist", (Seen.STRUCTURE,), "",
+            "named-missing", (Seen.STRUCTURE,), "",
             "there is no {kind} {object} in the namespace {namespace}",
             "Correct its name, or create it; 'kubectl -n {namespace} get {plural}' lists those that exist", heals=False,
         ),
         Entry(
-            "pull-secret-missing", "An image pull secret does not exist", (Seen.STRUCTURE,), "",
+            "pull-secret-missing", (Seen.STRUCTURE,), "",
             "there is no Secret {object} in the namespace {namespace}, which image_pull_secrets= names",
             "Without it the nodes may not be able to pull the image",
         ),
         Entry(
-            "queue-missing", "The Kueue queue does not exist", (Seen.STRUCTURE,), "",
+            "queue-missing", (Seen.STRUCTURE,), "",
             "the namespace {namespace} has no Kueue queue {object} that you can see",
             "Without Kueue and this queue the job may stay suspended; correct queue=",
         ),
         Entry(
-            "queue-ignored", "Kueue does not manage this kind of job", (Seen.STRUCTURE,), "",
+            "queue-ignored", (Seen.STRUCTURE,), "",
             "Kueue does not hold this {job_kind} back in the queue {object}, so that the job starts without its quota",
             "Give a kind that this cluster's Kueue manages, such as kind='pytorch' or kind='job', or have the administrator "
             "add {jobs} to its integrations",
         ),
         Entry(
-            "claim-single", "A claim for one pod only", (Seen.STRUCTURE,), "",
+            "claim-single", (Seen.STRUCTURE,), "",
             "the claim {object} is for a single pod (ReadWriteOncePod), and the job has {pods} pods",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=", heals=False,
         ),
         Entry(
-            "claim-one-node", "A claim for one node only", (Seen.STRUCTURE,), "",
+            "claim-one-node", (Seen.STRUCTURE,), "",
             "the claim {object} is ReadWriteOnce: all {pods} pods have to fit on one node",
             "If they do not, use a claim with access mode ReadWriteMany",
         ),
         Entry(
-            "claim-lost", "A claim that has no volume any more", (Seen.STRUCTURE,), "",
+            "claim-lost", (Seen.STRUCTURE,), "",
             "the claim {object} cannot be used: {why}", "Use another claim", heals=False,
         ),
     )),
     ("Images", (
         Entry(
-            "init-image", "The image of the operator's init container", (Seen.WAITING,),
+            "init-image", (Seen.WAITING,),
             "ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull|RegistryUnavailable",
             "{pod} waits: the image {image} of init-pytorch, which the operator puts before workers, cannot be pulled: "
             "{detail}",
@@ -374,361 +372,361 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             container="init-pytorch",
         ),
         Entry(
-            "pull-forbidden", "The registry does not let the node pull", (Seen.WAITING,),
+            "pull-forbidden", (Seen.WAITING,),
             _PULL + r".*(40[13] (Unauthorized|Forbidden)|[Uu]nauthorized|[Ff]orbidden|denied|insufficient_scope"
             r"|authorization failed|authentication required|no basic auth|may require)",
             "{pod} waits: the registry refuses to give the node the image {image}: {detail}",
             "Create a Secret with 'kubectl -n {namespace} create secret docker-registry' and name it in image_pull_secrets=",
         ),
         Entry(
-            "image-platform", "The image is not made for the node's processor", (Seen.WAITING,),
+            "image-platform", (Seen.WAITING,),
             _PULL + ".*no match for platform",
             "{pod} waits: the registry has no image {image} for the processor of node {node}",
             "Build it for that processor, or choose other nodes with node_selector=",
         ),
         Entry(
-            "image-rate", "The registry has had too many requests", (Seen.WAITING,),
+            "image-rate", (Seen.WAITING,),
             _PULL + ".*(toomanyrequests|429|rate limit)",
             "{pod} waits: the registry limits how many images it gives, among them {image}",
             "Wait, log in with image_pull_secrets=, or push the image to a registry of your own",
         ),
         Entry(
-            "image-not-found", "The image does not exist", (Seen.WAITING,),
+            "image-not-found", (Seen.WAITING,),
             _PULL + r".*(not found|NotFound|manifest unknown|name unknown|does not exist)",
             "{pod} waits: the image {image} was not found in its registry", "Push it there, or name another one with image=",
         ),
         Entry(
-            "registry-unreachable", "The node does not reach the registry", (Seen.WAITING,),
+            "registry-unreachable", (Seen.WAITING,),
             _PULL + ".*(no such host|connection refused|timeout|deadline exceeded|connection reset|no route|x509|tls"
             "|HTTP response to HTTPS|failed to do request)",
             "{pod} waits: node {node} does not reach the registry of {image}: {detail}",
             "Give the address by which the nodes pull, which may differ from the one by which you push",
         ),
         Entry(
-            "pull-failed", "The image cannot be pulled for another reason", (Seen.WAITING,), _PULL,
+            "pull-failed", (Seen.WAITING,), _PULL,
             "{pod} waits: the image {image} cannot be pulled: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
         ),
         Entry(
-            "image-invalid", "The image's name is not valid", (Seen.WAITING,), "InvalidImageName",
+            "image-invalid", (Seen.WAITING,), "InvalidImageName",
             "{pod} cannot start: {image} is not the name of an image",
             "Write it as registry/repository:tag, all but the tag in lower case", heals=False,
         ),
         Entry(
-            "image-never", "The image is not on the node and must not be pulled", (Seen.WAITING,), "ErrImageNeverPull",
+            "image-never", (Seen.WAITING,), "ErrImageNeverPull",
             "{pod} waits: the image {image} is not on node {node}, and image_pull_policy='Never' forbids to pull it",
             "Leave image_pull_policy out",
         ),
     )),
     ("No node for a pod", (
         Entry(
-            "claim-missing", "A claim does not exist", (Seen.SCHEDULING,), r'persistentvolumeclaim "(?P<claim>[^"]+)" not found',
+            "claim-missing", (Seen.SCHEDULING,), r'persistentvolumeclaim "(?P<claim>[^"]+)" not found',
             "{pod} waits: there is no claim {claim} in the namespace {namespace}",
             "Create the PersistentVolumeClaim, or correct its name in volumes=",
         ),
         Entry(
-            "claim-pending", "A claim has no volume yet", (Seen.SCHEDULING,),
+            "claim-pending", (Seen.SCHEDULING,),
             "unbound (immediate )?PersistentVolumeClaims|didn't find available persistent volumes",
             "{pod} waits: its claim {claims} has no volume yet{claim_said}",
             "'kubectl -n {namespace} describe pvc' says what it waits for: often a StorageClass that exists and makes volumes",
         ),
         Entry(
-            "claim-one-pod", "A claim that only one pod may mount", (Seen.SCHEDULING,), "ReadWriteOncePod",
+            "claim-one-pod", (Seen.SCHEDULING,), "ReadWriteOncePod",
             "{pod} waits: its claim {claims} is ReadWriteOncePod, and another pod has it",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=",
         ),
         Entry(
-            "volume-elsewhere", "A volume that cannot be reached from free nodes", (Seen.SCHEDULING,),
+            "volume-elsewhere", (Seen.SCHEDULING,),
             "volume node affinity conflict|PersistentVolume's node affinity",
             "{pod} waits: only nodes that do not take the pod reach the volume of its claim {claims} ({nodes})",
             "Use a claim with access mode ReadWriteMany on storage that all nodes reach, or all ranks in one pod with "
             "processes_per_pod=",
         ),
         Entry(
-            "gpu", "Not enough GPUs", (Seen.SCHEDULING,), r"Insufficient (?P<resource>\S*gpu\S*?)(?=[,.;]|$|\s)",
+            "gpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>\S*gpu\S*?)(?=[,.;]|$|\s)",
             "{pod} waits: it asks for {wanted} {resource} and no node has that many free{cluster_has} ({nodes})",
             "Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end",
         ),
         Entry(
-            "memory", "Not enough memory", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory)",
+            "memory", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory)",
             "{pod} waits: it asks for {wanted} memory and no node has that much free{cluster_has} ({nodes})",
             "Ask for less with memory_gib in resources=, or wait until other jobs end",
         ),
         Entry(
-            "cpu", "Not enough cores", (Seen.SCHEDULING,), r"Insufficient (?P<resource>cpu)",
+            "cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>cpu)",
             "{pod} waits: it asks for {wanted} cpu and no node has that much free{cluster_has} ({nodes})",
             "Ask for less with cpu in resources=, or wait until other jobs end",
         ),
         Entry(
-            "resource", "Not enough of another resource", (Seen.SCHEDULING,),
+            "resource", (Seen.SCHEDULING,),
             r"Insufficient (?P<resource>[^,;\s]+?)(?=[,.;]|$|\s)",
             "{pod} waits: it asks for {wanted} {resource} and no node has that much free{cluster_has} ({nodes})",
             "Ask for less in resources=, or wait until other jobs end",
         ),
         Entry(
-            "pods-full", "Nodes that hold no more pods", (Seen.SCHEDULING,), "Too many pods",
+            "pods-full", (Seen.SCHEDULING,), "Too many pods",
             "{pod} waits: the nodes hold as many pods as they can ({nodes})",
             "Wait until other jobs end, or use fewer pods with processes_per_pod=",
         ),
         Entry(
-            "node-selector", "No node has the labels asked for", (Seen.SCHEDULING,), "didn't match Pod's node affinity",
+            "node-selector", (Seen.SCHEDULING,), "didn't match Pod's node affinity",
             "{pod} waits: no free node fits its node selector or affinity ({nodes})",
             "Compare node_selector= with 'kubectl get nodes --show-labels'; if the nodes with those labels are tainted, add "
             "tolerations=",
         ),
         Entry(
-            "taint", "Nodes are tainted", (Seen.SCHEDULING,), "untolerated taint|had taint",
+            "taint", (Seen.SCHEDULING,), "untolerated taint|had taint",
             "{pod} waits: nodes that would do keep pods away by a taint ({nodes})",
             "Tolerate it with tolerations=; 'kubectl describe nodes' shows the taints",
         ),
         Entry(
-            "nodes-closed", "Nodes take no pods", (Seen.SCHEDULING,), "were unschedulable|no nodes available",
+            "nodes-closed", (Seen.SCHEDULING,), "were unschedulable|no nodes available",
             "{pod} waits: no node takes pods now ({nodes})",
             "Wait, or ask the administrator: 'kubectl get nodes' shows which nodes are closed",
         ),
         Entry(
-            "scheduling-gate", "A pod is held back", (Seen.SCHEDULING,), "SchedulingGated",
+            "scheduling-gate", (Seen.SCHEDULING,), "SchedulingGated",
             "{pod} waits: something else, such as a queue, holds it back from the scheduler (a scheduling gate)",
             "Wait; 'kubectl -n {namespace} get pod {pod_name} -o yaml' names the gate",
         ),
         Entry(
-            "unschedulable", "No node for another reason", (Seen.SCHEDULING,), "",
+            "unschedulable", (Seen.SCHEDULING,), "",
             "{pod} waits: the scheduler finds no node for it ({nodes})",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the scheduler says",
         ),
     )),
     ("Volumes and Secrets", (
         Entry(
-            "input-missing", "The job's own Secret is missing", (Seen.POD_EVENT,),
+            "input-missing", (Seen.POD_EVENT,),
             r'FailedMount.*secret "(?P<secret>\S+-input)" not found',
             "{pod} waits: the Secret {secret} with the job's input does not exist",
             "It is created right after the job; if it does not come within seconds, delete the job and submit it again",
         ),
         Entry(
-            "secret-missing", "A Secret or ConfigMap does not exist", (Seen.POD_EVENT,),
+            "secret-missing", (Seen.POD_EVENT,),
             r'FailedMount.*(?P<kind>secret|configmap) "(?P<object>[^"]+)" not found',
             "{pod} waits: there is no {kind} {object} in the namespace {namespace}",
             "Create it, or correct its name in volumes=",
         ),
         Entry(
-            "claim-two-nodes", "A claim that only one node may mount", (Seen.POD_EVENT,), "Multi-Attach",
+            "claim-two-nodes", (Seen.POD_EVENT,), "Multi-Attach",
             "{pod} waits: its claim {claims} is ReadWriteOnce, and another node than {node} uses the volume",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=",
         ),
         Entry(
-            "host-path", "A path that the node does not have", (Seen.POD_EVENT,),
+            "host-path", (Seen.POD_EVENT,),
             r"hostPath type check failed: (?P<path>\S+)", "{pod} waits: node {node} has no folder {path}",
             "Create it there, or choose nodes that have it with node_selector=",
         ),
         Entry(
-            "mount-failed", "A volume cannot be mounted", (Seen.POD_EVENT,), "FailedMount|FailedAttachVolume|FailedMapVolume",
+            "mount-failed", (Seen.POD_EVENT,), "FailedMount|FailedAttachVolume|FailedMapVolume",
             "{pod} waits: a volume cannot be mounted on node {node}: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
         ),
         Entry(
-            "sandbox", "A pod gets no network", (Seen.POD_EVENT,), "FailedCreatePodSandBox|NetworkNotReady",
+            "sandbox", (Seen.POD_EVENT,), "FailedCreatePodSandBox|NetworkNotReady",
             "{pod} waits: node {node} cannot set up its network: {detail}",
             "Tell the administrator; the node tries again by itself",
         ),
     )),
     ("Containers that do not start", (
         Entry(
-            "runs-as-root", "The image's user is root where that is forbidden", (Seen.WAITING,), "runAsNonRoot and image",
+            "runs-as-root", (Seen.WAITING,), "runAsNonRoot and image",
             "{pod} cannot start: the container {container} must not run as root, and the image {image} does",
             "Give run_as_user=1000, or an image with a numeric user", heals=False,
         ),
         Entry(
-            "environment-missing", "An environment variable's Secret does not exist", (Seen.WAITING,),
+            "environment-missing", (Seen.WAITING,),
             r'CreateContainerConfigError: .*(?P<kind>secret|configmap) "(?P<object>[^"]+)" not found',
             "{pod} waits: there is no {kind} {object} in the namespace {namespace}, from which a variable comes",
             "Create it, or correct secret_environment=",
         ),
         Entry(
-            "environment-key", "A Secret lacks a key", (Seen.WAITING,),
+            "environment-key", (Seen.WAITING,),
             r"CreateContainerConfigError: .*couldn't find key (?P<key>\S+) in (?P<object>.+)",
             "{pod} waits: there is no key {key} in {object}, from which a variable comes",
             "Add it, or correct secret_environment=",
         ),
         Entry(
-            "config-error", "A container cannot be created", (Seen.WAITING,),
+            "config-error", (Seen.WAITING,),
             "CreateContainerConfigError|CreateContainerError|RunContainerError",
             "{pod} waits: node {node} cannot create the container {container}: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
         ),
         Entry(
-            "crash-loop", "A container is started again and again", (Seen.WAITING,), "CrashLoopBackOff",
+            "crash-loop", (Seen.WAITING,), "CrashLoopBackOff",
             "{pod}: the container {container} has ended {restarts} times, last with {last_exit}, and is started again after "
             "a pause{last_said}",
             "Take restartPolicy out of the patch, so that the job fails at once and says why",
         ),
         Entry(
-            "wrong-processor", "The image is made for another processor", (Seen.ENDED,), "exec format error",
+            "wrong-processor", (Seen.ENDED,), "exec format error",
             "{pod} could not start: the programs in the image {image} are not made for the processor of node {node} (exec "
             "format error)",
             "Build the image for that processor, or choose other nodes with node_selector=", heals=False,
         ),
         Entry(
-            "no-python", "The image has no Python", (Seen.ENDED,),
+            "no-python", (Seen.ENDED,),
             r'exec: "(?P<program>[^"]+)".*(executable file not found|no such file or directory)',
             "{pod} could not start: there is no {program} in the image {image}",
             "Name an image with Python and torch with image=", heals=False,
         ),
         Entry(
-            "old-python", "The image's Python is too old", (Seen.ENDED,), r"kale_dist: the image's Python is (?P<version>\S+) ",
+            "old-python", (Seen.ENDED,), r"kale_dist: the image's Python is (?P<version>\S+) ",
             "{pod} could not start: the Python of the image {image} is {version}, and 3.11 or later is needed",
             "Name an image with the notebook's version of Python with image=", heals=False,
         ),
         Entry(
-            "start-error", "A container could not be started", (Seen.ENDED,), "(StartError|ContainerCannotRun): ",
+            "start-error", (Seen.ENDED,), "(StartError|ContainerCannotRun): ",
             "{pod} could not start: node {node} cannot start the container {container} of the image {image}: {detail}",
             "Try the image with 'docker run', and leave out what changes the container (patch=)", heals=False,
         ),
     )),
     ("Pods that ended", (
         Entry(
-            "out-of-memory", "Out of memory", (Seen.ENDED,), "OOMKilled",
+            "out-of-memory", (Seen.ENDED,), "OOMKilled",
             "{pod} was killed because it needed more memory than its limit of {memory_limit}",
             "Ask for more with memory_gib in resources=, or load less at once; /dev/shm and files in memory count, too",
             heals=False, cause=_DIED, lost="out of memory",
         ),
         Entry(
-            "deadline", "The pod's deadline", (Seen.POD,), "DeadlineExceeded",
+            "deadline", (Seen.POD,), "DeadlineExceeded",
             "{pod} was ended because it ran longer than its deadline (activeDeadlineSeconds)",
             "Give a longer timeout_s, or none", heals=False, cause=FailureCause.TIMEOUT,
         ),
         Entry(
-            "evicted-disk", "Evicted for what it wrote", (Seen.POD,), r"Evicted: (?P<why>.*(EmptyDir|ephemeral).*)",
+            "evicted-disk", (Seen.POD,), r"Evicted: (?P<why>.*(EmptyDir|ephemeral).*)",
             "{pod} was evicted from node {node}: {why}",
             "Write to a claim instead of the pod's own disk, or ask for a larger empty folder in volumes=",
             heals=False, cause=_POD_LOST,
         ),
         Entry(
-            "evicted", "Evicted", (Seen.POD,), "Evicted: (?P<why>.+)", "{pod} was evicted from node {node}: {why}",
+            "evicted", (Seen.POD,), "Evicted: (?P<why>.+)", "{pod} was evicted from node {node}: {why}",
             _AGAIN + ". Pods that request as much as they use (resources=) are evicted last",
             heals=False, cause=_POD_LOST, lost="evicted",
         ),
         Entry(
-            "node-changed", "The node could not keep the pod", (Seen.POD,),
+            "node-changed", (Seen.POD,),
             "UnexpectedAdmissionError|OutOf|NodeAffinity|NodeLost|NodeShutdown|Terminated|Shutdown",
             "node {node} gave {pod} up: {detail}", _AGAIN, heals=False, cause=_POD_LOST, lost="node lost",
         ),
         Entry(
-            "preempted", "Preempted", (Seen.DISRUPTION,), "PreemptionByScheduler|PreemptionByKube",
+            "preempted", (Seen.DISRUPTION,), "PreemptionByScheduler|PreemptionByKube",
             "{pod} was ended to make room for a pod of higher priority",
             _AGAIN + ". A higher priority_class= helps, if you may use one",
             heals=False, cause=_POD_LOST, lost="preempted",
         ),
         Entry(
-            "drained", "The node was drained or lost", (Seen.DISRUPTION,),
+            "drained", (Seen.DISRUPTION,),
             "EvictionByEvictionAPI|DeletionByTaintManager|DeletionByPodGC|TerminationByKubelet",
             "{pod} was ended because its node {node} was drained, shut down or lost ({disruption})",
             _AGAIN, heals=False, cause=_POD_LOST, lost="node lost",
         ),
         Entry(
-            "pod-deleted", "A pod was deleted", (Seen.STRUCTURE,), "", "{pod} was deleted while it ran",
+            "pod-deleted", (Seen.STRUCTURE,), "", "{pod} was deleted while it ran",
             _AGAIN + ". To cancel a job, call job.cancel() instead of deleting its pods",
             heals=False, cause=_POD_LOST, lost="deleted",
         ),
         Entry(
-            "init-failed", "An init container failed", (Seen.STRUCTURE,), "",
+            "init-failed", (Seen.STRUCTURE,), "",
             "{pod} could not start: its init container {container} ended with {exit}{last_said}",
             "'kubectl -n {namespace} logs {pod_name} -c {container}' shows its log", heals=False,
         ),
         Entry(
-            "init-gave-up", "Workers gave up waiting for the master", (Seen.STRUCTURE,), "",
+            "init-gave-up", (Seen.STRUCTURE,), "",
             "{pod} gave up: the pod of the master did not start within about 4 minutes (init-pytorch)",
             "Give master=False, which needs no such container, or free resources for the first pod",
             heals=False, lost="killed",
         ),
         Entry(
-            "agent-gave-up", "The agent could not begin", (Seen.STRUCTURE,), "", "the agent of {pod} gave up: {said}",
+            "agent-gave-up", (Seen.STRUCTURE,), "", "the agent of {pod} gave up: {said}",
             "'kubectl -n {namespace} logs {pod_name}' shows its log", heals=False,
         ),
         Entry(
-            "ended", "A pod ended and gave no reason", (Seen.STRUCTURE,), "",
+            "ended", (Seen.STRUCTURE,), "",
             "{pod} ended with {exit} before its agent could say why{last_said}",
             "'kubectl -n {namespace} logs {pod_name}' shows its log", heals=False, cause=_POD_LOST,
         ),
         Entry(
-            "pod-failed", "A pod failed for another reason", (Seen.POD,), "", "{pod} failed: {detail}",
+            "pod-failed", (Seen.POD,), "", "{pod} failed: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that is known", heals=False, cause=_POD_LOST,
         ),
     )),
     ("The job as a whole", (
         Entry(
-            "operator-dead", "The controller of the job does nothing", (Seen.STRUCTURE,), "",
+            "operator-dead", (Seen.STRUCTURE,), "",
             "{controller} has not looked at the job for {waited} s: it has no status, no pods and no events",
             "Have the administrator look at it: '{find_controller}'",
         ),
         Entry(
-            "managed-elsewhere", "Another controller runs the job", (Seen.STRUCTURE,), "",
+            "managed-elsewhere", (Seen.STRUCTURE,), "",
             "the job is left to {manager} (managedBy), which has done nothing with it for {waited} s",
             "Take managedBy out of the patch, or check that controller",
         ),
         Entry(
-            "no-pods", "No pods, and no right to see why", (Seen.STRUCTURE,), "",
+            "no-pods", (Seen.STRUCTURE,), "",
             "the job has no pods after {waited} s, and without the right to list and watch events it cannot be seen why",
             "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
         ),
         Entry(
-            "queued", "Queued by Kueue", (Seen.STRUCTURE,), "", "the job is queued in {queue}{position}{queue_said}",
+            "queued", (Seen.STRUCTURE,), "", "the job is queued in {queue}{position}{queue_said}",
             "Wait; 'kubectl -n {namespace} get workloads' shows the queue",
         ),
         Entry(
-            "queued-for-ever", "Too large for Kueue's queue", (Seen.STRUCTURE,), "",
+            "queued-for-ever", (Seen.STRUCTURE,), "",
             "the job asks for more than {queue} ever has{queue_said}",
             "Cancel it, and ask for less (resources=, number_of_processes=), or have the administrator raise the queue's quota",
         ),
         Entry(
-            "suspended", "Suspended", (Seen.STRUCTURE,), "", "the job is suspended (`suspend` in the object)",
+            "suspended", (Seen.STRUCTURE,), "", "the job is suspended (`suspend` in the object)",
             "Resume it with kubectl -n {namespace} patch {jobs} {job} --type merge -p '{resume}'",
         ),
         Entry(
-            "sidecar", "A sidecar keeps the pod alive", (Seen.STRUCTURE,), "",
+            "sidecar", (Seen.STRUCTURE,), "",
             "{pod} stays although its ranks have ended, because the container {sidecar} is still running, so that the "
             "cluster says Running",
             'Keep the sidecar away (for Istio the annotation sidecar.istio.io/inject: "false" on the pods), or delete the job',
         ),
         Entry(
-            "job-deadline", "The job's own deadline", (Seen.STRUCTURE,), "",
+            "job-deadline", (Seen.STRUCTURE,), "",
             "the operator ended the job because it was active longer than activeDeadlineSeconds, and deleted its "
             "pods with their logs",
             "Use timeout_s= instead, which keeps the logs", heals=False, cause=FailureCause.TIMEOUT,
         ),
         Entry(
-            "job-backoff", "The job's own limit of retries", (Seen.STRUCTURE,), "",
+            "job-backoff", (Seen.STRUCTURE,), "",
             "the operator ended the job because it had failed more often than backoffLimit allows",
             "Take backoffLimit and restartPolicy out of the patch", heals=False, cause=_DIED,
         ),
         Entry(
-            "job-failed", "The operator gave the job up", (Seen.STRUCTURE,), "",
+            "job-failed", (Seen.STRUCTURE,), "",
             "{controller} says that the job failed: {detail}",
             "'kubectl -n {namespace} describe {jobs} {job}' shows all that is known", heals=False, cause=_POD_LOST,
         ),
         Entry(
-            "job-deleted", "The job was deleted", (Seen.STRUCTURE,), "",
+            "job-deleted", (Seen.STRUCTURE,), "",
             "the {job_kind} {job} was deleted from the namespace {namespace}", "Submit it again if that was a mistake",
             heals=False, cause=FailureCause.USER,
         ),
         Entry(
-            "job-expired", "The job is gone", (Seen.STRUCTURE,), "",
+            "job-expired", (Seen.STRUCTURE,), "",
             "the {job_kind} {job} is no longer in the namespace {namespace}, and this notebook did not see how it ended: the "
             "cluster deletes it {ttl} s after its end (ttl_s), if it was not deleted before",
             "What its store has (store=) is still there; a longer ttl_s leaves the time to attach",
             heals=False, cause=FailureCause.USER,
         ),
         Entry(
-            "waits-for-master", "Workers wait for the master's name", (Seen.STRUCTURE,), "",
+            "waits-for-master", (Seen.STRUCTURE,), "",
             "{pod} waits until the master's name can be resolved (init-pytorch)",
             "It begins by itself; if it does not, the cluster's DNS does not work",
         ),
         Entry(
-            "not-readable", "What the cluster does not let you see", (Seen.STRUCTURE,), "",
+            "not-readable", (Seen.STRUCTURE,), "",
             "you may not list {kind} in the namespace {namespace}, so that the state of the job cannot be seen",
             "Have the administrator grant get, list and watch of {kind}",
         ),
         Entry(
-            "watch-cut", "The cluster does not answer while a job runs", (Seen.STRUCTURE,), "",
+            "watch-cut", (Seen.STRUCTURE,), "",
             "the API server {what}; what is shown is what was last seen", "kale_dist asks again by itself",
         ),
     )),
