@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kale_dist import backends, checks, layout, names, records, save_to, starting, strategies
 from kale_dist.backends.base import Backend, JobRef, Plan
@@ -32,12 +32,36 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def _first(check: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the arguments that were given, before defaults are added."""
+
+    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(verb)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            check(args, kwargs)
+            return verb(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _check_words(_args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    checks.check_words(kwargs, distribute)
+
+
+def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    fn = args[0] if args else kwargs.get("fn")
+    checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in _LAUNCH_NAMES])
+
+
 @short_refusals
+@_first(_check_words)
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
-    criterion: Callable[..., Any] | None,
-    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
+    criterion: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer] | None = None,
     train_step: Callable[..., Any] | None = None,
     *,
     eval_data_loader: DataLoader[Any] | None = None,
@@ -71,7 +95,6 @@ def distribute(
     callbacks: Sequence[Any] = (),
     profile: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
-    **unknown: Never,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
 
@@ -81,8 +104,9 @@ def distribute(
         model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
             `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets.
         train_data_loader: A DataLoader; its samples are divided among the processes. `batch_size` is that of each process.
-        criterion: The loss, such as `nn.CrossEntropyLoss()`. None if `train_step` needs none.
-        optimizer: Over the model's parameters. Its state goes with it and comes back. Several: a dict of them.
+        criterion: The loss, such as `nn.CrossEntropyLoss()`. None if `train_step` needs none, or the model makes its loss of
+            `labels`.
+        optimizer: Needed. Over the model's parameters. Its state goes with it and comes back. Several: a dict of them.
         train_step: `train_step(model, data_loader, criterion, optimizer, device, args)` trains one epoch and returns a
             number or a dict of numbers, or nothing. It may use anything that the notebook defines. Left out: the usual
             supervised loop.
@@ -131,7 +155,6 @@ def distribute(
         profile: Steps (from the second on) of which each process takes a profile, for `job.profile()`; None for none.
         save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
             on a cluster, or a URL that fsspec opens. They come back all the same.
-        **unknown: Refused. The error names the argument that was probably meant.
 
     Returns:
         The job. `job.result()` is rank 0's `TrainingResult`.
@@ -143,8 +166,6 @@ def distribute(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    if unknown:
-        raise checks.unknown_word(next(iter(unknown)), distribute)
     training = Training(
         model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
@@ -160,19 +181,8 @@ def distribute(
     return starting.start(*_training_call(training, options))
 
 
-def _refuses_the_functions_own(verb: Callable[P, R]) -> Callable[P, R]:
-    """Check the arguments that were given, before defaults are added."""
-
-    @functools.wraps(verb)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _check_unambiguous(args, kwargs)
-        return verb(*args, **kwargs)
-
-    return checked
-
-
 @short_refusals
-@_refuses_the_functions_own
+@_first(_check_unambiguous)
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -272,6 +282,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     first = args[0] if args else None
     training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
     verb: Any = distribute if training else launch
+    (_check_words if training else _check_unambiguous)(args, kwargs)
     try:
         bound = inspect.signature(verb).bind(*args, **kwargs)
     except TypeError as error:
@@ -281,10 +292,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     given = bound.arguments
     fields = {field.name: given[field.name] for field in dataclasses.fields(Options)}
     if not training:
-        _check_unambiguous(args, kwargs)
         return _function_call(given["fn"], given["args"], given["kwargs"], Options(**fields))
-    if given["unknown"]:
-        raise checks.unknown_word(next(iter(given["unknown"])), distribute)
     given["strategy"] = strategies.resolve(given["strategy"])
     what = Training(**{field.name: given[field.name] for field in dataclasses.fields(Training)})
     return _training_call(what, Options(**fields))
@@ -394,11 +402,6 @@ def _function_call(
     checks.check_function(fn, args, kwargs, launch)
     run = layout.settle(options)
     return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=strategies.DDP()), run
-
-
-def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    fn = args[0] if args else kwargs.get("fn")
-    checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in _LAUNCH_NAMES])
 
 
 _LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}

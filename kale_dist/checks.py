@@ -38,6 +38,9 @@ _NEIGHBOURS = {
     "num_train_epochs": "Use `epochs`", "dataloader": "Use `train_data_loader`", "train_loader": "Use `train_data_loader`",
     "train_dataloader": "Use `train_data_loader`", "eval_loader": "Use `eval_data_loader`", "val_loader": "Use `eval_data_loader`",
     "test_loader": "Use `eval_data_loader`", "eval_dataloader": "Use `eval_data_loader`", "val_dataloader": "Use `eval_data_loader`",
+    "data_loader": "Use `train_data_loader`", "train_data": "Use `train_data_loader`", "step": "Use `train_step`",
+    "training_step": "Use `train_step`", "evaluate": "Use `eval_data_loader`", "eval_data": "Use `eval_data_loader`",
+    "validation_loader": "Use `eval_data_loader`", "optim": "Use `optimizer`",
     "loss": "Use `criterion`", "loss_fn": "Use `criterion`", "lr_scheduler": "Use `scheduler`", "timeout": "Use `timeout_s`",
     "max_retries": "Use `max_restarts`", "max_failures": "Use `max_restarts`",
     "resources_per_node": "Use `resources` of kd.Kubernetes(...)", "resources_per_worker": "Use `resources` of kd.Kubernetes(...)",
@@ -109,9 +112,12 @@ def _variables(environment: Any) -> tuple[tuple[str, str], ...]:
 # -- words and functions ---------------------------------------------------------------------------------------------
 
 
-def unknown_word(word: str, verb: Callable[..., Any]) -> ConfigError:
-    """The error for an argument that a verb does not have."""
-    return ConfigError(word, f"{verb.__name__}() has no argument of this name", _suggestion(word, verb))
+def check_words(words: Iterable[str], verb: Callable[..., Any]) -> None:
+    """Refuse an argument that a verb does not have, with the one that was probably meant."""
+    known = inspect.signature(verb).parameters
+    for word in words:
+        if word not in known:
+            raise ConfigError(word, f"{verb.__name__}() has no argument of this name", _suggestion(word, verb))
 
 
 def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) -> str:
@@ -122,11 +128,17 @@ def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) ->
         return f"It is a setting of a strategy: strategy=kd.strategies.{owner.__name__}({word}=...)"
     signature = inspect.signature(verb).parameters
     known = [*own, *(name for name, parameter in signature.items() if not parameter.kind.name.startswith("VAR_"))]
-    if word in _NEIGHBOURS:
-        remedy = _NEIGHBOURS[word]
-        alone = re.fullmatch(r"Use `(\w+)`", remedy)
-        return f"`{alone[1]}` is an argument of distribute()" if alone and alone[1] not in known else remedy
-    return closest(word, known).strip() or f"Its arguments are listed by help({verb.__name__})"
+    remedy = _NEIGHBOURS.get(word, "")
+    alone = re.fullmatch(r"Use `(\w+)`", remedy)
+    if remedy and (alone is None or alone[1] in known):
+        return remedy
+    if near := closest(word, known).strip():
+        return near
+    return (
+        f"`{alone[1]}` is an argument of distribute()"
+        if alone
+        else f"Its arguments are listed by help({verb.__name__})"
+    )
 
 
 def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], verb: Callable[..., Any]) -> None:

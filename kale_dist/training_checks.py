@@ -344,6 +344,8 @@ def makes_loss(model: Any) -> bool:
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
     import torch
 
+    if optimizer is None:
+        raise ConfigError("optimizer", "it is missing", "Pass one such as torch.optim.SGD(model.parameters(), lr=0.1)")
     if isinstance(optimizer, type):
         remedy = f"Make one: {optimizer.__name__}(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{optimizer.__name__} is a class", remedy)

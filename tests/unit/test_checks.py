@@ -234,7 +234,7 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
         (lambda net: torch.optim.SGD, "Make one: SGD(model.parameters(), lr=0.1)"),
         (lambda net: [torch.optim.SGD(net.parameters())], "Pass several as a dict"),
         (lambda net: {"a": torch.optim.SGD(Net().parameters())}, "2 of its 2 parameters are not the model's"),
-        (lambda net: None, "None is not a torch.optim.Optimizer"),
+        (lambda net: None, "it is missing"),
     ],
 )
 def test_an_optimizer_is_over_the_models_parameters(make, said):
@@ -569,6 +569,21 @@ def test_words_of_other_libraries_are_answered_with_ours(word, said):
     assert said in refused(kale_dist.render, Net(), None, None, None, **{word: 2}).remedy
     if word != "xyzzy":
         assert said in refused(kale_dist.launch, takes_two, 1, **{word: 2}).remedy
+
+
+def test_a_word_of_another_library_is_answered_before_what_is_missing():
+    error = refused(kale_dist.distribute, Net(), train_loader=a_loader(), loss_fn=torch.nn.CrossEntropyLoss())
+    assert (error.argument, error.remedy) == ("train_loader", "Use `train_data_loader`")
+    assert refused(kale_dist.distribute, Net(), a_loader(), step=len).remedy == "Use `train_step`"
+    assert refused(kale_dist.distribute, Net(), a_loader(), torch.nn.CrossEntropyLoss()).problem == "it is missing"
+
+
+def test_a_step_of_its_own_needs_no_criterion():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = lambda model, data_loader, criterion, optimizer, device, args: 0.5  # noqa: E731
+    plan = kale_dist.render(net, a_loader(), optimizer=optimizer, train_step=step, number_of_processes=2)
+    assert plan.spec.topology.number_of_processes == 2
 
 
 def trains(steps, epochs=1):
