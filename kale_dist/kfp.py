@@ -82,11 +82,7 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
         JobError: The job failed.
     """
     _detach(call)
-    job = call(**given)
-    if not hasattr(job, "stream_logs"):
-        raise KaleDistError(
-            f"The function returned {show(job)}, not a job. Let it end with `return kd.distribute(...)`"
-        )
+    job = job_of(call(**given))
     job.stream_logs()
     result = job.result()
     job.save(model.path)
@@ -94,6 +90,20 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
     reported = {name: value for row in job.status.metrics for name, value in row.values}
     for name, value in getattr(result, "metrics", reported).items():
         metrics.log_metric(name, value)
+
+
+def job_of(returned: Any) -> Job[Any]:
+    """What a function that makes a call has returned.
+
+    Raises:
+        KaleDistError: It is no job.
+    """
+    if not hasattr(returned, "stream_logs"):
+        raise KaleDistError(
+            f"The function returned {show(returned)}, not a job. Let it end with `return kd.distribute(...)`"
+        )
+    job: Job[Any] = returned
+    return job
 
 
 def _detach(call: Callable[..., Any]) -> None:

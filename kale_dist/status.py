@@ -135,6 +135,13 @@ class JobStatus:
         return (progress.epoch - 1 + within) / progress.epochs
 
 
+def values_of(status: JobStatus, metric: str) -> list[float]:
+    """All values of a metric (`eval/loss`, or a name alone) in order; of those that each rank reports, rank 0's."""
+    source, _, name = metric.rpartition("/")
+    rows = (row for row in status.metrics if row.rank in (None, 0) and row.source == (source or row.source))
+    return [value for row in rows for key, value in row.values if key == name]
+
+
 def reduce_event(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     """The status after an event (fields as `contract` lists them). Events of unknown kind change nothing."""
     return reduce_events(status, (event,))

@@ -17,11 +17,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import calls, checks, interrupts, names, records
+from kale_dist import calls, checks, interrupts, katib, names, records
 from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals
 from kale_dist.job import Job
-from kale_dist.status import JobStatus
+from kale_dist.status import JobStatus, values_of
 from kale_dist.view.sweep import SweepPicture, TrialRow, sentence
 
 if TYPE_CHECKING:
@@ -275,6 +275,41 @@ class Sweep:
         self._is_cancelled = True
         self._changes.put(None)
 
+    def to_katib(
+        self, image: str, *, namespace: str | None = None, service_account: str | None = None, resources: Any = None
+    ) -> str:
+        """This sweep as an Experiment of Katib, for `kubectl create -f`.
+
+        The search space is what the trials so far have asked for. Each of Katib's trials is a pod that makes the call.
+
+        Args:
+            image: Of these pods: with torch, kale-dist, Optuna and what the call imports.
+            namespace: Where the Experiment goes; None for kubectl's own.
+            service_account: Of these pods, for a call whose job runs on the cluster; None for the namespace's default.
+            resources: Of each of these pods, as for `kd.Kubernetes`; None for what the namespace gives.
+
+        Returns:
+            YAML: a Secret with the call, and the Experiment.
+
+        Raises:
+            ConfigError: Katib cannot search so, there is no trial yet, or the call is too large.
+            NotSerializableError: The call cannot be sent.
+        """
+        ended = ("COMPLETE", "PRUNED")
+        known = [
+            trial
+            for trial in self.study.get_trials(deepcopy=False)
+            if trial.state.name in ended or trial.user_attrs.get(_JOB)
+        ]
+        search = katib.Search(
+            name=self.name, metric=self._metric, direction=self.study.direction.name.lower(), trials=self._trials,
+            parallel=self._parallel, failures=_FAILURES, distributions=katib.distributions_of(known),
+            sampler=self.study.sampler, pruner=self.study.pruner,
+        )  # fmt: skip
+        return katib.export(
+            self._call, search, image=image, namespace=namespace, service_account=service_account, resources=resources
+        )
+
     def __repr__(self) -> str:
         """One line: the name, how many trials have ended, and the best value."""
         return f"<Sweep {self.name} {sentence(self._picture())}>"
@@ -391,7 +426,7 @@ class Sweep:
         one = self._running.get(number)
         if one is None:
             return
-        values = _values(status, self._metric)
+        values = values_of(status, self._metric)
         for value in values[len(one.values) :]:
             if math.isfinite(value):
                 one.trial.report(value, len(one.values))
@@ -530,13 +565,6 @@ def _is_locked(name: str) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def _values(status: JobStatus, metric: str) -> list[float]:
-    """All values of a metric, in order; of those that each rank reports, rank 0's."""
-    source, _, name = metric.rpartition("/")
-    rows = (row for row in status.metrics if row.rank in (None, 0) and row.source == (source or row.source))
-    return [value for row in rows for key, value in row.values if key == name]
 
 
 def _told(frozen: Any) -> SweepTrial:

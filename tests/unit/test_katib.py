@@ -1,0 +1,178 @@
+"""Sweeps as Experiments of Katib: the golden file, what Katib cannot do, and a trial as its pod runs it."""
+
+import base64
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import kale_dist as kd
+from kale_dist import katib
+from kale_dist.errors import ConfigError
+
+optuna = pytest.importorskip("optuna", reason="needs Optuna")
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "katib" / "experiment.yaml"
+
+DEFAULT_FILTER = r"([\w|-]+)\s*=\s*([+-]?\d*(\.\d+)?([Ee][+-]?\d+)?)"
+"""Katib's: what its collector looks for in the output of a trial, unless the Experiment says otherwise."""
+
+OLD_FILTER = r"([\w|-]+)\s*=\s*((-?\d+)(\.\d+)?)"
+"""The same in versions that know no exponent."""
+
+FLOAT, INT = optuna.distributions.FloatDistribution, optuna.distributions.IntDistribution
+CHOICE = optuna.distributions.CategoricalDistribution
+
+SPACE = {
+    "lr": FLOAT(1e-5, 1.0, log=True),
+    "dropout": FLOAT(0.0, 0.5),
+    "momentum": FLOAT(0.0, 0.9, step=0.3),
+    "layers": INT(1, 4),
+    "width": INT(32, 128, step=32),
+    "act": CHOICE(["relu", "leaky relu", None, True]),
+}
+
+
+def search(**changes):
+    return katib.Search(
+        **{
+            "name": "digits", "metric": "eval/accuracy", "direction": "maximize", "trials": 12, "parallel": 2, "failures": 3,
+            "distributions": SPACE, "sampler": optuna.samplers.TPESampler(),
+            "pruner": optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1), **changes,
+        }
+    )  # fmt: skip
+
+
+def tell(lr, dropout, momentum, layers, width, act):
+    print("act is", repr(act))
+    for value in (lr, 0.00001, float("nan"), lr * dropout + momentum + layers + width):
+        kd.report(score=value)
+
+
+def call(trial):
+    """Uses globals, and so cannot be sent as text alone."""
+    names = {name: suggest(trial, name, distribution) for name, distribution in SPACE.items()}
+    return kd.launch(tell, **names, number_of_processes=1)
+
+
+def suggest(trial, name, distribution):
+    return trial._suggest(name, distribution)
+
+
+def export(made=None, **options):
+    given = {"namespace": "team-a", "service_account": "trainer", "resources": {"cpu": 2, "memory": "4Gi", "gpus": 1}}
+    return katib.export(call, made or search(), **{"image": "registry.example.com/team/kale:1", **given, **options})
+
+
+def spec_of(text):
+    return list(yaml.safe_load_all(text))[1]["spec"]
+
+
+def test_the_golden_file_is_what_is_written():
+    text = re.sub(r"call\.zip: '[\w+/=]+'", "call.zip: 'THE CALL'", export())
+    text = re.sub(r"\b[0-9a-f]{64}\b", "THE SNAPSHOT", text)
+    assert text == GOLDEN.read_text()
+
+
+def test_a_trial_prints_its_metric_as_katib_reads_it(tmp_path):
+    secret, experiment = yaml.safe_load_all(export(search(metric="score")))
+    (file,) = secret["data"]
+    tmp_path.joinpath(file).write_bytes(base64.b64decode(secret["data"][file]))
+    # As Katib's controller fills in a template, and its webhook wraps a container.
+    text = json.dumps(experiment["spec"]["trialTemplate"]["trialSpec"])
+    chosen = {"lr": "0.25", "dropout": "0.5", "momentum": "0.3", "layers": "2.0", "width": "64", "act": "leaky relu"}
+    for name, value in chosen.items():
+        text = text.replace(f"${{trialParameters.{name}}}", value)
+    (container,) = json.loads(text)["spec"]["template"]["spec"]["containers"]
+    line = " ".join(container["command"]).replace("/kale-dist/", f"{tmp_path}/")
+    line = line.replace("python", sys.executable, 1)
+    environment = os.environ | {one["name"]: one["value"] for one in container["env"]}
+    script = f"{line} 1>{tmp_path}/metrics.log 2>&1 && echo completed > {tmp_path}/mark"
+    subprocess.run(["sh", "-c", script], env=environment | {"XDG_STATE_HOME": str(tmp_path)}, check=False, timeout=120)
+    log = tmp_path.joinpath("metrics.log").read_text()
+    assert tmp_path.joinpath("mark").exists(), log
+    assert "act is 'leaky relu'" in log
+    for pattern in (DEFAULT_FILTER, OLD_FILTER):
+        values = [match[2] for match in re.finditer(pattern, log) if match[1] == "score"]
+        assert list(map(float, values)) == [0.25, 0.00001, 66.425]
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ score=0\.25$", log, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (optuna.samplers.RandomSampler, "random"),
+        (lambda: optuna.samplers.TPESampler(multivariate=True), "multivariate-tpe"),
+        (optuna.samplers.QMCSampler, "sobol"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_samplers_have_katibs_names(make, name):
+    assert spec_of(export(search(sampler=make())))["algorithm"] == {"algorithmName": name}
+
+
+def test_a_grid_has_the_samplers_values_and_no_more_trials_than_combinations():
+    sampler = optuna.samplers.GridSampler({"lr": [0.1, 1e-5], "act": ["relu", "tanh"]})
+    space = {"lr": FLOAT(0.0, 1.0), "act": CHOICE(["relu", "tanh", "gelu"])}
+    spec = spec_of(export(search(sampler=sampler, distributions=space, parallel=9)))
+    lists = {one["name"]: sorted(one["feasibleSpace"]["list"]) for one in spec["parameters"]}
+    assert lists == {"lr": ["0.00001", "0.1"], "act": ["relu", "tanh"]}
+    assert (spec["maxTrialCount"], spec["parallelTrialCount"]) == (4, 4)
+
+
+def test_no_pruner_is_no_early_stopping():
+    assert "earlyStopping" not in spec_of(export(search(pruner=optuna.pruners.NopPruner())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampler": optuna.samplers.NSGAIISampler()}, "nothing like NSGAIISampler"),
+        ({"pruner": optuna.pruners.ThresholdPruner(upper=1)}, "nothing like ThresholdPruner"),
+        ({"sampler": optuna.samplers.CmaEsSampler()}, "without a step and without a logarithmic scale"),
+        ({"sampler": optuna.samplers.CmaEsSampler(), "distributions": {"x": FLOAT(0, 1)}}, "more than one parameter"),
+        ({"distributions": {}}, "ask for no parameter"),
+        ({"distributions": {"x{y}": FLOAT(0, 1)}}, "cannot be called"),
+        ({"distributions": {"größe": FLOAT(0, 1)}}, "cannot be called"),
+        ({"distributions": {"x": CHOICE(['say "hi"'])}}, "plain texts"),
+        ({"distributions": {"x": CHOICE(["$(HOME)"])}}, "plain texts"),
+        ({"distributions": {"x": CHOICE([1, "1"])}}, "plain texts"),
+        ({"distributions": {"x": INT(0, 100_000, step=2)}}, "50,001 values"),
+    ],
+)
+def test_what_katib_cannot_do_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        export(search(**changes))
+
+
+def test_a_call_that_is_too_large_is_refused():
+    data = os.urandom(700_000)
+
+    def large(trial):
+        return len(data)
+
+    with pytest.raises(ConfigError, match="a Secret has room for 600,000"):
+        katib.export(large, search(), image="x", namespace=None, service_account=None, resources=None)
+
+
+def trial(number, **distributions):
+    params = {name: one.low for name, one in distributions.items()}
+    made = optuna.trial.create_trial(params=params, distributions=distributions, value=1.0)
+    made.number = number
+    return made
+
+
+def test_trials_that_ask_for_different_things_are_refused():
+    with pytest.raises(ConfigError, match="no trial has begun"):
+        katib.distributions_of([])
+    both = {"x": FLOAT(0, 1), "y": INT(0, 1)}
+    assert katib.distributions_of([trial(0, **both), trial(1, **both)]) == both
+    with pytest.raises(ConfigError, match="trials 0 and 1 did not ask for the same 'y'"):
+        katib.distributions_of([trial(0, **both), trial(1, x=both["x"])])
+    with pytest.raises(ConfigError, match="did not ask for the same 'x'"):
+        katib.distributions_of([trial(0, **both), trial(1, **(both | {"x": FLOAT(0, 2)}))])
