@@ -23,7 +23,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
                 A final one also has next_line: the number that the log's next line would have
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
-    metrics     values {name: number}; epoch and step where they are known; source ("report", "train", "eval")
+    metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
+                returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
                 samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
@@ -52,6 +53,9 @@ from typing import Any, ClassVar, Self
 
 VERSION = 2
 """Version of everything in this module. Notebook and worker must have the same."""
+
+MEASURED_SOURCES = ("strategy", "pace", "profile")
+"""Sources of metrics that the training loop measures by itself: for trackers and tables, not for curves."""
 
 MAX_LINE_BYTES = 15_000
 """A longer line of output is cut into parts of this size, marked as continued: containerd splits lines at 16 KiB."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kale_dist import checks, interrupts, trackers, watch, weights
 from kale_dist.backends.base import Backend, JobRef, PlaceEvent
 from kale_dist.blobs import fresh
-from kale_dist.contract import JobFiles, LogLine, RankStateName, StateName
+from kale_dist.contract import MEASURED_SOURCES, JobFiles, LogLine, RankStateName, StateName
 from kale_dist.errors import (
     BackendError,
     ConfigError,
@@ -157,7 +157,7 @@ class Job(Generic[R]):
                 continue
             place = {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
             # What was measured of a training step is sent just before what the step returned, if it returned something.
-            is_measured = row.source in ("strategy", "pace")
+            is_measured = row.source in MEASURED_SOURCES
             if measured and not (row.epoch == measured["epoch"] and (is_measured or row.source == "train")):
                 rows.append(measured)
                 measured = {}
@@ -388,7 +388,7 @@ class Job(Generic[R]):
             nonlocal shown
             with printing:
                 for row in status.metrics[shown:]:
-                    if row.source in ("train", "eval"):
+                    if row.source in ("train", "eval", "averaged"):
                         print(plain.metrics_line(row), flush=True)  # noqa: T201 - this is what it is for
                 # Fewer than before where a restart has taken some back.
                 shown = len(status.metrics)

@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from kale_dist.contract import MEASURED_SOURCES
 from kale_dist.status import MetricRow
 from kale_dist.view import facts
-
-_NOT_DRAWN = ("strategy", "profile", "pace")
 
 MAX_CURVES = 6
 """Pictures; further metrics are in `job.metrics`."""
@@ -106,7 +105,7 @@ def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
     """
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
-        for name, value in row.values if row.source not in _NOT_DRAWN else ():
+        for name, value in row.values if row.source not in MEASURED_SOURCES else ():
             # What a step returned is an average over ranks, no matter which rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))

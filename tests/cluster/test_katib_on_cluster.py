@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import yaml
+from monitored import train
 from on_cluster import IMAGE, run_kubectl
 from test_inside import PACKAGES, REPOSITORY, log_of_ended
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist import katib
@@ -45,14 +43,7 @@ print("known")
 
 
 def call(trial):
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=trial.suggest_float("lr", 1e-3, 1.0, log=True))
-    return kd.distribute(
-        model, loader, nn.CrossEntropyLoss(), optimizer, eval_data_loader=loader, epochs=3, number_of_processes=2
-    )
+    return train(kd.Local(), trial.suggest_float("lr", 1e-3, 1.0, log=True), epochs=3)
 
 
 def test_katibs_own_models_know_all_that_the_golden_file_has(tmp_path):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from monitored import series, train
 from on_cluster import pods_in, run_kubectl, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from rank_work import pause
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.callbacks import EMA, EarlyStopping, ModelCheckpoint
@@ -15,25 +15,6 @@ from kale_dist.trackers import TensorBoard
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 
 PORT = 9090
-
-
-def train(on, lr=0.1, **options):
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return kd.distribute(
-        model, loader, nn.CrossEntropyLoss(), optimizer, eval_data_loader=loader, number_of_processes=2, seed=1, on=on,
-        **options,
-    )  # fmt: skip
-
-
-def series(folder):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: len(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
 
 
 def test_all_of_it_comes_back_from_pods(namespace, tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from monitored import series, train
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.callbacks import EMA, EarlyStopping, ModelCheckpoint
@@ -12,23 +12,10 @@ from kale_dist.trackers import TensorBoard
 pytestmark = pytest.mark.nightly
 
 
-def train(image, lr=0.1, **options):
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return kd.distribute(
-        model, loader, nn.CrossEntropyLoss(), optimizer, eval_data_loader=loader, number_of_processes=2, seed=1,
-        on=kd.Docker(image=image), **options,
-    )  # fmt: skip
-
-
 def test_all_of_it_comes_back_from_containers(image, tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     stop = EarlyStopping("train/loss", mode="max", patience=2)
     job = train(
-        image, epochs=9, profile=3, track=TensorBoard(folder=str(tmp_path)),
+        kd.Docker(image=image), epochs=9, profile=3, track=TensorBoard(folder=str(tmp_path)),
         callbacks=[stop, ModelCheckpoint("eval/loss"), EMA(0.5)],
     )  # fmt: skip
     result = job.result()
@@ -37,13 +24,13 @@ def test_all_of_it_comes_back_from_containers(image, tmp_path):
     assert not torch.equal(job.averaged_state_dict()["weight"], job.state_dict()["weight"])
     assert [row["steps"] for row in job.profile().rows] == [3, 3]
     assert job.profile().trace(1, tmp_path / "trace.json.gz").stat().st_size
-    events = accumulator.EventAccumulator(str(tmp_path / job.name))
-    events.Reload()
-    assert [len(events.Scalars(tag)) for tag in ("train/loss", "pace/lr", "strategy/collective_s")] == [3, 3, 3]
+    found = series(tmp_path / job.name)
+    assert (found["train/loss"], found["pace/lr"], found["strategy/collective_s"]) == (3, 3, 3)
 
 
 def test_a_sweep_runs_its_trials_in_containers(image):
-    sweep = kd.sweep(lambda trial: train(image, trial.suggest_float("lr", 0.01, 1.0)), trials=2, metric="eval/loss")
+    on = kd.Docker(image=image)
+    sweep = kd.sweep(lambda trial: train(on, trial.suggest_float("lr", 0.01, 1.0)), trials=2, metric="eval/loss")
     best = sweep.wait(400)
     assert [trial.state for trial in sweep.trials] == ["complete", "complete"]
     assert best.job.ref.startswith("docker://")

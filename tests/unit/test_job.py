@@ -229,12 +229,15 @@ def test_streamed_logs_show_the_metrics_of_each_epoch(capsys):
         for epoch in (1, 2):
             run.line(0, f"in epoch {epoch}")
             values = {"loss": 1 / epoch, "accuracy": 0.5}
+            run.event(EventKind.METRICS, rank=None, epoch=epoch, source="pace", values={"lr": 0.1})
             run.event(EventKind.METRICS, rank=None, epoch=epoch, source="train", values=values)
+        run.event(EventKind.METRICS, rank=None, epoch=2, source="averaged", values={"loss": 0.25})
 
     start(script).stream_logs()
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == [
         "[0] in epoch 1", "[0] in epoch 2", "epoch 1, train: loss 1, accuracy 0.5", "epoch 2, train: loss 0.5, accuracy 0.5",
+        "epoch 2, averaged: loss 0.25",
     ]  # fmt: skip
 
 
