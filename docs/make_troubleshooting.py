@@ -17,11 +17,10 @@ PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 
 HEAD = """# Troubleshooting on a cluster
 
-`job.status.reason` says in one sentence why a job waits or failed, and what you can do. Errors of a call say it in the same words.
-These are all of these sentences; words in *italics* stand for what your cluster says. Search the page for yours.
+`job.status.reason` says in one sentence why a job waits or failed, and what to do. Search this page for yours; words in *italics* stand for
+what your cluster says, and the sentence may begin with a pod and end with a namespace.
 
-A job waits while its trouble may end without you, such as an image that may still be pushed, at most for `pending_timeout_s` (a day).
-Other troubles fail the job **at once**.
+A job waits, at most for a day (`pending_timeout_s`), while its trouble may end without you. Other troubles fail it **at once**.
 """
 
 
@@ -32,6 +31,11 @@ _SOMETIMES = ("claim_said", "cluster_has", "last_said", "position", "queue_said"
 """Facts that bring their own words, and often are none."""
 
 _SHOWN = {"pod_name": "pod"}
+
+_LEFT_OUT = re.compile(
+    r"^\{pod\} (waits|cannot start|could not start): |(?<!longer) (of|in) the namespace \{namespace\}(?!\})| \(\{nodes\}\)"
+)
+"""What most sentences say alike, and a search of the page does not need."""
 
 _CODE = re.compile(
     r"'(kubectl .*?)'(?=[ ;]|$)|(kubectl .*$)|'(docker run)'"
@@ -62,7 +66,7 @@ def _row(entry: Entry) -> str:
     fails = "" if entry.heals or _IN_CALLS.issuperset(entry.seen) else " **At once.**"
     # A remedy may end with an object to apply, which stands on another page.
     remedy = _words(entry.remedy.replace(":\n\n{role}", " the Role of [this page](rbac.md)"))
-    return f"| {_words(entry.sentence)}.{fails} | {remedy}. |"
+    return f"| {_words(_LEFT_OUT.sub('', entry.sentence))}.{fails} | {remedy}. |"
 
 
 def _group(title: str, entries: Iterable[Entry]) -> str:

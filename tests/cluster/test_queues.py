@@ -90,7 +90,7 @@ def test_jobs_wait_for_each_other_and_resume_after_a_suspension(queue, kept, on,
 
 @pytest.mark.parametrize("word", ["train"])
 def test_a_kind_that_kueue_does_not_hold_back_is_warned_of(queue, kept, on):
-    with pytest.warns(KaleDistWarning, match="does not hold this TrainJob back in the queue team"):
+    with pytest.warns(KaleDistWarning, match="this TrainJob: it starts without the quota of the queue team"):
         job = kd.launch(summed, 2, number_of_processes=2, on=on)
     assert job.results(150) == [6.0, 6.0]
     job.delete()

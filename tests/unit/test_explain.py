@@ -99,7 +99,7 @@ SAID = [
     ("pod-security", FAILS, "Pod pod-security-worker-0 cannot be made"),
     ("pod-security-all", FAILS, 'enforces Pod Security "restricted:latest", which forbids: allowPrivilegeEscalation'),
     ("policy", WAITS, "the cluster's policy team refuses it: every pod needs a label team"),
-    ("webhook", WAITS, "the webhook policy.example.com, which the cluster has to ask first, does not answer"),
+    ("webhook", WAITS, "the cluster's webhook policy.example.com does not answer"),
     ("sa-missing", WAITS, "there is no service account nope"),
     ("priority-missing", WAITS, "there is no priority class nope"),
     ("crash-loop", FAILS, "ended with exit code 3"),
@@ -111,7 +111,7 @@ SAID = [
     ("deadline-job", FAILS, "activeDeadlineSeconds"),
     ("exec-format", FAILS, "ended with exit code 1 before its agent could say why"),
     ("exit-1", FAILS, "bad"),
-    ("sidecar", WAITS, "the container proxy is still running"),
+    ("sidecar", WAITS, "its container proxy still runs"),
     ("ok", WAITS, ""),
     ("running", WAITS, ""),
 ]

@@ -80,7 +80,7 @@ _QUOTA = (
     r"exceeded quota: (?P<quota>[^,]+), requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>.+)"
 )
 _PULL = "(ErrImagePull|ImagePullBackOff|RegistryUnavailable)"
-_AGAIN = "Submit the job again; with max_restarts= it resumes in new pods by itself"
+_AGAIN = "Submit the job again, or give max_restarts=, so that it resumes in new pods"
 _DIED, _POD_LOST = FailureCause.DIED, FailureCause.AGENT_DIED
 
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
@@ -89,15 +89,14 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "certificate", (Seen.CONNECTION,),
             "CERTIFICATE_VERIFY_FAILED|certificate verify failed|hostname .* doesn't match",
             "the certificate of the API server is not accepted: {detail}",
-            "The kubeconfig's certificate-authority does not fit the server, or the certificate has expired: get a new "
-            "kubeconfig, or have the administrator renew the certificate",
+            "Get a new kubeconfig, or have the administrator renew the server's certificate",
             error=BackendUnavailableError,
         ),
         Entry(
             "client-certificate", (Seen.CONNECTION,),
             r"TLSV1\S*_ALERT|SSLV3_ALERT|tlsv1 alert|certificate required",
             "the API server ended the connection: {detail}",
-            "The client certificate of the kubeconfig is wrong or has expired: get a new kubeconfig",
+            "Get a new kubeconfig: its client certificate is wrong or has expired",
             error=BackendUnavailableError,
         ),
         Entry(
@@ -126,7 +125,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "unreachable", (Seen.CONNECTION,),
             "OSError|EOFError|Connection|refused|closed",
             "the API server cannot be reached: {detail}",
-            "Check that the cluster runs, and the network or VPN; 'kubectl get nodes' tells the same",
+            "Check the network or VPN, and that the cluster runs: 'kubectl get nodes'",
             error=BackendUnavailableError,
         ),
         Entry(
@@ -138,8 +137,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "credentials", (Seen.API,), "^401 ",
             "the cluster does not accept these credentials (401)",
-            "The token or certificate has expired or was revoked: log in again as you did for this cluster, until 'kubectl "
-            "get pods' works; kale_dist reads the kubeconfig again when it changes",
+            "Log in to the cluster again, until 'kubectl get pods' works; kale_dist reads the kubeconfig again when it changes",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
@@ -168,7 +166,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "operator-missing", (Seen.API,),
             r'^404 \S+ \w*jobs (?!NotFound: \S+ ")',
             "the cluster has no {job_kind}s: {controller} is not installed",
-            "Leave out kind=, so that one is chosen that the cluster serves; or have an administrator install it by: {install}",
+            "Leave out kind= to use what the cluster serves, or have an administrator install it by: {install}",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
@@ -262,8 +260,8 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "webhook-unreachable", _REFUSED,
             r'failed calling webhook "(?P<webhook>[^"]+)": ?(?P<why>.+)',
-            "the webhook {webhook}, which the cluster has to ask first, does not answer: {why}",
-            "Try again; if it lasts, tell the administrator. Pods that it holds up are created once it answers",
+            "the cluster's webhook {webhook} does not answer: {why}",
+            "Try again; if it lasts, tell the administrator",
         ),
         Entry(
             "webhook", _REFUSED,
@@ -314,15 +312,14 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "nodes-too-small", (Seen.STRUCTURE,), "",
-            "a pod needs {wanted} {resource}, and the largest node has {largest}, so that no node can ever run it",
-            "Ask for less (resources=, processes_per_pod=); if the cluster adds nodes when pods wait, give wait_for_nodes=True",
+            "a pod needs {wanted} {resource}, and the largest node has {largest}: no node can ever run it",
+            "Ask for less (resources=, processes_per_pod=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
             heals=False,
         ),
         Entry(
             "cluster-too-small", (Seen.STRUCTURE,), "",
-            "the pods need {wanted} {resource} together, and the cluster has {largest}, so that they can never all run",
-            "Ask for less (resources=, number_of_processes=); if the cluster adds nodes when pods wait, give "
-            "wait_for_nodes=True",
+            "the pods need {wanted} {resource} together, and the cluster has {largest}: they can never all run",
+            "Ask for less (resources=, number_of_processes=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
             heals=False,
         ),
         Entry(
@@ -342,9 +339,8 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "queue-ignored", (Seen.STRUCTURE,), "",
-            "Kueue does not hold this {job_kind} back in the queue {object}, so that the job starts without its quota",
-            "Give a kind that this cluster's Kueue manages, such as kind='pytorch' or kind='job', or have the administrator "
-            "add {jobs} to its integrations",
+            "Kueue does not manage this {job_kind}: it starts without the quota of the queue {object}",
+            "Give kind='pytorch' or kind='job', or have the administrator add {jobs} to Kueue's integrations",
         ),
         Entry(
             "claim-single", (Seen.STRUCTURE,), "",
@@ -400,7 +396,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             _PULL + ".*(no such host|connection refused|timeout|deadline exceeded|connection reset|no route|x509|tls"
             "|HTTP response to HTTPS|failed to do request)",
             "{pod} waits: node {node} does not reach the registry of {image}: {detail}",
-            "Give the address by which the nodes pull, which may differ from the one by which you push",
+            "Give the address by which the nodes pull, which may differ from yours",
         ),
         Entry(
             "pull-failed", (Seen.WAITING,), _PULL,
@@ -414,7 +410,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "image-never", (Seen.WAITING,), "ErrImageNeverPull",
-            "{pod} waits: the image {image} is not on node {node}, and image_pull_policy='Never' forbids to pull it",
+            "{pod} waits: the image {image} is not on node {node}, and image_pull_policy='Never' forbids pulling it",
             "Leave image_pull_policy out",
         ),
     )),
@@ -428,7 +424,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "claim-pending", (Seen.SCHEDULING,),
             "unbound (immediate )?PersistentVolumeClaims|didn't find available persistent volumes",
             "{pod} waits: its claim {claims} has no volume yet{claim_said}",
-            "'kubectl -n {namespace} describe pvc' says what it waits for: often a StorageClass that exists and makes volumes",
+            "'kubectl -n {namespace} describe pvc' says why: often its StorageClass does not exist or makes no volumes",
         ),
         Entry(
             "claim-one-pod", (Seen.SCHEDULING,), "ReadWriteOncePod",
@@ -476,7 +472,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "taint", (Seen.SCHEDULING,), "untolerated taint|had taint",
-            "{pod} waits: nodes that would do keep pods away by a taint ({nodes})",
+            "{pod} waits: the nodes that it fits are tainted ({nodes})",
             "Tolerate it with tolerations=; 'kubectl describe nodes' shows the taints",
         ),
         Entry(
@@ -486,7 +482,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "scheduling-gate", (Seen.SCHEDULING,), "SchedulingGated",
-            "{pod} waits: something else, such as a queue, holds it back from the scheduler (a scheduling gate)",
+            "{pod} waits: a scheduling gate, such as a queue's, holds it back",
             "Wait; 'kubectl -n {namespace} get pod {pod_name} -o yaml' names the gate",
         ),
         Entry(
@@ -608,7 +604,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "node-changed", (Seen.POD,),
             "UnexpectedAdmissionError|OutOf|NodeAffinity|NodeLost|NodeShutdown|Terminated|Shutdown",
-            "node {node} gave {pod} up: {detail}", _AGAIN, heals=False, cause=_POD_LOST, lost="node lost",
+            "node {node} could not keep {pod}: {detail}", _AGAIN, heals=False, cause=_POD_LOST, lost="node lost",
         ),
         Entry(
             "preempted", (Seen.DISRUPTION,), "PreemptionByScheduler|PreemptionByKube",
@@ -665,7 +661,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "no-pods", (Seen.STRUCTURE,), "",
-            "the job has no pods after {waited} s, and without the right to list and watch events it cannot be seen why",
+            "the job has no pods after {waited} s, and you may not list and watch the events that say why",
             "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
         ),
         Entry(
@@ -683,8 +679,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "sidecar", (Seen.STRUCTURE,), "",
-            "{pod} stays although its ranks have ended, because the container {sidecar} is still running, so that the "
-            "cluster says Running",
+            "the ranks of {pod} have ended, but its container {sidecar} still runs",
             'Keep the sidecar away (for Istio the annotation sidecar.istio.io/inject: "false" on the pods), or delete the job',
         ),
         Entry(
@@ -718,11 +713,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "waits-for-master", (Seen.STRUCTURE,), "",
             "{pod} waits until the master's name can be resolved (init-pytorch)",
-            "It begins by itself; if it does not, the cluster's DNS does not work",
+            "Wait; if it does not begin, the cluster's DNS does not work",
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
-            "you may not list {kind} in the namespace {namespace}, so that the state of the job cannot be seen",
+            "you may not list {kind} in the namespace {namespace}, so the state of the job is not known",
             "Have the administrator grant get, list and watch of {kind}",
         ),
         Entry(
