@@ -29,14 +29,11 @@ class _Monitor:
     def __post_init__(self) -> None:
         source, slash, name = self.monitor.partition("/") if isinstance(self.monitor, str) else ("", "", "")
         if source not in SOURCES or not slash or not name:
-            problem = f"monitor={self.monitor!r} is no name of a metric"
+            problem = f"monitor={self.monitor!r} is not the name of a metric"
             word = str(self.monitor).removeprefix("val_").removeprefix("eval_").removeprefix("train_")
-            step = "train" if str(self.monitor).startswith("train_") else "eval"
-            raise ConfigError(
-                "callbacks", problem, f"Write it as 'train/{word}' or 'eval/{word}', such as '{step}/{word}'"
-            )
+            raise ConfigError("callbacks", problem, f"Write it as 'eval/{word}' or 'train/{word}'")
         if self.mode not in _MODES:
-            raise ConfigError("callbacks", f"mode={self.mode!r} is no mode", "Use 'min' or 'max'")
+            raise ConfigError("callbacks", f"mode={self.mode!r} is not a mode", "Use 'min' or 'max'")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

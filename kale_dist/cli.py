@@ -76,7 +76,7 @@ def _complain(error: KaleDistError, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kale-dist", description="Look after jobs, here and elsewhere, and execute notebooks."
+        prog="kale-dist", description="Manage jobs, here and elsewhere, and execute notebooks."
     )
     parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
 
     listed = command("jobs", f"list the newest {_NEWEST} jobs, with what they take on the disk of this machine")
     place(
-        listed, "ask there (this machine, for all that it knows of)", "of the cluster (the configured one); * for all"
+        listed,
+        "ask there (default: this machine, for all jobs that it knows)",
+        "of the cluster (the configured one); * for all",
     )
     listed.add_argument(
         "--labels", type=_pairs, metavar="NAME=VALUE,...", help="only jobs of a cluster with these labels"
@@ -127,9 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--in-cluster", action="store_true", help="run the notebook itself in a pod of the cluster")
     pod = run.add_argument_group("with --in-cluster")
     pod.add_argument("--image", help="the pod's image (the configured one)")
-    packages = (
-        "put on top of the image; may be given several times; auto for what executes notebooks and what it imports"
-    )
+    packages = "installed on top of the image; may be given several times; auto for what executes notebooks and what it imports"
     pod.add_argument("--packages", action="append", default=[], metavar="REQUIREMENT", help=packages)
     pod.add_argument("--namespace", metavar="NAME", help="where the pod runs (the configured one)")
     pod.add_argument(

@@ -192,7 +192,7 @@ def _check_form(is_valid: Callable[[str], bool], value: str, argument: str, prob
 
 _TABLES: dict[str, type[Docker | Kubernetes]] = {"docker": Docker, "kubernetes": Kubernetes}
 _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
-    "on": (KINDS.__contains__, "is no place to run", "Use one of: 'local', 'docker', 'kubernetes'"),
+    "on": (KINDS.__contains__, "is not a place to run", "Use one of: 'local', 'docker', 'kubernetes'"),
     "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
     "namespace": (
         names.is_label, "cannot be a namespace", "Write lower-case letters, digits and dashes, such as 'team-a'"

@@ -211,7 +211,7 @@ def _selector(value: Any) -> dict[str, str] | None:
     key, separator, text = str(value).partition(":")
     if not separator:
         remedy = "Write it as 'nvidia.com/gpu.product: \"Tesla-V100\"', or as a dict"
-        raise ConfigError("node_selector", f"{show(value)} is no key with a value", remedy)
+        raise ConfigError("node_selector", f"{show(value)} is not a key with a value", remedy)
     return {key.strip(): text.strip().strip("\"'")}
 
 

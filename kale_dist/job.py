@@ -637,12 +637,12 @@ class _Trained:
         """The trained objects of a job that has succeeded.
 
         Raises:
-            ResultUnavailableError: The weights do not fit the notebook's model any more.
+            ResultUnavailableError: The weights no longer fit the notebook's model.
         """
         objects = self._load()
         if objects.problem:
             raise ResultUnavailableError(
-                f"The weights of {self._ref} do not fit the notebook's model any more: {objects.problem}. "
+                f"The weights of {self._ref} no longer fit the notebook's model: {objects.problem}. "
                 "job.state_dict() has them",
                 self._ref,
             )

@@ -135,5 +135,5 @@ def _variables(env: Any) -> tuple[dict[str, str], dict[str, str]]:
             plain[one["name"]] = one["value"]
         else:
             remedy = "Write {'name': 'A', 'value': '1'}, or a valueFrom with a secretKeyRef"
-            raise ConfigError("env", f"{show(one)} is no variable that pods can be given here", remedy)
+            raise ConfigError("env", f"{show(one)} is not a variable that pods can be given here", remedy)
     return plain, secrets

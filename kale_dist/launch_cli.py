@@ -109,7 +109,9 @@ class NameAndValue(argparse.Action):
         """Add the pair to those given before."""
         name, value = values
         if "=" in name:
-            raise argparse.ArgumentError(self, f"{name!r} is no name. Write it as NAME VALUE, with a blank")
+            raise argparse.ArgumentError(
+                self, f"{name!r} is not a name. Write it as NAME VALUE, with a space between them"
+            )
         setattr(namespace, self.dest, getattr(namespace, self.dest) | {name: value})
 
 

@@ -159,7 +159,7 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
             notes = (f"{used} of {there.gpus} GPUs, one for each process. cuda=False trains on the CPU",)
         else:
             sentence = (
-                f"number_of_processes: {asked} processes train on the CPU, for there are {there.gpus} GPUs. Ask for at "
+                f"number_of_processes: {asked} processes train on the CPU, because there are {there.gpus} GPUs. Ask for at "
                 f"most {there.gpus} to use them, or say cuda=False"
             )
             warnings = (sentence,)

@@ -221,7 +221,7 @@ class ClusterOptions:
         if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 0:
             raise ConfigError("servers", f"{self.servers!r} is not an int of 0 or more", "Leave it out")
         if self.servers and self.kind != "tf":
-            problem = "parameter servers are TensorFlow's, and the job is no TFJob"
+            problem = "parameter servers are TensorFlow's, and this job is not a TFJob"
             raise ConfigError("servers", problem, "Add kind='tf', or leave `servers` out")
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
@@ -248,7 +248,7 @@ class ClusterOptions:
             problem = (
                 f"{port!r} is not a port from 1024 to 65535" if not is_free else f"{port} is a port of the job's own"
             )
-            raise ConfigError("metrics_port", problem, "Give such as 9090, or leave it out")
+            raise ConfigError("metrics_port", problem, "Give a port such as 9090, or leave it out")
         if self.min_available is not None and not self.gang:
             raise ConfigError("min_available", "it means nothing without `gang`", "Set `gang`, or leave it out")
         for field in ("pending_timeout_s", "input_wait_s", "collect_wait_s"):

@@ -138,7 +138,7 @@ def _check_text(path: pathlib.Path) -> None:
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""
         raise ConfigError(
-            "script", f"{path} is no Python that this interpreter can read ({line}{error.msg})", "Mend it"
+            "script", f"{path} is not Python code that this interpreter can read ({line}{error.msg})", "Correct it"
         ) from None
     except ValueError as error:
         raise ConfigError("script", f"{path} is no Python ({error})", "Name a .py file") from None

@@ -110,11 +110,13 @@ class Training:
         if clip_norm is not None:
             number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
             if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
-                raise ConfigError("clip_norm", f"{clip_norm!r} is not a positive number", "Give such as 1.0, or None")
+                raise ConfigError(
+                    "clip_norm", f"{clip_norm!r} is not a positive number", "Give a number such as 1.0, or None"
+                )
         if self.eval_sharding not in _EVAL_SHARDINGS:
             near = closest(self.eval_sharding, _EVAL_SHARDINGS)
             remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
-            raise ConfigError("eval_sharding", f"there is no way {self.eval_sharding!r}", remedy)
+            raise ConfigError("eval_sharding", f"it cannot be {self.eval_sharding!r}", remedy)
         _check_callbacks(self)
         # A word becomes its settings here, so that everything behind the call knows only these.
         object.__setattr__(self, "strategy", strategies.resolve(self.strategy))
@@ -204,8 +206,8 @@ def _check_state(state: Any) -> None:
     for value in state:
         has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
         if not has_state and not isinstance(value, list | dict | set):
-            problem = f"{show(value)} has no state_dict, and is no list, dict or set"
-            raise ConfigError("state", problem, "Keep what shall come back in one of these, and name that")
+            problem = f"{show(value)} has no state_dict, and is not a list, dict or set"
+            raise ConfigError("state", problem, "Keep what has to come back in one of these, and name that")
 
 
 def _check_callbacks(given: Training) -> None:
@@ -345,7 +347,9 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
     import torch
 
     if optimizer is None:
-        raise ConfigError("optimizer", "it is missing", "Pass one such as torch.optim.SGD(model.parameters(), lr=0.1)")
+        raise ConfigError(
+            "optimizer", "it is missing", "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
     if isinstance(optimizer, type):
         remedy = f"Make one: {optimizer.__name__}(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{optimizer.__name__} is a class", remedy)
@@ -353,7 +357,7 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
         remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
         raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", remedy)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        remedy = "Pass such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        remedy = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
@@ -366,7 +370,7 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
         raise ConfigError(
             "optimizer",
             f"{foreign} of its {len(trained)} parameters are not the model's: training would not change the model",
-            "Was the model made anew or replaced? Make the optimizer again from model.parameters()",
+            "Was the model created again or replaced? Create the optimizer again from model.parameters()",
         )
 
 
@@ -471,7 +475,7 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
     if scheduler is None:
         return
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        remedy = "Pass such as torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        remedy = "Pass a scheduler such as torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         raise ConfigError("scheduler", f"{show(scheduler)} is not a learning-rate scheduler", remedy)
     theirs = getattr(scheduler, "optimizer", optimizer)
     if theirs is not None and not any(theirs is one for one in _each("optimizer", optimizer)):

@@ -42,7 +42,7 @@ class UrlStore:
         self._shown = _without_secrets(url)
         if "?" in url:
             raise StoreError(
-                f"The store {self._shown} has a query, behind which no names can be added. Give what is secret in the way "
+                f"The store {self._shown} has a query, after which no names can be added. Give what is secret in the way "
                 "that the protocol's package has for it (environment variables or a file), and the address alone"
             )
         try:
@@ -160,7 +160,7 @@ class UrlStore:
     def _path(self, name: str) -> str:
         parts = name.split("/")
         if any(part in {"", ".", ".."} for part in parts):
-            raise StoreError(f"{name!r} is no name in a store")
+            raise StoreError(f"{name!r} is not a name in a store")
         return "/".join([self._root, *parts])
 
     @contextlib.contextmanager

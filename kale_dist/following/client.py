@@ -51,7 +51,7 @@ class HeadClient:
         """What the head says of itself: state, verdict, sizes of outcomes and of the checkpoint, blobs it lacks."""
         answer = json.loads(self._ask("GET", "/status"))
         if not isinstance(answer, dict):
-            raise BackendError(f"The head answered /status with {answer!r}, which is no status")
+            raise BackendError(f"The head answered /status with {answer!r}, which is not a status")
         return answer
 
     def ack(self) -> None:

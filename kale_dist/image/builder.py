@@ -254,7 +254,7 @@ def _files(recipe: Recipe, facts: Facts, blobs_dir: pathlib.Path) -> list[Entry]
         blob = store.path(file.digest)
         if not blob.is_file():
             raise ImageError(
-                f"The bytes of {file.path} are not on this machine any more ({blob}). Give the recipe its `files=` again."
+                f"The bytes of {file.path} are no longer on this machine ({blob}). Give the recipe its `files=` again."
             )
         entries.append(Entry(path=facts.place(posixpath.normpath(file.path)), content=blob, executable=file.executable))
     return entries

@@ -229,7 +229,7 @@ class Connection:
         if not usable:
             # Not shown whole: it may hold a signature.
             scheme = _plain(location.partition(":")[0])[:20]
-            raise ImageError(f"The registry {self.host} points to an address that is no place for HTTP ({scheme!r}).")
+            raise ImageError(f"The registry {self.host} points to an address that HTTP cannot reach ({scheme!r}).")
         ours = urlsplit(self.origin)
         if ours.scheme == "https" and parts.scheme == "http":
             # Registries behind a proxy that ends TLS take themselves to be reached without.

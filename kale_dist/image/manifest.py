@@ -103,7 +103,9 @@ def put_on_top(
         ImageError: The base is no image that layers can be put on.
     """
     if media_type(manifest) not in MANIFESTS or not isinstance(config.get("rootfs"), dict):
-        raise ImageError(f"A layer cannot be put on what is no image: it says that it is {media_type(manifest)!r}.")
+        raise ImageError(
+            f"A layer cannot be put on something that is not an image: it says that it is {media_type(manifest)!r}."
+        )
     docker = media_type(manifest) == DOCKER_MANIFEST
     made = copy.deepcopy(dict(config))
     made["rootfs"]["diff_ids"] = [*(made["rootfs"].get("diff_ids") or ()), *(layer.diff_id for layer in layers)]

@@ -90,7 +90,7 @@ class Reference:
         if not text:
             raise _wrong("it is empty")
         if "://" in text:
-            raise _wrong(f"{_shown(text)} is a URL; leave out what stands before the host")
+            raise _wrong(f"{_shown(text)} is a URL; leave out the part before the host")
         name, _, digest = text.partition("@")
         if "@" in text and not digest:
             raise _wrong(f"{_shown(text)} ends where a digest should follow")

@@ -140,7 +140,7 @@ class Registry:
         if manifest.media_type(body) not in manifest.MANIFESTS or kind not in manifest.CONFIGS:
             found = kind or manifest.media_type(body) or "an unknown kind of manifest"
             raise ImageError(
-                f"{what} is no image that can be run: {found}. Name an image, or push it again with a newer tool."
+                f"{what} is not an image that can be run: {found}. Name an image, or push it again with a newer tool."
             )
         config = self._config(repository, str(entry.get("digest")), what)
         wanted = tuple(platform.split("/"))[:2]

@@ -63,7 +63,7 @@ def notebook(
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         raise ImageError(
-            f"The pod's image lacks what executes notebooks: {', '.join(missing)}. Have it put on top of the image with "
+            f"The pod's image lacks what executes notebooks: {', '.join(missing)}. Have it installed on top of the image with "
             "--packages auto (or --packages ipykernel --packages nbclient), or name an image that has it with --image"
         )
     # A cancel sends SIGTERM to all processes of the rank: that program ends its cell and saves the notebook meanwhile.

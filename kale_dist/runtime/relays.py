@@ -39,7 +39,7 @@ _HELD_BYTES = 4 << 20
 _LOOK_AGAIN_S = 0.1
 
 _GONE = (
-    "its agent has ended, or cannot be reached any more. The pod may have been deleted, evicted or killed (often because "
+    "its agent has ended, or can no longer be reached. The pod may have been deleted, evicted or killed (often because "
     "memory ran out), or its node has failed"
 )
 

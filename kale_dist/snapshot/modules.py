@@ -340,12 +340,12 @@ def notes_on_edits(name: str) -> list[str]:
         text = pathlib.Path(str(module.__file__)).read_bytes()
         written = dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError) as error:
-        return [f"{module.__file__} cannot be compiled any more ({error}): the ranks' import of {name} will fail."]
+        return [f"{module.__file__} can no longer be compiled ({error}): the ranks' import of {name} will fail."]
     for code in _live(module):
         if written.get(code.co_qualname) != code:
             note = (
                 f"{module.__file__} was edited since {name} was imported: the ranks run the file as it is now, the "
-                f"notebook what it was. To have both alike: importlib.reload({name}), or restart the kernel."
+                f"notebook what it was. To run the same code in both: importlib.reload({name}), or restart the kernel."
             )
             return [note]
     return []

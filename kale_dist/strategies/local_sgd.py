@@ -32,7 +32,7 @@ class LocalSGD(Settings):
         every = self.sync_every
         if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             problem = f"sync_every={every!r} is neither a number of steps nor 'epoch'"
-            raise ConfigError("strategy", problem, "Give such as sync_every=8, or sync_every='epoch'")
+            raise ConfigError("strategy", problem, "Write sync_every=8, for instance, or sync_every='epoch'")
         refuse_choice("outer", self.outer, (None, "diloco"))
 
     def check(self, given: Conditions) -> None:

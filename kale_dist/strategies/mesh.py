@@ -54,7 +54,7 @@ class Mesh(Settings):
         object.__setattr__(self, "plan", checked_plan(self.plan))
         check_flags(self, "compile", "activation_checkpointing")
         if self.tensor is None and self.pipeline is None:
-            remedy = "Give such as Mesh(data=2, tensor=2), or use strategy='ddp' or 'fsdp'"
+            remedy = "Write Mesh(data=2, tensor=2), or use strategy='ddp' or 'fsdp'"
             raise ConfigError("strategy", "a mesh has two sides, and neither tensor= nor pipeline= is given", remedy)
         if self.tensor is not None and self.pipeline is not None:
             problem = "a mesh has one side that divides the model, and both tensor= and pipeline= are given"

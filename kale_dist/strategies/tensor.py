@@ -80,7 +80,7 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(plan, Mapping):
         plan = tuple(plan.items())
     if not isinstance(plan, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in plan):  # noqa: PLR2004
-        raise ConfigError("strategy", f"plan={plan!r} is not a dict", 'Give such as plan={"head": "whole"}')
+        raise ConfigError("strategy", f"plan={plan!r} is not a dict", 'Write plan={"head": "whole"}')
     for pattern, word in plan:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")

@@ -87,8 +87,8 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_an_error(scripted):
         (manifests.OCI_MANIFEST, b"[]", "no JSON object"),
         (manifests.OCI_MANIFEST, b"[" * 100_000, "no JSON object"),
         (manifests.OCI_MANIFEST, b"<html>", "Is it a registry"),
-        (manifests.OCI_MANIFEST, b"{}", "no image that can be run"),
-        (manifests.OCI_MANIFEST, b'{"config": {}}', "no image that can be run"),
+        (manifests.OCI_MANIFEST, b"{}", "not an image that can be run"),
+        (manifests.OCI_MANIFEST, b'{"config": {}}', "not an image that can be run"),
         (manifests.OCI_MANIFEST, b'{"config": {"digest": "../../x"}}', "names no configuration"),
         (
             manifests.OCI_MANIFEST,
@@ -101,7 +101,7 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_an_error(scripted):
             "unknown kind of manifest",
         ),
         (manifests.OCI_INDEX, b'{"manifests": []}', "only for: none"),
-        (manifests.OCI_INDEX, b'{"manifests": null}', "no image that can be run"),
+        (manifests.OCI_INDEX, b'{"manifests": null}', "not an image that can be run"),
         (
             manifests.OCI_INDEX,
             b'{"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]}',
@@ -139,10 +139,10 @@ def test_credentials_are_not_sent_to_where_a_blob_has_been_moved(scripted):
 @pytest.mark.parametrize(
     ("location", "pattern"),
     [
-        ("ftp://localhost/x", "no place for HTTP"),
-        ("http://user:hidden@[::1", "no place for HTTP"),
-        ("file:///etc/passwd", "no place for HTTP"),
-        ("http://localhost:99999/x", "no place for HTTP"),
+        ("ftp://localhost/x", "HTTP cannot reach"),
+        ("http://user:hidden@[::1", "HTTP cannot reach"),
+        ("file:///etc/passwd", "HTTP cannot reach"),
+        ("http://localhost:99999/x", "HTTP cannot reach"),
         ("http://user:hidden@localhost:1/x", "localhost:1 cannot be reached"),
         ("", "refused to"),
         ("/v2/again", "refused to"),

@@ -92,7 +92,7 @@ def test_a_named_file_has_to_be_there(tmp_path):
         (b'[kubernetes]\nimages = "x"', ["images of kubernetes in", "Did you mean 'image'?"]),
         (b'kubernetes = "x"', ["kubernetes in", "'x' is not a table"]),
         (b'[pods]\nimage = "x"', ["'pods'", "Use one of: on, docker, kubernetes, image, namespace"]),
-        (b'on = "cluster"', ["on in", "'cluster' is no place to run"]),
+        (b'on = "cluster"', ["on in", "'cluster' is not a place to run"]),
         (b'a = "1"\nimage = x', ["not valid TOML", "line 2"]),
         (b'image = "\xff"', ["line 1, is not UTF-8"]),
         (b"image = 3", ["image in", "3 is not text", "quotes"]),

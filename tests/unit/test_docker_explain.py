@@ -34,7 +34,7 @@ def end(**given):
         ),
         (
             {"exit_code": 137},
-            "Container kale-dist-job-1 was killed from outside (SIGKILL, exit code 137), not for want of memory", "killed",
+            "Container kale-dist-job-1 was killed from outside (SIGKILL, exit code 137), not because it ran out of memory", "killed",
             None,
         ),
         ({"exit_code": 143}, "Container kale-dist-job-1 received SIGTERM", "killed", None),

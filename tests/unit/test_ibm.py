@@ -87,7 +87,7 @@ def test_what_the_dictionary_does_not_say_is_given_as_a_place():
         ({"worker_memory": "32 GB"}, {}, "Write '32Gi'"),
         ({"cpus": "1"}, {"cpus": "2"}, "cpus: it is in the dict and an argument, too"),
         ({}, {"gpus": "many"}, "gpus: 'many' is not a whole number"),
-        ({}, {"node_selector": "gpu"}, "node_selector: 'gpu' is no key with a value"),
+        ({}, {"node_selector": "gpu"}, "node_selector: 'gpu' is not a key with a value"),
         ({}, {"remote_host": "h"}, "give its name as cluster_configuration_secret"),
         ("PyTorch", {}, "distribution_specification: 'PyTorch' is not a dict"),
     ],

@@ -156,7 +156,7 @@ def test_a_module_and_a_function_of_a_module(folder, capfd):
     [
         (["trian.py"], "there is no file 'trian.py'. Did you mean 'train.py'?"),
         (["."], "'.' is a folder"),
-        (["broken.py"], "broken.py is no Python that this interpreter can read (line 1: "),
+        (["broken.py"], "broken.py is not Python code that this interpreter can read (line 1: "),
         (["-m", "train.py"], "is a file, and -m takes the name of a module"),
         (["-m", "pakage.run"], "there is no module 'pakage'"),
         (["beside:MAIN"], "beside has no 'MAIN'. It has: NAME"),

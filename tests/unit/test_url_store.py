@@ -80,7 +80,7 @@ def test_names_that_lead_elsewhere_are_refused(url, tmp_path, name):
         lambda: store.get_file(name, tmp_path / "x"),
         lambda: store.put_file(name, tmp_path),
     ):
-        with pytest.raises(StoreError, match="is no name in a store"):
+        with pytest.raises(StoreError, match="is not a name in a store"):
             ask()
 
 

@@ -63,7 +63,7 @@ _TABLE: tuple[_Row, ...] = (
     ),
     (
         lambda end: end.exit_code == _SIGKILL,
-        "Container {name} was killed from outside (SIGKILL, exit code 137), not for want of memory",
+        "Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
         "`docker kill` or `docker rm --force` do that, and stopping the engine", "killed", None, False,
     ),
     (

@@ -301,7 +301,7 @@ class DockerPlace:
         submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
         if submitter != records.identity() and not trust:
             warn(
-                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run code of theirs: "
+                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run their code: "
                 "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
             )
             return handle, None

@@ -239,7 +239,7 @@ def _source(config: Config, context: str) -> _Source:
         raise ConfigError("KUBECONFIG", f"there is no file {named}", "Correct the variable, or unset it")
     raise BackendUnavailableError(
         "No cluster is known: there is no ~/.kube/config, KUBECONFIG is not set, and this is not a pod with a service "
-        "account. Get a kubeconfig from the cluster's administrator or provider; 'kubectl get nodes' tells if it works"
+        "account. Get a kubeconfig from the cluster's administrator or provider; 'kubectl get nodes' shows whether it works"
     )
 
 
@@ -262,7 +262,7 @@ def _source_in(secret: str, config: Config, context: str) -> _Source:
         users = [entry["user"] for entry in yaml.safe_load(text)["users"]]
         runs = any("exec" in user or "auth-provider" in user for user in users)
     except (YAMLError, KeyError, TypeError) as error:
-        problem = f"{key!r} of {where} is no kubeconfig ({type(error).__name__})"
+        problem = f"{key!r} of {where} is not a kubeconfig ({type(error).__name__})"
         raise ConfigError("cluster_secret", problem, "Put a kubeconfig there, with a token or a certificate") from None
     if runs:
         remedy = "Put one there with a token or a certificate"
@@ -325,7 +325,7 @@ def _load_kubeconfig(source: _Source, configuration: client.Configuration) -> tu
         whole: Mapping[str, Any] = merged.value if merged is not None else {}
     except (ConfigException, YAMLError, OSError, AttributeError, TypeError, KeyError) as error:
         problem = f"{source.files} cannot be read as a kubeconfig: {' '.join(str(error).split())}"
-        raise ConfigError("kubeconfig", problem, "Mend it, or name another one") from None
+        raise ConfigError("kubeconfig", problem, "Repair it, or name another one") from None
     contexts = _named(whole, "contexts")
     name = source.context or whole.get("current-context") or ""
     if name not in contexts:
@@ -347,7 +347,7 @@ def _load_kubeconfig(source: _Source, configuration: client.Configuration) -> tu
         )
     except (ConfigException, OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"the context {name!r} of {source.files} cannot be used: {' '.join(str(error).split())}"
-        raise ConfigError("kubeconfig", problem, "Mend it, or name another context") from None
+        raise ConfigError("kubeconfig", problem, "Repair it, or name another context") from None
     if plugin and not configuration.cert_file and not any(configuration.api_key.get(key) for key in _TOKEN_KEYS):
         raise BackendUnavailableError(
             f"The program {plugin!r}, from which the kubeconfig's context {name!r} gets its credentials, gave none. "

@@ -267,7 +267,7 @@ class KubernetesPlace:
         if key is not None and submitter != cluster.identity and not trust:
             key = None
             warn(
-                f"{ref} was submitted by {submitter or 'an unknown user'}, and to load its result can run code of theirs: "
+                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run their code: "
                 "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
             )
         source = Source.INPUT
@@ -288,7 +288,7 @@ class KubernetesPlace:
         kind = kind_of(handle.spec)
         found = submit.find(self._cluster(handle), kind, handle.spec.cluster.namespace, handle.object)
         if found is None:
-            raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} does not exist any more")
+            raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} no longer exists")
         return dict(found)
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:

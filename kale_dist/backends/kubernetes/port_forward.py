@@ -186,7 +186,7 @@ class PodConnection:
         self._at_end = True
         said = self.problems
         if re.search(b"failed to connect|onnection ?[Rr]efused", self._problems):
-            raise ConnectionRefusedError("Nothing listens at this port of the pod (yet, or any more)")
+            raise ConnectionRefusedError("Nothing listens at this port of the pod now")
         if said and '"status":"Success"' not in said.replace(" ", ""):
             raise ConnectionResetError(f"The connection to the pod ended: {said}")
 

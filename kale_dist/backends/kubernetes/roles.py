@@ -46,7 +46,7 @@ _FOR_ALL = (
         group=_CORE,
         resource="secrets",
         verbs=("create",),
-        without="No job can be submitted: its code and its key travel in a Secret",
+        without="No job can be submitted: its code and its key are sent in a Secret",
         is_needed=True,
     ),
     Right(
@@ -72,7 +72,7 @@ _FOR_ALL = (
         group=_CORE,
         resource="pods/exec",
         verbs=("create", "get"),
-        without="There is no second way for bytes where port-forward fails",
+        without="If port-forward fails, bytes cannot be sent another way",
     ),
     Right(
         group=_CORE,

@@ -311,7 +311,7 @@ class _Meetings:
 
     def _check(self) -> None:
         if self._problem is not None:
-            raise KaleDistError(f"A neighbour cannot be reached any more: {self._problem}") from self._problem
+            raise KaleDistError(f"A neighbour can no longer be reached: {self._problem}") from self._problem
 
     @torch.no_grad()
     def _answer(self, pair: Pair) -> None:

@@ -188,9 +188,9 @@ class NoCallback:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: EarlyStopping("val_loss"), "Write it as 'train/loss' or 'eval/loss', such as 'eval/loss'"),
+        (lambda: EarlyStopping("val_loss"), "Write it as 'eval/loss' or 'train/loss'"),
         (lambda: EarlyStopping(5), "monitor=5 is no name"),
-        (lambda: EarlyStopping("eval/"), "is no name of a metric"),
+        (lambda: EarlyStopping("eval/"), "is not the name of a metric"),
         (lambda: EarlyStopping(mode="auto"), "mode='auto'"),
         (lambda: EarlyStopping(patience=0), "patience=0"),
         (lambda: EarlyStopping(patience=True), "patience=True"),
