@@ -189,7 +189,7 @@ class NoCallback:
     ("make", "message"),
     [
         (lambda: EarlyStopping("val_loss"), "Write it as 'eval/loss' or 'train/loss'"),
-        (lambda: EarlyStopping(5), "monitor=5 is no name"),
+        (lambda: EarlyStopping(5), "monitor=5 is not the name"),
         (lambda: EarlyStopping("eval/"), "is not the name of a metric"),
         (lambda: EarlyStopping(mode="auto"), "mode='auto'"),
         (lambda: EarlyStopping(patience=0), "patience=0"),
