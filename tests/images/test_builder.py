@@ -154,7 +154,7 @@ def test_a_base_for_another_platform_is_refused(own_registry):
 
 def test_files_whose_bytes_are_gone_are_named(place):
     recipe = Recipe(files=(ImageFile(path="/opt/x.txt", digest="0" * 64),))
-    with pytest.raises(ImageError, match=r"bytes of /opt/x\.txt are not on this machine any more"):
+    with pytest.raises(ImageError, match=r"bytes of /opt/x\.txt are no longer on this machine"):
         place.resolve(recipe)
 
 

@@ -195,7 +195,7 @@ def test_a_parameter_written_like_an_argument_is_told_how_it_is_written(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["run", "-p", "learning_rate=0.1", "train.ipynb"])
     assert ended.value.code == 2
-    assert "'learning_rate=0.1' is no name. Write it as NAME VALUE" in capsys.readouterr().err
+    assert "'learning_rate=0.1' is not a name. Write it as NAME VALUE" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_causes_no_traceback(job):
