@@ -37,10 +37,10 @@ class RunningJob:
         states = self.events(EventKind.STATE)
         return states[-1] if states else {"state": "pending"}
 
-    def wait(self, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait(self, timeout_s: float = 200.0) -> dict[str, Any]:
         return self.until(lambda: self.state()["state"] in FINAL and self.state(), timeout_s)
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    def until(self, condition: Callable[[], Any], timeout_s: float = 200.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if found := condition():

@@ -1,15 +1,22 @@
-"""An agent for the tests of this folder."""
+"""An agent, and pods, for the tests of this folder."""
 
 from __future__ import annotations
 
+import pathlib
+import subprocess
+import sys
+
+import cloudpickle
+import fsspec
 import pytest
 from agent_jobs import Jobs, is_alive
 from pod_jobs import PodJob
 
+import kale_dist
 from kale_dist.backends.agent_client import AgentClient
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def jobs(tmp_path_factory):
     client = AgentClient()
     client.start()
@@ -19,13 +26,36 @@ def jobs(tmp_path_factory):
     assert client.last_words == ""
 
 
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory):
+    """A Python with cloudpickle, fsspec and this library alone."""
+    place = tmp_path_factory.mktemp("python") / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    site = next(place.glob("lib/python3*/site-packages"))
+    for package in (kale_dist, cloudpickle, fsspec):
+        folder = pathlib.Path(package.__file__).parent
+        (site / folder.name).symlink_to(folder)
+    return str(place / "bin" / "python")
+
+
 @pytest.fixture
 def make(tmp_path):
-    """Makes jobs in pods, which are plain processes here."""
+    """Makes jobs in pods, which are plain processes here: each imports PyTorch, for some seconds."""
+    yield from _pod_jobs(tmp_path, sys.executable)
+
+
+@pytest.fixture
+def make_bare(tmp_path, bare_python):
+    """The same in images without PyTorch, which start at once; their functions are those of `plain_jobs`."""
+    yield from _pod_jobs(tmp_path, bare_python)
+
+
+def _pod_jobs(folder, python):
     made = []
 
     def make_job(function, *args, **options):
-        made.append(PodJob(tmp_path, function, *args, **options))
+        made.append(PodJob(folder, function, *args, **options))
+        made[-1].python = python
         return made[-1]
 
     yield make_job

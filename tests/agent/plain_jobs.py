@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import kale_dist as kd
 
@@ -14,3 +15,40 @@ def where():
 
 def give_back(value):
     return value
+
+
+def rank():
+    return kd.context().rank
+
+
+def fail_on_last():
+    if kd.context().rank == kd.context().world_size - 1:
+        raise ValueError("the seventh batch is empty")
+    time.sleep(600)
+
+
+def speak_and_sleep():
+    print("last words", kd.context().rank)
+    time.sleep(600)
+
+
+def sum_of(data):
+    return sum(data) + kd.context().rank
+
+
+def large_result():
+    return bytes([kd.context().rank]) * 800_000
+
+
+def reports_and_waits(folder):
+    from kale_dist.runtime import context
+
+    kd.report(lr=0.5)
+    step = {"epoch": 1, "epochs": 2, "step": 1, "steps": 1, "samples": 8, "samples_per_s": 2.0, "loss": 0.75}
+    context.emit("progress", phase="train", **step)
+    while not os.path.exists(os.path.join(folder, "go")):  # noqa: PTH110, PTH118 - one module less
+        time.sleep(0.02)
+
+
+def be_steady():
+    time.sleep(7)

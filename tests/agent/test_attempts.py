@@ -9,6 +9,7 @@ import time
 
 import pytest
 from agent_jobs import gone_within
+from plain_jobs import speak_and_sleep
 
 import kale_dist as kd
 from kale_dist.backends.agent_client import cancel_message, send
@@ -50,7 +51,7 @@ def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
     assert {line.attempt for line in job.log() if line.text.startswith("last words")} == set(range(times))
     pids = [event["pid"] for event in job.events(EventKind.RANK) if event["pid"]]
     assert len(set(pids)) == 2 * (times + 1)
-    assert gone_within(pids, 2.0)
+    assert gone_within(pids, 30)
 
 
 def test_restarts_are_counted_and_then_the_job_fails(jobs):
@@ -155,7 +156,7 @@ def meet(times):
     return here.attempt, total.item()
 
 
-@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_ranks_of_all_pods_are_started_again(make, lost):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()
@@ -175,8 +176,8 @@ def test_ranks_of_all_pods_are_started_again(make, lost):
     assert job.pods[0].last_words["state"] == "succeeded"
 
 
-def test_a_lost_pod_is_not_waited_for(make):
-    job = make(meet, 9, ranks=2, max_restarts=5).put_input().start_all()
+def test_a_lost_pod_is_not_waited_for(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=5).put_input().start_all()
     job.until_running()
     job.pods[1].process.send_signal(signal.SIGKILL)
     assert job.pods[0].end() == 1

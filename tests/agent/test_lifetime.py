@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -36,10 +35,10 @@ time.sleep(600)
 """
 
 
-def start_kernel(root, *, detach, seconds):
+def start_kernel(python, root, *, detach, seconds):
     here = pathlib.Path(__file__)
     text = SCRIPT.format(root=str(root), detach=detach, seconds=seconds, path=[str(here.parent), str(here.parents[2])])
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([python, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True)
     agent, path, *ranks, _, _ = process.stdout.readline().split()
     return process, int(agent), pathlib.Path(path), [int(pid) for pid in ranks]
 
@@ -54,49 +53,49 @@ def read_job(root):
     )
 
 
-def test_the_kernels_death_ends_its_jobs(tmp_path):
-    kernel, agent, path, ranks = start_kernel(tmp_path, detach=False, seconds=600)
+def test_the_kernels_death_ends_its_jobs(bare_python, tmp_path):
+    kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=False, seconds=600)
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()
-    assert gone_within(ranks, 2)
-    state = read_job(tmp_path).wait(2)
+    assert gone_within(ranks, 30)
+    state = read_job(tmp_path).wait()
     assert (state["state"], state["cause"], state["reason"]) == (
         "cancelled",
         "kernel-ended",
         "The notebook's kernel ended",
     )
-    assert gone_within([agent], 3)
+    assert gone_within([agent], 30)
     assert not path.parent.exists()
 
 
-def test_a_detached_job_outlives_the_kernel(tmp_path):
-    kernel, agent, path, ranks = start_kernel(tmp_path, detach=True, seconds=2)
+def test_a_detached_job_outlives_the_kernel(bare_python, tmp_path):
+    kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=True, seconds=2)
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()
     time.sleep(0.3)
     assert all(is_alive(pid) for pid in [agent, *ranks])
-    assert read_job(tmp_path).wait(10)["state"] == "succeeded"
-    assert gone_within([agent, *ranks], 3)
+    assert read_job(tmp_path).wait()["state"] == "succeeded"
+    assert gone_within([agent, *ranks], 30)
     assert not path.parent.exists()
 
 
-def test_a_detached_job_can_be_cancelled_from_elsewhere(tmp_path):
-    kernel, agent, path, ranks = start_kernel(tmp_path, detach=True, seconds=600)
+def test_a_detached_job_can_be_cancelled_from_elsewhere(bare_python, tmp_path):
+    kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=True, seconds=600)
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()
     assert send(path, cancel_message("one"))
-    assert read_job(tmp_path).wait(5)["cause"] == "user"
-    assert gone_within([agent, *ranks], 3)
+    assert read_job(tmp_path).wait()["cause"] == "user"
+    assert gone_within([agent, *ranks], 30)
     assert not send(path, cancel_message("one"))
 
 
-def test_ranks_do_not_outlive_a_killed_agent(tmp_path):
-    kernel, agent, _, ranks = start_kernel(tmp_path, detach=False, seconds=600)
+def test_ranks_do_not_outlive_a_killed_agent(bare_python, tmp_path):
+    kernel, agent, _, ranks = start_kernel(bare_python, tmp_path, detach=False, seconds=600)
     os.kill(agent, signal.SIGKILL)
-    assert gone_within(ranks, 2)
+    assert gone_within(ranks, 30)
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()

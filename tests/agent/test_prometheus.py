@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from plain_jobs import reports_and_waits
 from prometheus_client.parser import text_string_to_metric_families
 
 from kale_dist.contract import EventKind
@@ -95,17 +95,6 @@ def test_what_is_no_event_changes_nothing():
     assert gauges.text() == before
 
 
-def reports_and_waits(folder):
-    import kale_dist as kd
-    from kale_dist.runtime import context
-
-    kd.report(lr=0.5)
-    step = {"epoch": 1, "epochs": 2, "step": 1, "steps": 1, "samples": 8, "samples_per_s": 2.0, "loss": 0.75}
-    context.emit(EventKind.PROGRESS, phase="train", **step)
-    while not (pathlib.Path(folder) / "go").exists():
-        time.sleep(0.02)
-
-
 def get(url):
     with urllib.request.urlopen(url, timeout=10) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
@@ -124,9 +113,9 @@ def until(condition, timeout_s=200):
 
 
 @pytest.fixture
-def served(make, tmp_path):
+def served(make_bare, tmp_path):
     port = free_port()
-    job = make(reports_and_waits, str(tmp_path), ranks=2, metrics_port=port).put_input().start_all()
+    job = make_bare(reports_and_waits, str(tmp_path), ranks=2, metrics_port=port).put_input().start_all()
     yield f"http://127.0.0.1:{port}"
     (tmp_path / "go").touch()
     assert job.end() == [0, 0]
@@ -147,9 +136,9 @@ def test_the_head_answers_while_the_job_runs(served):
         get(f"{served}/log")
 
 
-def test_a_taken_port_does_not_fail_the_job(make):
+def test_a_taken_port_does_not_fail_the_job(make_bare):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        job = make(print, "done", ranks=1, metrics_port=taken.getsockname()[1]).put_input().start_all()
+        job = make_bare(print, "done", ranks=1, metrics_port=taken.getsockname()[1]).put_input().start_all()
         assert job.end() == [0]
     assert "(metrics_port) cannot be opened" in job.text()
 

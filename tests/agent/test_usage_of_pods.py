@@ -1,24 +1,15 @@
 """What ranks in pods use is told by the head, and leaves no trace in the log or among the events."""
 
-import time
-
-from pod_jobs import PodJob
+from plain_jobs import be_steady
 
 from kale_dist.contract import EventBlock, EventKind, PodVariable, ProgressBlock
 
 
-def be_steady():
-    time.sleep(7)
-
-
-def test_usage_of_near_and_far_ranks_is_told(tmp_path):
-    job = PodJob(tmp_path, be_steady, ranks=2).put_input()
-    try:
-        job.start(0, **{PodVariable.NODE: "node-7"})
-        job.start(1)
-        assert job.end() == [0, 0]
-    finally:
-        job.close()
+def test_usage_of_near_and_far_ranks_is_told(make_bare):
+    job = make_bare(be_steady, ranks=2).put_input()
+    job.start(0, **{PodVariable.NODE: "node-7"})
+    job.start(1)
+    assert job.end() == [0, 0]
     told = [block.event for block in job.items(ProgressBlock) if block.event["event"] == EventKind.USAGE]
     assert {(event["rank"], event["node"]) for event in told} == {(0, "node-7"), (1, None)}
     assert all(event["memory_bytes"] > 10 << 20 for event in told)
