@@ -29,7 +29,7 @@ def refusal(code, message, reason="", causes=(), headers=None):
 @pytest.mark.parametrize(
     ("error", "words", "kind", "retryable"),
     [
-        (refusal(401, "Unauthorized", "Unauthorized"), ["does not accept these credentials", "log in again"],
+        (refusal(401, "Unauthorized", "Unauthorized"), ["does not accept these credentials", "Log in to the cluster again"],
          BackendUnavailableError, False),
         (refusal(403, 'pods "x" is forbidden: exceeded quota: q, requested: count/pytorchjobs.kubeflow.org=1, used: '
                  'count/pytorchjobs.kubeflow.org=2, limited: count/pytorchjobs.kubeflow.org=2', "Forbidden"),
