@@ -38,17 +38,19 @@ def _own_network():
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A JupyterLab that runs."""
+    """A JupyterLab, or a Notebook 7, that runs."""
 
     url: str
+    pages: str
+    """Address of one notebook's page, before its name."""
     folder: pathlib.Path
     enter: tuple
     """What starts a process in its network."""
 
 
 @contextlib.contextmanager
-def serve(folder):
-    """A JupyterLab with settings of its own, below this folder; its kernels see this checkout."""
+def serve(folder, program="jupyterlab"):
+    """A JupyterLab (or `notebook`) with settings of its own, below this folder; its kernels see this checkout."""
     notebooks, config = folder / "notebooks", folder / "config" / "labconfig"
     for made in (notebooks, config):
         made.mkdir(parents=True)
@@ -74,12 +76,13 @@ def serve(folder):
     own = _own_network()
     with (folder / "lab.log").open("w") as log:
         process = subprocess.Popen(
-            [*own, sys.executable, "-m", "jupyterlab", *settings], env=environment, stdout=log, stderr=log
+            [*own, sys.executable, "-m", program, *settings], env=environment, stdout=log, stderr=log
         )
     enter = ("nsenter", f"--net=/proc/{process.pid}/ns/net") if own else ()
     try:
         _await_server(process, [*enter, sys.executable, "-c", _ASK, f"http://127.0.0.1:{port}/api"], folder / "lab.log")
-        yield Server(f"http://127.0.0.1:{port}", notebooks, enter)
+        address = f"http://127.0.0.1:{port}"
+        yield Server(address, f"{address}/{'notebooks' if program == 'notebook' else 'doc/tree'}", notebooks, enter)
     finally:
         process.terminate()
         process.wait(30)
@@ -144,7 +147,7 @@ class Notebook:
         self.page = context.new_page()
         self.page.set_default_timeout(20_000)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(f"{server.url}/doc/tree/{name}")
+        self.page.goto(f"{server.pages}/{name}")
         self.ready()
 
     def ready(self, kernel=True):
