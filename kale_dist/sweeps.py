@@ -527,6 +527,9 @@ def _open(
                 "name", f"the sweep {name!r} runs already", "Wait for it, or choose another name"
             ) from None
         storage = _journal(name)
+    verbosity = optuna.logging.get_verbosity()
+    # It says that there is a study; the sweep says more.
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
     try:
         study = optuna.create_study(
             storage=storage, study_name=name, direction=direction, sampler=sampler, pruner=pruner, load_if_exists=True
@@ -534,6 +537,8 @@ def _open(
     except Exception:
         lock.close()
         raise
+    finally:
+        optuna.logging.set_verbosity(verbosity)
     if study.direction.name.lower() != direction:
         lock.close()
         was = study.direction.name.lower()

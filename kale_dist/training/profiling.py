@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import pathlib
 import tempfile
 import threading
@@ -27,6 +28,8 @@ FIRST_STEP = 2
 """The first step is left out: memory, caches and lazy parts are made in it."""
 
 _COLLECTIVE = "collective"
+_SILENT = "6"
+"""A level above all of torch's tracer."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -145,6 +148,8 @@ class Profiler:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
+            # Otherwise it writes two lines of its own into the log.
+            os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
             self._profile = torch.profiler.profile(activities=activities)
             # Takes long the first time, and not equally long in all ranks: before the first step.
             self._profile.prepare_trace()

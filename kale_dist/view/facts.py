@@ -32,15 +32,15 @@ _WORST_FIRST = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The ranks as cells of text. Columns in which no rank has anything are left out."""
+    """Cells of text: of ranks, or of a sweep's trials. Columns in which no rank has anything are left out."""
 
     titles: tuple[str, ...]
-    """The first two are `rank` and `state`."""
+    """The first one names the rows."""
     numeric: tuple[bool, ...]
     """For each column, whether it is aligned to the right."""
     rows: tuple[tuple[str, ...], ...]
     left_out: int
-    """How many ranks there was no room for."""
+    """How many rows there was no room for."""
 
 
 def clean(text: str) -> str:

@@ -10,6 +10,9 @@ from kale_dist.status import JobStatus
 from kale_dist.view import curves, facts
 
 _MAX_NOTES = 8
+_HEIGHT = 300
+"""Pixels of a table; longer ones scroll."""
+
 _MAX_RANKS = 64
 _OPEN_UP_TO_RANKS = 8
 """More ranks than these are folded away under a line that counts them."""
@@ -213,23 +216,37 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
 
 def profile(status: JobStatus) -> str:
     """The table of a profile; empty if there is none."""
-    table = facts.profile(status, _MAX_RANKS)
-    if not table.rows:
+    found = facts.profile(status, _MAX_RANKS)
+    if not found.rows:
         return ""
-    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;white-space:nowrap;text-align:"
-    sides = _aligned(table)
-    body = "".join(
-        f'<tr style="background:none"><th scope="row" style="{cell}left;font-weight:400">{rank}</th>'
-        + "".join(
-            f'<td style="{cell}{side}">{_text(value)}</td>' for value, side in zip(others, sides[1:], strict=True)
-        )
-        + "</tr>"
-        for rank, *others in table.rows
-    )
     return (
         '<div style="margin-top:14px"><div style="font-weight:600;margin-bottom:3px">Where the time of a step goes</div>'
-        f"{_framed(table, body, 'Profile', cell)}</div>"
+        f"{table(found, 'Profile')}</div>"
     )
+
+
+def table(found: facts.Table, label: str, *, bold: str = "", height: int = _HEIGHT) -> str:
+    """A table whose first column names its rows. What it shows is escaped here.
+
+    Args:
+        found: Titles and rows.
+        label: What a screen reader calls it.
+        bold: Name of the row that stands out.
+        height: Pixels; longer ones scroll.
+    """
+    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
+    sides = _aligned(found)
+    body = "".join(
+        f'<tr style="background:none{";font-weight:600" if name == bold else ""}">'
+        f'<th scope="row" style="{cell}left;font-weight:inherit">{_text(name)}</th>'
+        + "".join(
+            f'<td style="{cell}{side};{_WIDE if title == "reason" else "white-space:nowrap"}">{_text(value)}</td>'
+            for title, side, value in zip(found.titles[1:], sides[1:], others, strict=True)
+        )
+        + "</tr>"
+        for name, *others in found.rows
+    )
+    return _framed(found, body, label, cell, height=height)
 
 
 def _aligned(table: facts.Table) -> list[str]:
@@ -237,7 +254,7 @@ def _aligned(table: facts.Table) -> list[str]:
     return ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
 
 
-def _framed(table: facts.Table, body: str, label: str, cell: str, style: str = "") -> str:
+def _framed(table: facts.Table, body: str, label: str, cell: str, style: str = "", height: int = _HEIGHT) -> str:
     """A table in a frame: wide tables scroll sideways, long ones in their place.
 
     Args:
@@ -246,13 +263,14 @@ def _framed(table: facts.Table, body: str, label: str, cell: str, style: str = "
         label: What a screen reader calls it.
         cell: The style of its cells, up to their alignment.
         style: More of its own.
+        height: Pixels.
     """
     head = "".join(
-        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{title}</th>'
+        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{_text(title)}</th>'
         for title, side in zip(table.titles, _aligned(table), strict=True)
     )
     return (
-        f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:300px">'
+        f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:{height}px">'
         f'<table style="width:auto;margin:0;border-collapse:collapse;{style}font-size:12px;{_FIGURES};color:inherit;background:none">'
         f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )

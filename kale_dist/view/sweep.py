@@ -12,6 +12,9 @@ from kale_dist.view import curves, facts, markup, plain
 MAX_ROWS = 40
 """Rows of the table: the best trial and the newest ones. All are in `sweep.trials`."""
 
+_HEIGHT = 520
+"""Pixels of the table: some twenty rows."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRow:
@@ -77,45 +80,37 @@ def sentence(picture: SweepPicture) -> str:
 
 def text(picture: SweepPicture) -> str:
     """The sweep as lines of text."""
-    header, rows = _table(picture)
-    lines = plain.table(header, rows, right=frozenset({0, 2, 3}))
+    table = _table(picture)
+    numeric = frozenset(index for index, is_numeric in enumerate(table.numeric) if is_numeric)
+    lines = plain.table(table.titles, table.rows, right=numeric)
     return "\n".join([f"{facts.clean(picture.name)}: {sentence(picture)}", "", *lines, *_left_out(picture)])
 
 
 def html(picture: SweepPicture) -> str:
     """The sweep as one HTML element with inline styles and no script; everything that came from trials is escaped."""
-    header, rows = _table(picture)
     best = picture.best
-    cell = "padding:2px 12px 2px 0;text-align:left;vertical-align:top;min-width:40px"
-    titles = "".join(f'<th scope="col" style="{cell};font-weight:600">{escape(title)}</th>' for title in header)
-    body = "".join(
-        f'<tr style="{"font-weight:600" if best is not None and row[0] == str(best.number) else ""}">'
-        + "".join(f'<td style="{cell}">{escape(value)}</td>' for value in row)
-        + "</tr>"
-        for row in rows
-    )
     notes = "".join(f'<div style="opacity:.72">{escape(line)}</div>' for line in _left_out(picture))
+    table = markup.table(_table(picture), "Trials", bold=str(best.number) if best is not None else "", height=_HEIGHT)
     curve = _curve(picture)
     drawn = curves.svg(curve)
     legend = " ".join(
         f'<span style="white-space:nowrap"><span aria-hidden="true" style="color:{one.colour}">\u25cf</span> {one.label}</span>'
         for one in curve.series
     )
-    plot = f'<div style="max-width:420px;margin-top:10px">{legend}{drawn}</div>' if drawn else ""
+    plot = f'<div style="max-width:330px;margin-top:10px">{legend}{drawn}</div>' if drawn else ""
     return markup.frame(
         f"Sweep {facts.clean(picture.name)}",
         f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
-        f"{'ended' if picture.is_over else 'runs'}"
+        f"{'ended' if picture.is_over else 'is running'}"
         f'<div style="margin-top:6px;overflow-wrap:anywhere">{escape(sentence(picture))}</div>{plot}'
-        f'<div style="overflow-x:auto;margin-top:10px"><table style="border-collapse:collapse;font-size:13px;color:inherit">'
-        f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>{notes}",
+        f'<div style="margin-top:10px">{table}</div>{notes}',
     )
 
 
-def _table(picture: SweepPicture) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _table(picture: SweepPicture) -> facts.Table:
     has_reasons = any(row.reason for row in picture.rows)
     header = ("trial", "state", picture.metric, "reports", "parameters", *(("reason",) if has_reasons else ()))
-    rows = [
+    rows = tuple(
         (
             str(row.number),
             row.state,
@@ -125,8 +120,9 @@ def _table(picture: SweepPicture) -> tuple[tuple[str, ...], list[tuple[str, ...]
             *((facts.clean(row.reason),) if has_reasons else ()),
         )
         for row in _shown(picture)
-    ]
-    return tuple(map(facts.clean, header)), rows
+    )
+    numeric = (True, False, True, True, False, *((False,) if has_reasons else ()))
+    return facts.Table(titles=tuple(map(facts.clean, header)), rows=rows, numeric=numeric, left_out=0)
 
 
 def _shown(picture: SweepPicture) -> Iterator[TrialRow]:
@@ -147,7 +143,7 @@ def _params(row: TrialRow) -> str:
 
 
 def _param(value: Any) -> str:
-    return facts.number(value) if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _curve(picture: SweepPicture) -> curves.Curve:
