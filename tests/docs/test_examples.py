@@ -1,7 +1,12 @@
 """The examples of the documentation run: each page is a script in a folder of its own."""
 
+import ast
+import dataclasses
+import functools
+import inspect
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -55,8 +60,6 @@ def test_links_lead_somewhere():
 
 
 def test_every_argument_of_the_call_is_in_its_table():
-    import inspect
-
     import kale_dist as kd
 
     page = (ROOT / "docs" / "training.md").read_text()
@@ -72,3 +75,51 @@ def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "errors.md").read_text()
     documented = {name.rpartition(".")[2] for name in re.findall(r":: (kale_dist[\w.]*)", page)}
     assert set(kd.__all__) - documented - {"KaleDistError", "__version__"} == set()
+
+
+EVERYWHERE = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
+
+
+def _blocks(page, words):
+    return re.findall(rf"^```(?:{words})\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _arguments(verb):
+    """Names that a call of it can take; None if any."""
+    parameters = inspect.signature(verb).parameters
+    if dataclasses.is_dataclass(verb):
+        return {field.name for field in dataclasses.fields(verb)}
+    return None if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) else set(parameters)
+
+
+def test_examples_that_do_not_run_use_names_and_arguments_that_exist():
+    import kale_dist as kd
+
+    wrong = []
+    for page in EVERYWHERE:
+        for block in _blocks(page, "py"):
+            # Magics of notebooks are no Python.
+            for node in ast.walk(ast.parse(re.sub(r"^%.*$", "pass", block, flags=re.MULTILINE))):
+                match node:
+                    case ast.Attribute(value=ast.Name(id="job"), attr=name) if not hasattr(kd.Job, name):
+                        wrong.append(f"{page.name}: job.{name}")
+                    case ast.Call(func=ast.Attribute()) if (name := ast.unparse(node.func)).startswith("kd."):
+                        known = _arguments(functools.reduce(getattr, name.split(".")[1:], kd))
+                        given = {keyword.arg for keyword in node.keywords if keyword.arg}
+                        wrong += [f"{page.name}: {name}({more}=)" for more in given - (known or given)]
+    assert not wrong
+
+
+def test_commands_have_options_that_exist(capsys):
+    from kale_dist import cli, launch_cli
+
+    for page in EVERYWHERE:
+        for line in re.findall(
+            r"^kale-dist (.*)$", "".join(_blocks(page, "sh|text")).replace("\\\n", ""), re.MULTILINE
+        ):
+            words, _ = launch_cli.split(shlex.split(re.split(" [|>] ", line)[0], comments=True))
+            try:
+                _, unknown = cli._parser().parse_known_args(words)
+            except SystemExit:
+                unknown = [capsys.readouterr().err]
+            assert not unknown, f"{page.name}: {line}"
