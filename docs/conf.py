@@ -16,6 +16,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "kale_dist"
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 # Wide enough for a hundred columns of drawing.
 html_theme_options = {"light_css_variables": {"code-font-size": "0.78rem"}}
 
