@@ -43,7 +43,12 @@ class Owner:
         """None may be missing."""
         raise SystemExit(reason)
 
-    relay_is_lost = relay_leaves = relay_refuses
+    def relay_is_lost(self, reason: str, ranks: range) -> None:
+        """Nor may one be lost."""
+        del ranks
+        self.relay_refuses(reason)
+
+    relay_leaves = relay_is_lost
 
 
 def order_of(relays: int, port: int) -> Order:

@@ -21,7 +21,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
     state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
-                A final one also has next_line: the number that the log's next line would have
+                A final one also has next_line (the number that the log's next line would have) and lost (ranks
+                without which the others carried on)
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
@@ -111,6 +112,8 @@ class RankStateName(enum.StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     """Ended by the agent: because of a cancel, a deadline or another rank's failure."""
+    LOST = "lost"
+    """It died, and the others carried on without it (a parameter server with a backup, a worker of asynchronous ones)."""
 
 
 class FailureCause(enum.StrEnum):

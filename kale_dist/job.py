@@ -215,10 +215,12 @@ class Job(Generic[R]):
         return value
 
     def results(self, timeout: float | None = None) -> list[R]:
-        """What every rank returned, by rank. Raises as `result` does."""
+        """What every rank returned, by rank; None for one that was lost and that the others could do without. Raises as `result` does."""
         self._succeed(timeout)
-        attempt = self.status.attempt
-        return [self._outcomes.value(rank, attempt) for rank in range(self._spec.topology.number_of_processes)]
+        status = self.status
+        lost = {replica.rank for replica in status.replicas if replica.state is RankStateName.LOST}
+        ranks = range(self._spec.topology.number_of_processes)
+        return [None if rank in lost else self._outcomes.value(rank, status.attempt) for rank in ranks]  # type: ignore[misc]
 
     def exception(self, timeout: float | None = None) -> JobError | None:
         """The error that `result` would raise, or None after a success. Waits as `result` does.

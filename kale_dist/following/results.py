@@ -91,7 +91,8 @@ class Results:
         is_success, attempt = verdict.state is StateName.SUCCEEDED, copy.last_attempt
         # Parameter servers, and the workers that serve them, are ended when the chief returns, and return nothing.
         returning = 1 if self._handle.spec.cluster.servers else copy.world_size
-        ranks = range(returning) if is_success else ()
+        lost = (copy.verdict or {}).get("lost") or ()
+        ranks = [rank for rank in range(returning) if rank not in lost] if is_success else []
         names = [self._files.outcome(attempt, rank).name for rank in ranks]
         if verdict.failed_rank is not None and copy.verdict is not None:
             names.append(self._files.outcome(attempt, verdict.failed_rank).name)

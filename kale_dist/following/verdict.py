@@ -24,7 +24,7 @@ RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
 _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
 """Causes by which a head says that something was killed; the place may know by what."""
 
-_ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED)
+_ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ import os
 import pathlib
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from kale_dist import contract
@@ -25,6 +26,9 @@ MIN_INTERVAL_S = 0.1
 
 ALIVE = "alive"
 """Kind of the record by which a rank tells its agent that something moved. It goes no further."""
+
+SPARES = "spares"
+"""Kind of the record by which rank 0 tells its agent which ranks may be lost. It goes no further."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +185,12 @@ def mark_progress() -> None:
     """Tell the agent that something moved, so that it does not take the rank for stalled. Cheap enough for each batch."""
     if _channel is not None:
         _channel.moved()
+
+
+def may_lose(sets: Iterable[Iterable[int]]) -> None:
+    """Tell the agent that the others carry on, from now on, when ranks are lost: all but one of each of these sets."""
+    if _channel is not None:
+        _channel.send({"event": SPARES, "sets": [list(ranks) for ranks in sets]})
 
 
 def flush() -> None:

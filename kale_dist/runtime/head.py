@@ -214,13 +214,14 @@ class Head:
         """One cannot run its ranks."""
         self._job.fail(FailureCause.NOT_STARTED, reason)
 
-    def relay_is_lost(self, reason: str) -> None:
+    def relay_is_lost(self, reason: str, ranks: range) -> None:
         """One is lost."""
-        self._job.fail(FailureCause.LOST, reason)
+        if not self._job.can_lose(ranks):
+            self._job.fail(FailureCause.LOST, reason)
 
-    def relay_leaves(self, reason: str) -> None:
-        """The pod of one got SIGTERM."""
-        self._pod.loop.call_later(LOST_AFTER_S, lambda: self._job.fail(FailureCause.LOST, reason))
+    def relay_leaves(self, reason: str, ranks: range) -> None:
+        """The pod of one got SIGTERM. If the others can do without its ranks, these work until they are killed."""
+        self._pod.loop.call_later(LOST_AFTER_S, self.relay_is_lost, reason, ranks)
 
     # -- requests, in the server's threads: `byte_server.Handler` ------------------------------------------------------
 

@@ -1,23 +1,24 @@
 """One job with all its attempts, judged by the agent that is its head: from the order to the last event.
 
 When a rank is lost and the order allows another attempt, all ranks are ended, and once none is left all are started
-again. What a job's own code raises, running out of memory, a deadline, a lost pod and a cancel end the job at once.
+again; a rank that the others can do without (`context.may_lose`) ends nothing. What a job's own code raises, running out of memory, a deadline, a lost pod and a cancel end the job at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import Assignment, EndsWith, EventKind, FailureCause, JobFiles, Order, RankStateName, StateName
 from kale_dist.errors import KaleDistError
-from kale_dist.runtime import ending, loading
+from kale_dist.runtime import context, ending, loading
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
@@ -106,6 +107,8 @@ class JobRun:
         self._deadline: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._failures: list[RankRun] = []
+        self._spares: list[set[int]] = []
+        self._lost: list[RankRun] = []
         self._loss: Verdict | None = None
         self._is_over = False
         self._all_forked = False
@@ -195,7 +198,14 @@ class JobRun:
         if self.verdict is None:
             self._conclude(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
 
+    def can_lose(self, ranks: Iterable[int]) -> bool:
+        """Whether the others carry on without these ranks, and those that were lost before."""
+        gone = {*ranks, *(run.rank for run in self._lost)}
+        return 0 not in gone and gone <= set().union(*self._spares) and all(spares - gone for spares in self._spares)
+
     def _moved(self, event: dict[str, Any] | None) -> None:
+        if event is not None and event.get("event") == context.SPARES:
+            self._spares = [set(ranks) for ranks in event["sets"]]
         if self._watch is not None:
             self._watch.moved(event)
 
@@ -213,7 +223,12 @@ class JobRun:
         is_ending = self.verdict is not None or self._loss is not None
         if run.end is not None and not run.is_held and run.state in _ALIVE:
             has_failed = run in self._failures or (run.done is not None and not run.done["ok"])
-            run.record_end(ending.rank_state(run, stopped=is_ending and not has_failed))
+            if run.done is None and not is_ending and self.can_lose((run.rank,)):
+                self._lost.append(run)
+                run.record_end(RankStateName.LOST)
+                self._writer.say(f"{ending.blame([run]).reason}. The other ranks carry on without it")
+            else:
+                run.record_end(ending.rank_state(run, stopped=is_ending and not has_failed))
         if not self._all_forked and all(other.pid for other in self.ranks):
             self._all_forked = True
             self._pool.refill(REFILL_AFTER_S)
@@ -229,7 +244,8 @@ class JobRun:
     def _judge(self, run: RankRun) -> None:
         """Look at what a change of one rank means for the job."""
         failed = run.done is not None and not run.done["ok"]
-        died = run.end is not None and run.done is None
+        is_lost = run in self._lost
+        died = run.end is not None and run.done is None and not is_lost
         are_over = all(other.done is not None or other.end is not None for other in self.ranks)
         if failed or died:
             if run not in self._failures:
@@ -240,12 +256,12 @@ class JobRun:
             elif len(self._failures) == 1 and self.order.ends_with is not EndsWith.ALL:
                 delay_s = ending.BLAME_AFTER_S if self._relays is None else ending.BLAME_FAR_AFTER_S
                 self._timers.append(self._loop.call_later(delay_s, self._blame))
-        elif run.done is not None:
+        elif run.done is not None or is_lost:
             if are_over and self._failures:
                 self._blame()
             elif are_over or (run.rank == 0 and self.order.ends_with is EndsWith.RANK_0):
                 self._conclude(Verdict(StateName.SUCCEEDED, None, ""))
-            elif self._watch is not None and self.order.ends_with is EndsWith.ANY_FAILURE:
+            elif self._watch is not None and not is_lost and self.order.ends_with is EndsWith.ANY_FAILURE:
                 self._watch.rank_done()
         elif all(other.state is RankStateName.RUNNING for other in self.ranks):
             self._writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
@@ -259,7 +275,12 @@ class JobRun:
         if sentence:
             self.fail(FailureCause.LOST, sentence)
         else:
-            self._conclude(ending.blame(self._failures))
+            # What ranks say who miss one that they could not do without after all.
+            are_followers = all(ending.lost_peer(run) for run in self._failures)
+            verdict = ending.blame([*self._lost, *self._failures] if are_followers else self._failures)
+            before = [run.rank for run in self._lost if run.rank != verdict.rank]
+            told = f"{verdict.reason}. Lost before: {ending.name_ranks(before)}" if before else verdict.reason
+            self._conclude(dataclasses.replace(verdict, reason=told))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -313,6 +334,8 @@ class JobRun:
         """No rank of the lost attempt is left: start all again."""
         self._loss = None
         self._failures.clear()
+        self._lost.clear()
+        self._spares.clear()
         self._all_forked = False
         self.attempt += 1
         count = f"attempt {self.attempt + 1} of {self.order.max_restarts + 1}"
@@ -341,6 +364,7 @@ class JobRun:
             reason=reason,
             cause=str(verdict.cause or ""),
             failed_rank=verdict.rank,
+            lost=[run.rank for run in self._lost],
         )
         self._on_end()
 

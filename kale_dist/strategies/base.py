@@ -114,6 +114,13 @@ class Settings(abc.ABC):
             ConfigError: The call cannot be trained so.
         """
 
+    def spares(self, world_size: int) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002 - most have none
+        """Sets of ranks of which all but one may be lost in the middle of the training, and the others carry on. Pure.
+
+        The loss of any other rank ends the attempt, and so does that of rank 0 in any case.
+        """
+        return ()
+
     @abc.abstractmethod
     def layout(self, rank: int, world_size: int) -> Layout:
         """What a rank does. Pure: each rank knows the layout of all."""

@@ -298,7 +298,8 @@ def _estimates(sizes: _Sizes, ranks: int) -> Iterator[Estimate]:
     share = (trained - sizes.shardable + sizes.shardable / ranks) / max(1, trained)
     yield estimate("tensor", math.ceil(whole * share), None, "every Linear's and Embedding's output, there and back")
     # The server keeps a gradient that comes in and the weights that go out beside its own.
-    yield estimate("parameter-server", whole + 2 * trained, (ranks - 1) * trained, "P a worker, (n-1) P the server")
+    formula = "P a worker, (n-1) P the server; backup=True: 2 P a worker, (n-2) P the server and its backup each"
+    yield estimate("parameter-server", whole + 2 * trained, (ranks - 1) * trained, formula)
     yield estimate("local-sgd", whole + trained, ring // _SYNC_EVERY, f"2(n-1)/n P every {_SYNC_EVERY}th step")
     neighbours = min(2, ranks - 1)
     yield estimate("gossip", whole + neighbours * trained, neighbours * trained, f"{neighbours} P")

@@ -14,23 +14,25 @@ DEFAULT_STALENESS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterServer(Settings):
-    """The last `servers` ranks hold the parameters and the optimizer's state, divided among them; the others are workers.
+    """The last ranks hold the parameters and the optimizer's state, divided among them; the others are workers.
 
     In each step a worker sends its gradients to the servers and receives the new weights. A step of W workers sends W
     times the model's bytes to the servers and as much back, however many servers there are (Li et al., Scaling
-    Distributed Machine Learning with the Parameter Server, OSDI 2014). The asynchronous mode keeps the bound of stale
-    synchronous parallel (Ho et al., NeurIPS 2013).
+    Distributed Machine Learning with the Parameter Server, OSDI 2014); with backups, twice that. The asynchronous mode
+    keeps the bound of stale synchronous parallel (Ho et al., NeurIPS 2013).
     """
 
     word: ClassVar[str] = "parameter-server"
     home: ClassVar[str] = "server_worker.make"
 
     servers: int = 1
-    """Ranks that are servers: the last ones."""
+    """Among how many ranks the parameters are divided: the last ones, or those before the backups."""
     mode: Literal["sync", "async"] = "sync"
     """`"sync"`: one step for the gradients of all workers, as on one process. `"async"`: one step for each worker's."""
     staleness: int | None = None
     """With `mode="async"`, how many steps a worker may be ahead of the slowest; None for 4."""
+    backup: bool = False
+    """With `mode="sync"`: each server has a backup, another rank that does the same, so that either may be lost."""
 
     def __post_init__(self) -> None:
         refuse_count("servers", self.servers)
@@ -43,17 +45,34 @@ class ParameterServer(Settings):
                     "Leave staleness out, or use mode='async'",
                 )
             refuse_count("staleness", self.staleness, at_least=0)
+        if not isinstance(self.backup, bool):
+            raise ConfigError("strategy", f"backup={self.backup!r} is neither True nor False", "Give backup=True")
+        if self.backup and self.mode == "async":
+            raise ConfigError(
+                "strategy",
+                "backup=True is given, and with mode='async' a server and its backup would step in different orders",
+                "Use mode='sync', or leave backup out: the job resumes from its last checkpoint with max_restarts=1",
+            )
 
     def check(self, given: Conditions) -> None:
         """Refuse a world without workers, and what needs the optimizer in the workers."""
-        ranks = given.number_of_processes
-        if ranks <= self.servers:
+        ranks, serving = given.number_of_processes, self._serving
+        if ranks <= serving:
             count = "the only process is a server" if ranks == 1 else f"all {ranks} would be servers"
+            backups = " and as many backups" if self.backup else ""
             raise ConfigError(
                 "number_of_processes",
-                f"is {ranks}, and it counts servers too: with servers={self.servers} {count}, and no worker is left",
-                f"Use at least {self.servers + 1} processes, better {self.servers + 2}",
+                f"is {ranks}, and it counts servers too: with servers={self.servers}{backups} {count}, and no worker is"
+                " left",
+                f"Use at least {serving + 1} processes, better {serving + 2}",
             )
+        for server, backup in self.spares(ranks) if self.backup else ():
+            if not given.is_local and server // given.processes_per_pod == backup // given.processes_per_pod:
+                raise ConfigError(
+                    "strategy",
+                    f"backup=True, and rank {server} would be in one pod with its backup, rank {backup}: lost together",
+                    "Use processes_per_pod=1",
+                )
         if isinstance(given.optimizer, dict):
             raise ConfigError(
                 "strategy",
@@ -68,16 +87,30 @@ class ParameterServer(Settings):
             )
         refuse_closures(self.word, given)
 
+    @property
+    def _serving(self) -> int:
+        return self.servers * (1 + self.backup)
+
+    def spares(self, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """Each server and its backup; the workers of asynchronous servers."""
+        workers = world_size - self._serving
+        if self.mode == "async":
+            return (tuple(range(workers)),)
+        first = range(workers, workers + self.servers)
+        return tuple((server, server + self.servers) for server in first) if self.backup else ()
+
     def layout(self, rank: int, world_size: int) -> Layout:
-        """The last ranks are servers, without data."""
-        workers = world_size - self.servers
+        """The last ranks are servers and then their backups, without data."""
+        workers = world_size - self._serving
         is_worker = rank < workers
+        number, is_backup = (rank - workers) % self.servers, rank >= workers + self.servers
+        server = f"{'backup of ' if is_backup else ''}server {number} of {self.servers}"
         return Layout(
             shards=workers,
             shard=rank if is_worker else None,
             peers=(rank,),
             replicas=tuple(range(workers)) if is_worker else (rank,),
-            part=f"shard {rank} of {workers}" if is_worker else f"server {rank - workers} of {self.servers}",
+            part=f"shard {rank} of {workers}" if is_worker else server,
             agree="step" if self.mode == "sync" else "epoch",
             exact=self.mode == "sync",
         )

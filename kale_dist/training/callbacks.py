@@ -223,19 +223,15 @@ class _Average:
         self._model, self._layout, self._group, self._is_divided = model, layout, group, is_divided
         # Others hold the same, and need it only where all evaluate.
         is_first = layout.replicas[0] == group.rank
-        self._keeps = layout.shard is not None and (is_first or self.settings.evaluate)
+        self._keeps = is_first or self.settings.evaluate
 
     def stepped(self) -> None:
         if isinstance(self.settings, EMA):
             self._take()
 
     def end_epoch(self, epoch: int) -> None:
-        if isinstance(self.settings, SWA):
-            if epoch >= self._first:
-                self._take()
-        elif self._layout.shard is None:
-            # A server makes no steps of its own; the others' are counted.
-            self.count += 1
+        if isinstance(self.settings, SWA) and epoch >= self._first:
+            self._take()
 
     @torch.no_grad()
     def _take(self) -> None:

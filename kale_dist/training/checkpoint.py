@@ -258,11 +258,14 @@ class Resumption:
         """Set what comes last: the strategy's state, the scaler, then the generators of random numbers, which must not be used before."""
         if self._resume is None:
             return
-        if own := self._resume["strategy"][self._group.rank]:
+        rank = self._group.rank
+        if rank < len(self._resume["strategy"]) and (own := self._resume["strategy"][rank]):
             load_own_state(own)
         if scaler is not None and self._resume["scaler"] is not None:
             scaler.load_state_dict(self._resume["scaler"])
-        set_random_states(self._group.device, self._trained.loaders, self._resume["random"][self._group.rank])
+        # A rank that was lost before the checkpoint, while others carried on, starts with new ones.
+        if rank < len(self._resume["random"]):
+            set_random_states(self._group.device, self._trained.loaders, self._resume["random"][rank])
 
     def _usable(self) -> pathlib.Path | None:
         """Where the last checkpoint is, in rank 0, if there is one that fits."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.contract import EventKind
+from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context
 
 
@@ -34,6 +35,33 @@ class Group:
         self.rank: int = dist.get_rank() if ready else place.rank
         self.world_size: int = dist.get_world_size() if ready else 1
         self._said: set[str] = set()
+        self._exchange: Callable[[Any], dict[int, Any]] | None = None
+        self._members = self._living = list(range(self.world_size))
+
+    def exchange_by(self, exchange: Callable[[Any], dict[int, Any]]) -> None:
+        """From now on exchange by something that outlives lost ranks, in the place of torch's collectives.
+
+        Args:
+            exchange: Called by all ranks that are left, each with its value; gives theirs, by their numbers of now.
+        """
+        self._exchange = exchange
+        self._members = self._living = list(range(self.world_size))
+
+    def renumber(self) -> bool:
+        """Number the ranks that are left from 0, if some were lost; whether that is so. Rank 0 is never lost."""
+        if self._exchange is None:
+            return False
+        own, before, self._members = self._members[self.rank], self._members, self._living
+        self.rank, self.world_size = self._members.index(own), len(self._members)
+        return len(self._members) < len(before)
+
+    def _everyones(self, value: Any) -> dict[int, Any] | None:
+        """The values of the ranks that are left; None where torch's collectives do the work."""
+        if self._exchange is None:
+            return None
+        found = self._exchange(value)
+        self._living = sorted(found)
+        return found
 
     def divided(self, parts: Sequence[Sequence[int]]) -> Group:
         """The part of the ranks that this rank is in, as a group of its own; this group if it is the only part.
@@ -68,13 +96,15 @@ class Group:
         context.emit(EventKind.NOTE, text=text)
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, in the order of the ranks.
+        """Every rank's value, in the order of the ranks; without those of lost ranks.
 
         Args:
             value: Anything that can be pickled; small.
         """
         if self.is_alone:
             return [value]
+        if (found := self._everyones(value)) is not None:
+            return [found[rank] for rank in self._living]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.world)
         return values
@@ -84,19 +114,28 @@ class Group:
         if self.is_alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(sums, group=self.world)
+        self.sum(sums)
         return sums.tolist()
+
+    def sum(self, value: torch.Tensor) -> None:
+        """Overwrite a tensor by its sum over ranks."""
+        if self.is_alone:
+            return
+        if self._exchange is None:
+            dist.all_reduce(value, group=self.world)
+        else:
+            value.copy_(torch.stack(self.gather(value.cpu())).sum(0))
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over ranks of a floating-point tensor, which is changed in place."""
-        if not self.is_alone:
-            dist.all_reduce(value, group=self.world)
-            value.div_(self.world_size)
-        return value
+        self.sum(value)
+        return value.div_(self.world_size)
 
     def send_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite a tensor by the one of the rank `source`."""
-        if not self.is_alone:
+        if self._exchange is not None:
+            tensor.detach().copy_(self.send(tensor.detach().cpu(), source))
+        elif not self.is_alone:
             data = tensor.detach()
             whole = data.contiguous()
             dist.broadcast(whole, group_src=source, group=self.world)
@@ -109,10 +148,17 @@ class Group:
         Args:
             value: Whole numbers in a list are sent as they are, anything else is pickled.
             source: The rank that speaks.
+
+        Raises:
+            KaleDistError: It was lost.
         """
         if self.is_alone:
             return value
         mine = self.rank == source
+        if (found := self._everyones(value if mine else None)) is not None:
+            if self._members[source] not in found:
+                raise KaleDistError(f"Rank {self._members[source]} was lost when its data was needed by the others")
+            return found[self._members[source]]
         data = torch.empty(0, dtype=torch.int64)
         kind = 0
         if mine:
@@ -236,8 +282,8 @@ class Buffers:
                 self._group.send_tensor(buffer)
         with torch.no_grad():
             for same in by_dtype.values():
-                flat = torch.cat([buffer.reshape(-1) for buffer in same])
-                dist.all_reduce(flat.div_(self._group.world_size), group=self._group.world)
+                flat = torch.cat([buffer.reshape(-1) for buffer in same]).div_(self._group.world_size)
+                self._group.sum(flat)
                 for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
                     buffer.copy_(piece.view(buffer.shape))
 

@@ -132,7 +132,8 @@ def train(
     if save_to is not None and group.rank == 0:
         saving.check(save_to)
     strategy = strategy or DDP()
-    layout = strategy.layout(group.rank, group.world_size)
+    layouts = [strategy.layout(rank, group.world_size) for rank in range(group.world_size)]
+    layout = layouts[group.rank]
     if seed is not None:
         _seed(seed + (group.rank if layout.shard is None else layout.shard))
     if eval_data_loader is train_data_loader:
@@ -149,7 +150,7 @@ def train(
             loaders=tuple(data for data in loaders if data is not None),
         )
         calls = Callbacks(callbacks, epochs, model)
-        session = Session(group, trained, strategy, calls, epochs=epochs, precision=precision, profile=profile)
+        session = Session(group, trained, strategy, layouts, calls, epochs=epochs, precision=precision, profile=profile)
         session.open(
             stack,
             accumulate=accumulate,
@@ -159,6 +160,9 @@ def train(
             shard_eval=eval_sharding == "samples",
             is_ready_made=train_step is None,
         )
+        if layout.shard is None:
+            session.strategy.serve()
+            return TrainingResult(metrics={}, epochs=0)
         if train_step is None:
             scaler = session.control.scaler
             train_step = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
@@ -207,6 +211,7 @@ class Session:
         group: Group,
         trained: Trained,
         settings: Settings,
+        layouts: Sequence[Layout],
         callbacks: Callbacks,
         *,
         epochs: int,
@@ -214,6 +219,9 @@ class Session:
         profile: int | None,
     ) -> None:
         self.group = group
+        """All ranks; from `open` on those with data."""
+        self.layout = layouts[group.rank]
+        self._layouts = layouts
         self.callbacks = callbacks
         self.trained = trained
         self.epochs = epochs
@@ -245,9 +253,7 @@ class Session:
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
         copy_where_differing(group, list(self.named.items()), prints, "at the start")
-        layouts = [self._settings.layout(rank, group.world_size) for rank in range(group.world_size)]
-        self.layout = layouts[group.rank]
-        self._readers = [rank for rank, one in enumerate(layouts) if one.shard is not None and one.peers[0] == rank]
+        layouts = self._layouts
         column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
         pace = Pace(self.layout.shards, accumulate)
         self.strategy = _made(self._settings, self.layout)
@@ -265,6 +271,13 @@ class Session:
             ),
             stack,
         )
+        if (spares := self._settings.spares(group.world_size)) and group.rank == 0:
+            # Every connection stands by now, and ranks without data take part in nothing else.
+            context.may_lose(spares)
+        if self.layout.shard is None:
+            return
+        if any(one.shard is None for one in layouts):
+            self.group = group = column
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         _follow_lazy_modules((trained.model, trained.criterion), self.strategy)
         scaler = torch.amp.GradScaler(device.type) if is_ready_made and self._precision == "fp16" else None
@@ -284,7 +297,7 @@ class Session:
         )
         stack.enter_context(self.control.installed())
         stack.enter_context(self._losses.watched(trained.criterion))
-        if self._profile_steps and self.layout.shard is not None:
+        if self._profile_steps:
             self._profiler = Profiler(self._profile_steps, device, self.strategy)
         self.train_feed = Feed(
             name="train",
@@ -296,16 +309,24 @@ class Session:
             loss=self._losses.latest,
             epochs=self.epochs,
         )
-        options: dict[str, Any] = {"argument": "train_data_loader", "shard": shard, "split": split}
-        stack.callback(loader.prepare(train_loader, self.train_feed, accumulate=accumulate, **options))
-        schedules.here = loader.length(train_loader)
-        group.say(self.train_feed.sentence)
         self.eval_feed = Feed(name="eval", group=column, row=row, loss=self._losses.latest, epochs=self.epochs)
-        for eval_loader in eval_loaders:
-            options |= {"argument": "eval_data_loader", "shard": shard_eval}
-            stack.callback(loader.prepare(eval_loader, self.eval_feed, **options))
-            note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
-            group.say(f"{self.eval_feed.sentence}; {note}")
+        divided = stack.enter_context(contextlib.ExitStack())
+
+        def divide() -> None:
+            divided.close()
+            pace.world_size = column.world_size
+            options: dict[str, Any] = {"argument": "train_data_loader", "shard": shard, "split": split}
+            divided.callback(loader.prepare(train_loader, self.train_feed, accumulate=accumulate, **options))
+            schedules.here = loader.length(train_loader)
+            group.say(self.train_feed.sentence)
+            for eval_loader in eval_loaders:
+                options |= {"argument": "eval_data_loader", "shard": shard_eval}
+                divided.callback(loader.prepare(eval_loader, self.eval_feed, **options))
+                note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
+                group.say(f"{self.eval_feed.sentence}; {note}")
+
+        self._divide = divide
+        divide()
         self.callbacks.prepare(trained.model, self.strategy, layouts, group)
         self.callbacks.load(self.resumption.callbacks)
         self.resumption.restore_rest(self.control.scaler, self.strategy.load_own_state)
@@ -334,11 +355,11 @@ class Session:
         self, epoch: int, call_train: Callable[[], Any], call_eval: Callable[[], Any] | None
     ) -> tuple[dict[str, float], bool]:
         """Train and evaluate once; return the merged metrics and whether to stop."""
+        if self.group.renumber():
+            self._divide()
         for data in self.trained.loaders:
             _set_epoch(data, epoch - 1)
         self.control.scheduler_calls.clear()
-        if self.layout.shard is None:
-            call_train, call_eval = self.strategy.serve, (lambda: None) if call_eval is not None else None
         trained = self._run("train_step", self.train_feed, epoch, call_train)
         values, stop = trained.values, trained.stop
         evaluated: dict[str, float] = {}
@@ -404,18 +425,20 @@ class Session:
         if is_training and not self.group.is_alone:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        outcome = average(self.group, normalise(name, returned), feed.samples, (prints, numbers, feed.rate))
+        outcome = average(
+            self.group, normalise(name, returned), feed.samples, (prints, numbers, feed.rate if feed.reads else None)
+        )
         if is_training:
             self._mend_drift([prints for prints, _, _ in outcome.extras], epoch)
             # First: the last row of `job.metrics` is what a step returned.
             self._report_strategy([numbers for _, numbers, _ in outcome.extras], epoch)
             self._report_pace([rate for _, _, rate in outcome.extras], epoch)
-            if returned is None and self.layout.shard is not None:
+            if returned is None:
                 self.group.say(
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
                     " {'loss': total / len(data_loader)}; they are averaged over the ranks."
                 )
-            if not feed.passes and self.layout.shard is not None:
+            if not feed.passes:
                 self.group.say(
                     "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
                     " divided over the ranks. A loader made in the step over data_loader.dataset gives all ranks the"
@@ -428,9 +451,9 @@ class Session:
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
         """Weights must be equal on all ranks that hold the same ones."""
         replicas, when = self.layout.replicas, f"after epoch {epoch}"
-        if len(replicas) == self.group.world_size:
+        if len(replicas) == len(self._layouts):
             copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
-        elif len(replicas) > 1 and (positions := differing([prints[rank] for rank in replicas])):
+        elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
                 f"Weights of {self.layout.part} were not equal on all ranks that hold them {when}"
                 f" ({list(self.named)[positions[0]]}).{_DRIFT_HINT}"
@@ -450,8 +473,7 @@ class Session:
 
     def _report_pace(self, rates: Sequence[float | None], epoch: int) -> None:
         """Send the learning rate and the samples a second of all shards together, as series for trackers."""
-        # Of peers, which have the same samples, the first counts.
-        total = sum(rates[rank] or 0.0 for rank in self._readers)
+        total = sum(rate or 0.0 for rate in rates)
         groups = self.trained.optimizer.param_groups
         values = {
             f"lr{f'_{number}' if number else ''}": float(group["lr"])

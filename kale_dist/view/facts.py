@@ -22,6 +22,7 @@ _ESCAPE_SEQUENCES = re.compile(
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _WORST_FIRST = {
     RankStateName.FAILED: 0,
+    RankStateName.LOST: 0,
     RankStateName.STOPPED: 1,
     RankStateName.RUNNING: 2,
     RankStateName.STARTING: 3,
@@ -275,7 +276,7 @@ def _rate(replica: ReplicaStatus) -> str:
 
 def _seen_last(replica: ReplicaStatus) -> Usage | None:
     """What a rank uses, or what one that has failed used last, which may be why; an old figure of others says nothing."""
-    shown = replica.state in (RankStateName.STARTING, RankStateName.RUNNING, RankStateName.FAILED)
+    shown = replica.state in (RankStateName.STARTING, RankStateName.RUNNING, RankStateName.FAILED, RankStateName.LOST)
     return replica.usage if shown else None
 
 

@@ -33,6 +33,7 @@ _RANK_COLOURS = {
     RankStateName.SUCCEEDED: _GREEN,
     RankStateName.FAILED: _RED,
     RankStateName.STOPPED: _GREY,
+    RankStateName.LOST: _RED,
 }
 
 # Text takes the page's own colour and surfaces are veils of grey over the page's own: that is right on any theme, also

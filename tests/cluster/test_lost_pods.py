@@ -8,7 +8,7 @@ from on_cluster import make_claim, pods_in, run_kubectl, wait_for
 from rank_work import fills_memory, train_slowly, waits, waits_in_its_first_run
 
 import kale_dist as kd
-from kale_dist.contract import FailureCause, StateName
+from kale_dist.contract import FailureCause, RankStateName, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
@@ -133,6 +133,35 @@ def test_a_suspended_training_resumes_behind_its_checkpoint(namespace):
     rows = [row["epoch"] for row in job.metrics if row["source"] == "train"]
     assert rows == list(range(1, 7)), (rows, told(job))
     job.delete()
+
+
+@pytest.mark.nightly
+def test_the_pod_of_a_server_with_a_backup_may_be_deleted(on, namespace):
+    import torch
+
+    def train(delete):
+        torch.manual_seed(0)
+        x = torch.randn(32, 4)
+        model = torch.nn.Linear(4, 1)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        job = kd.distribute(
+            model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=6, train_args=0.5, seed=1,
+            strategy=kd.strategies.ParameterServer(backup=True), number_of_processes=3, threads=1, on=on,
+        )  # fmt: skip
+        if delete:
+            wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 1)
+            # Killed a second after SIGTERM. The operator makes another pod of that name, which has nothing to do.
+            delete_pod(namespace, f"{job.name}-worker-0", "--grace-period=1")
+        status = job.wait(150)
+        assert status.state is StateName.SUCCEEDED, (status, told(job))
+        weights, results, attempt = job.state_dict(), job.results(), status.attempt
+        job.delete()
+        return status.replicas[1].state, attempt, results[1] is None, weights
+
+    expected, found = train(delete=False), train(delete=True)
+    assert found[:3] == (RankStateName.LOST, 0, True)
+    assert all(torch.equal(found[3][name], value) for name, value in expected[3].items())
 
 
 @pytest.mark.nightly

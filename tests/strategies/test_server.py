@@ -7,7 +7,9 @@ import torch
 from one_process import compare, compare_in_notebook
 from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, digits, leave_early, momentum
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import kale_dist as kd
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import ParameterServer
 from kale_dist.training.strategies.server import divide
@@ -36,6 +38,27 @@ def test_three_workers_with_two_servers_equal_one_process():
 @pytest.mark.nightly
 def test_a_lost_worker_resumes_from_the_servers_state():
     assert_resumes(ParameterServer(), 3, lost=1)
+
+
+@pytest.mark.parametrize(("servers", "processes", "least"), [(1, 2, 3), (2, 4, 5)])
+def test_backups_need_processes_of_their_own(servers, processes, least):
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        ConfigError, match=f"as many backups all {processes} would be servers.* at least {least} processes"
+    ):
+        kd.distribute(
+            model, DataLoader(TensorDataset(torch.randn(4, 2))), nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1),
+            number_of_processes=processes, strategy=ParameterServer(servers=servers, backup=True),
+        )  # fmt: skip
+
+
+def test_who_may_be_lost_is_known_beforehand():
+    assert ParameterServer().spares(4) == ()
+    assert ParameterServer(backup=True).spares(4) == ((2, 3),)
+    assert ParameterServer(servers=2, backup=True).spares(6) == ((2, 4), (3, 5))
+    assert ParameterServer(mode="async", servers=2).spares(5) == ((0, 1, 2),)
+    layout = ParameterServer(servers=2, backup=True).layout(4, 6)
+    assert (layout.shards, layout.shard, layout.part) == (2, None, "backup of server 0 of 2")
 
 
 def slow_rank(model, loader, criterion, optimizer, device, args):
@@ -111,7 +134,9 @@ def test_parameters_are_divided_evenly_and_each_once():
         ({"staleness": 0, "mode": "sync"}, "staleness=0 is given"),
         ({"staleness": -1, "mode": "async"}, "staleness=-1"),
         ({"staleness": True, "mode": "async"}, "staleness=True"),
-        ({"backup": True}, "has no setting 'backup'"),
+        ({"backup": True, "mode": "async"}, "backup=True is given, and with mode='async'"),
+        ({"backup": 1}, "backup=1 is neither"),
+        ({"backups": True}, "Did you mean 'backup'"),
     ],
 )
 def test_wrong_settings_are_refused(settings, words):

@@ -7,8 +7,10 @@ which is why there is none here.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +18,10 @@ from kale_dist.training.group import Group
 
 _TIMEOUT = dt.timedelta(days=7)
 """Evaluations between two messages may take long; ranks that hang are found by the job's `stall_timeout_s`."""
+
+
+class LostPeerError(RuntimeError):
+    """The rank at the other end of a connection is gone."""
 
 
 class Pair:
@@ -31,18 +37,40 @@ class Pair:
         self.other = other
 
     def send(self, *tensors: Tensor) -> None:
-        """Send tensors that are on the CPU and contiguous; returns when they may be changed."""
-        for tensor in tensors:
-            dist.send(tensor, self.other, group=self._group)
+        """Send tensors that are on the CPU and contiguous; returns when they may be changed.
+
+        Raises:
+            LostPeerError: The other rank is gone.
+        """
+        self._each(dist.send, tensors)
 
     def receive(self, *tensors: Tensor) -> None:
         """Overwrite tensors that are on the CPU and contiguous.
 
         Raises:
-            RuntimeError: The other rank is gone.
+            LostPeerError: The other rank is gone.
         """
-        for tensor in tensors:
-            dist.recv(tensor, self.other, group=self._group)
+        self._each(dist.recv, tensors)
+
+    def _each(self, call: Callable[..., Any], tensors: Iterable[Tensor]) -> None:
+        try:
+            for tensor in tensors:
+                call(tensor, self.other, group=self._group)
+        except RuntimeError as error:
+            raise LostPeerError(f"the connection to rank {self.other} has ended: {error}") from error
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes, of which the other rank does not know how many there are. Raises as `send` does."""
+        self.send(torch.tensor([len(data)]), *([torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else []))
+
+    def receive_bytes(self) -> bytes:
+        """What `send_bytes` sent. Raises as `receive` does."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive(length)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if length:
+            self.receive(data)
+        return data.numpy().tobytes()
 
     def close(self) -> None:
         """Close the connection. No thread may be using it."""

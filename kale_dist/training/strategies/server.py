@@ -3,8 +3,9 @@
 Parameters are divided among servers as whole tensors. A request of a worker is a header of whole numbers (`Request`), the
 options of the optimizer's parameter groups where they have changed (learning rates), and gradients in flat buffers; the
 answer is a header and, for a step, the new weights. The synchronous server reads one request of each worker in the
-order of the ranks, so it sums in that order; it needs no thread. The asynchronous one has a thread for each
-worker.
+order of the ranks, so it sums in that order, and its backup, which gets the same, has equal bits; it needs no thread. The
+asynchronous one has a thread for each worker, and carries what workers exchange among themselves, because torch's
+collectives fail for good when a rank is lost.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from kale_dist.runtime import context
 from kale_dist.strategies.server import DEFAULT_STALENESS
 from kale_dist.training.strategies.buckets import sparse_parameters
 from kale_dist.training.strategies.flat import Flat
-from kale_dist.training.strategies.pairs import Pair, open_pairs
-from kale_dist.training.strategies.protocol import Base, FullState, Parts
+from kale_dist.training.strategies.pairs import LostPeerError, Pair, open_pairs
+from kale_dist.training.strategies.protocol import Base, Parts
 
 HEAD = 4
 """Whole numbers at the beginning of a request: kind, batch, bytes of the options, and the bits of p of a p-norm. A 1 or 0
@@ -47,6 +48,12 @@ class Kind(enum.IntEnum):
     """Give the norm of the mean of these gradients."""
     END = 3
     """The epoch is over."""
+    STATE = 4
+    """Give the state of the optimizer. Rank 0 asks this, between epochs."""
+    EXCHANGE = 5
+    """Give what all workers that are left bring along. Asynchronous only; all of them ask it at the same place."""
+    LEAVE = 6
+    """The training is over; needs no answer."""
 
 
 def norm_bits(kind: float) -> int:
@@ -90,8 +97,8 @@ def divide(parameters: Sequence[Tensor], servers: int) -> list[Shard]:
     return [Shard([parameters[i] for i in sorted(indices)], sorted(indices)) for indices in held]
 
 
-def open_shards(parts: Parts, servers: int) -> tuple[list[Shard], dict[int, Pair]]:
-    """What workers and servers do alike at the start; all ranks have to call this.
+def open_shards(parts: Parts, servers: int, workers: int) -> tuple[list[Shard], dict[int, Pair]]:
+    """What workers, servers and backups do alike at the start; all ranks have to call this.
 
     Returns:
         The shards of all servers, and this rank's connections by rank.
@@ -113,22 +120,23 @@ def open_shards(parts: Parts, servers: int) -> tuple[list[Shard], dict[int, Pair
             "has an embedding with sparse=True, and gradients are sent to servers as a whole",
             "Make the embedding without sparse=True, or use strategy='ddp'",
         )
-    workers = parts.group.world_size - servers
-    wanted = [(worker, workers + number) for worker in range(workers) for number in range(servers)]
+    wanted = [(worker, server) for worker in range(workers) for server in range(workers, parts.group.world_size)]
     return divide(parameters, servers), open_pairs(parts.group, wanted)
 
 
 class Server(Base):
-    """One rank without data: it holds a shard, steps the optimizer for it, and answers workers."""
+    """One rank without data: it holds a shard, steps the optimizer for it, and answers workers until they leave.
 
-    levels = frozenset({"steps_ahead"})
+    It takes part in nothing else, so that workers can do without it.
+    """
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Keep this server's parameters in the optimizer, and nothing else."""
         super().prepare(parts, stack)
         workers, rank = self.layout.shards, parts.group.rank
-        shards, pairs = open_shards(parts, self.settings.servers)
-        self._shard = shards[rank - workers]
+        servers = self.settings.servers
+        shards, pairs = open_shards(parts, servers, workers)
+        self._shard = shards[(rank - workers) % servers]
         self._pairs = [pairs[worker] for worker in range(workers)]
         stack.push(self._leave)
         own = set(map(id, self._shard.parameters))
@@ -150,10 +158,10 @@ class Server(Base):
             for pair in self._pairs:
                 pair.close()
 
-    # -- an epoch --------------------------------------------------------------------------------------------------
+    # -- the training ----------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Answer workers until all have ended their epoch."""
+        """Answer workers until all have left."""
         if self.settings.mode == "sync":
             self._serve_together()
         else:
@@ -170,9 +178,10 @@ class Server(Base):
             heads: list[list[int]] = []
             used = [False] * len(self._shard.parameters)
             for number, pair in enumerate(self._pairs):
-                head = self.receive_head(pair)
+                while (head := self.receive_head(pair))[0] == Kind.STATE:
+                    self.answer_state(pair)
                 heads.append(head)
-                if head[0] == Kind.END:
+                if head[0] in (Kind.END, Kind.LEAVE):
                     continue
                 options = self.receive_options(pair, head)
                 if number == 0:
@@ -183,6 +192,8 @@ class Server(Base):
                 used = [is_used or bool(flag) for is_used, flag in zip(used, head[HEAD:], strict=True)]
             kind = heads[0][0]
             self._check(heads)
+            if kind == Kind.LEAVE:
+                return
             for buffer in total.buffers:
                 buffer.mul_(1 / len(self._pairs))
             if kind == Kind.STEP:
@@ -194,9 +205,9 @@ class Server(Base):
                     self.answer(pair, *self._weights.buffers)
                 else:
                     self.answer(pair, *(() if norm is None else (norm,)))
-            context.mark_progress()
             if kind == Kind.END:
-                return
+                self.answer_metrics(self._pairs[0])
+            context.mark_progress()
 
     def _check(self, heads: Sequence[Sequence[int]]) -> None:
         """Whether all workers are at the same place.
@@ -205,7 +216,7 @@ class Server(Base):
             KaleDistError: They are not; they are told, too.
         """
         kinds, batches = {head[0] for head in heads}, {head[1] for head in heads}
-        if len(kinds) == 1 and (len(batches) == 1 or Kind.END in kinds):
+        if len(kinds) == 1 and (len(batches) == 1 or kinds <= {Kind.END, Kind.LEAVE}):
             return
         what = "some have ended the epoch" if Kind.END in kinds else "some are elsewhere"
         text = (
@@ -269,38 +280,37 @@ class Server(Base):
 
     # -- between epochs --------------------------------------------------------------------------------------------
 
-    def full_state(self) -> FullState | None:
-        """Send rank 0 this shard's part of the optimizer's state."""
+    def answer_state(self, pair: Pair) -> None:
+        """Send this shard's part of the optimizer's state."""
         parameters = zip(self._shard.indices, self._shard.parameters, strict=True)
         state = self.parts.optimizer.state
         part = {index: dict(state[parameter]) for index, parameter in parameters if parameter in state}
         file = io.BytesIO()
         torch.save(part, file)
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        self._pairs[0].send(torch.tensor([len(data)]), data)
-        return None
+        pair.send_bytes(file.getvalue())
 
-    def metrics(self) -> dict[str, float]:
-        """Bytes sent; in the asynchronous mode also how stale gradients were, and how far workers ran ahead."""
+    def answer_metrics(self, pair: Pair) -> None:
+        """Send the numbers of an epoch: bytes sent; in the asynchronous mode also how stale gradients were, and how far workers ran ahead."""
         found: dict[str, float] = {"bytes_sent": self._bytes_sent}
         self._bytes_sent = 0
         if self.settings.mode == "async":
             for number, count in enumerate(self._staleness):
                 found[f"staleness_{number}{'_or_more' if number == LONGEST_STALENESS else ''}"] = count
             self._staleness = [0] * (LONGEST_STALENESS + 1)
-            # One server reports it, as the loop adds up what all say.
+            # One server reports it, as rank 0 adds up what all say.
             if self.parts.group.rank == self.layout.shards:
                 found["steps_ahead"] = self._largest_lead
             self._largest_lead = 0
-        return found
+        pair.send_bytes(pickle.dumps(found))
 
 
 class _Race:
-    """One epoch of an asynchronous server: a thread for each worker, and a bound on how far one may be ahead.
+    """The life of an asynchronous server: a thread for each worker, and a bound on how far one may be ahead.
 
-    A worker's clock is the number of its steps that were carried out. The answer to a step is held back until the clock
-    is at most `staleness` ahead of the slowest worker's (Ho et al., stale synchronous parallel, NeurIPS 2013). The bound is on
-    steps: how many steps of others came between a worker's weights and its gradient is measured, not bounded.
+    A worker's clock is the number of its steps that were carried out in this epoch. The answer to a step is held back until
+    the clock is at most `staleness` ahead of the slowest worker's (Ho et al., stale synchronous parallel, NeurIPS 2013). The
+    bound is on steps: how many steps of others came between a worker's weights and its gradient is measured, not bounded.
+    A worker whose connection has ended is forgotten, and no other waits for it.
     """
 
     def __init__(self, server: Server) -> None:
@@ -308,20 +318,25 @@ class _Race:
         self._pairs = server._pairs  # noqa: SLF001 - a part of the server, in this file
         self._bound = DEFAULT_STALENESS if server.settings.staleness is None else server.settings.staleness
         self._state = threading.Condition()
-        self._clocks = dict.fromkeys(range(len(self._pairs)), 0)
+        self._living = set(range(len(self._pairs)))
+        self._clocks = dict.fromkeys(self._living, 0)
         """Of the workers that have not ended the epoch."""
         self._version = 0
         self._seen = [0] * len(self._pairs)
         """The version of the weights that each worker has."""
+        self._meeting: dict[int, bytes] = {}
+        """What those have brought who wait for the others."""
+        self._final = server._shard.weights()  # noqa: SLF001
+        """The weights at the end of the epoch."""
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Serve until all workers have ended the epoch.
+        """Serve until all workers have left or are lost.
 
         Raises:
             BaseException: That of a thread. The others end with the process.
         """
-        for number in self._clocks:
+        for number in range(len(self._pairs)):
             threading.Thread(target=self._thread, args=(number,), name=f"worker-{number}", daemon=True).start()
         for _ in self._pairs:
             error = self._ends.get()
@@ -329,43 +344,77 @@ class _Race:
                 raise error
 
     def _thread(self, number: int) -> None:
+        error: BaseException | None = None
         try:
-            self._serve(number)
-        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-            self._ends.put(error)
-        else:
-            self._ends.put(None)
+            with contextlib.suppress(LostPeerError):
+                self._serve(number)
+        except BaseException as caught:  # noqa: BLE001 - raised again in the main thread
+            error = caught
+        with self._state:
+            self._living.discard(number)
+            self._clocks.pop(number, None)
+            self._state.notify_all()
+        self._ends.put(error)
 
     def _serve(self, number: int) -> None:
         server, pair = self._server, self._pairs[number]
         shard = server._shard  # noqa: SLF001
         gradients, weights = shard.weights(), shard.weights()
-        while True:
-            head = server.receive_head(pair)
+        while (head := server.receive_head(pair))[0] != Kind.LEAVE:
             context.mark_progress()
-            if head[0] == Kind.END:
-                break
-            options = server.receive_options(pair, head)
-            pair.receive(*gradients.buffers)
-            with self._state:
-                server.take_options(options)
-                server.step(gradients, [bool(flag) for flag in head[HEAD:]])
-                server.note(staleness=self._version - self._seen[number])
-                self._version += 1
-                self._clocks[number] += 1
-                self._state.notify_all()
-                # The slowest worker never waits here, so all get on.
-                self._state.wait_for(lambda: self._lead(number) <= self._bound)
-                server.note(lead=self._lead(number))
-                self._seen[number] = self._version
-                weights.read()
-            server.answer(pair, *weights.buffers)
+            match head[0]:
+                case Kind.STEP:
+                    options = server.receive_options(pair, head)
+                    pair.receive(*gradients.buffers)
+                    self._step(number, options, gradients, [bool(flag) for flag in head[HEAD:]], weights)
+                    server.answer(pair, *weights.buffers)
+                case Kind.END:
+                    self._meet(number, b"", ends_epoch=True)
+                    server.answer(pair, *self._final.buffers)
+                    if not number:
+                        server.answer_metrics(pair)
+                case Kind.EXCHANGE:
+                    pair.send_bytes(pickle.dumps(self._meet(number, pair.receive_bytes())))
+                case Kind.STATE:
+                    server.answer_state(pair)
+
+    def _step(
+        self, number: int, options: list[dict[str, Any]], gradients: Flat, used: Sequence[bool], weights: Flat
+    ) -> None:
+        """Step the optimizer, and read the weights when this worker is no longer too far ahead."""
+        server = self._server
         with self._state:
-            del self._clocks[number]
+            server.take_options(options)
+            server.step(gradients, used)
+            server.note(staleness=self._version - self._seen[number])
+            self._version += 1
+            self._clocks[number] += 1
             self._state.notify_all()
-            self._state.wait_for(lambda: not self._clocks)
+            # The slowest worker never waits here, so all get on.
+            self._state.wait_for(lambda: self._lead(number) <= self._bound)
+            server.note(lead=self._lead(number))
+            self._seen[number] = self._version
             weights.read()
-        server.answer(pair, *weights.buffers)
+
+    def _meet(self, number: int, brought: bytes, *, ends_epoch: bool = False) -> dict[int, bytes]:
+        """Wait until all workers that are left are here; gives what each has brought."""
+        with self._state:
+            meeting = self._meeting
+            meeting[number] = brought
+            if ends_epoch:
+                del self._clocks[number]
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._meeting is not meeting or self._living <= meeting.keys())
+            if self._meeting is meeting:
+                # The first to see it: the others find all decided.
+                self._meeting = {}
+                if ends_epoch:
+                    self._clocks = dict.fromkeys(self._living, 0)
+                    self._final.read()
+                self._state.notify_all()
+            if ends_epoch:
+                self._seen[number] = self._version
+        return meeting
 
     def _lead(self, number: int) -> int:
         return self._clocks[number] - min(self._clocks.values())
