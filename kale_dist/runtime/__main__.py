@@ -29,10 +29,10 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.kind == "agent":
         # First of all: importing torch takes longest, and the forkserver does it in a process of its own.
-        from kale_dist.runtime import forkserver, processes
+        from kale_dist.runtime import forkserver_launch, processes
 
         lives = processes.is_running(given.kernel_pid, given.kernel_start)
-        launched = forkserver.launch() if lives else None
+        launched = forkserver_launch.launch() if lives else None
         from kale_dist.runtime.agent import Settings
         from kale_dist.runtime.agent import main as run_agent
 
@@ -46,9 +46,12 @@ def main(arguments: list[str]) -> int:
             launched,
         )
     if given.kind == "pod":
+        from kale_dist.runtime import forkserver_launch
+
+        launched = forkserver_launch.launch()
         from kale_dist.runtime.pod import main as run_pod
 
-        return run_pod()
+        return run_pod(launched)
     from kale_dist.runtime.forkserver import main as run_forkserver
 
     return run_forkserver(given.connection, given.agent_pid)

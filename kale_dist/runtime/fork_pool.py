@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 from kale_dist import contract
-from kale_dist.runtime import forkserver, processes
+from kale_dist.runtime import forkserver_launch, processes
 from kale_dist.runtime.ending import End
 from kale_dist.runtime.near_rank import NearRank
 
@@ -63,7 +63,7 @@ class ForkPool:
         """Start the forkserver if there is none, and order spares."""
         if self._socket is not None:
             return
-        self.adopt(*forkserver.launch())
+        self.adopt(*forkserver_launch.launch())
 
     def adopt(self, ours: socket.socket, pid: int) -> None:
         """Work with a forkserver that was launched already, and order spares."""
@@ -152,7 +152,7 @@ class ForkPool:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(forkserver.MAX_MESSAGE_BYTES) if self._socket is not None else b""
+            data = self._socket.recv(forkserver_launch.MAX_MESSAGE_BYTES) if self._socket is not None else b""
         except BlockingIOError:
             return
         except ConnectionResetError:

@@ -202,12 +202,12 @@ async def _main(place: Place, launched: tuple[socket.socket, int]) -> int:
         processes.end_orphans(limit_s=2.0)
 
 
-def main() -> int:
-    """Be a pod's agent; gives the exit code."""
-    from kale_dist.runtime import forkserver
+def main(launched: tuple[socket.socket, int]) -> int:
+    """Be a pod's agent; gives the exit code.
 
-    # Torch takes seconds to import: that begins before anything else is there.
-    launched = forkserver.launch()
+    Args:
+        launched: Socket and process id of the forkserver. Torch takes seconds to import, so that it was started first.
+    """
     try:
         place = place_of(os.environ)
         place.work.mkdir(parents=True, exist_ok=True)
