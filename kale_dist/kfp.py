@@ -22,9 +22,11 @@ import ast
 import importlib
 import inspect
 import linecache
+import signal
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kale_dist.errors import ConfigError, KaleDistError, short_refusals
 from kale_dist.wording import show
@@ -71,6 +73,8 @@ def component(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, metrics: Any) -> None:
     """Run the function in the pod of its step, wait for its job, and fill the artifacts. What a compiled component calls.
 
+    On SIGTERM, which a step gets when its pipeline is terminated, the job is deleted.
+
     Args:
         call: The function.
         given: Its arguments.
@@ -82,14 +86,25 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
         JobError: The job failed.
     """
     _detach(call)
+    # During the call, the call itself takes back what it has made.
+    signal.signal(signal.SIGTERM, _leave)
     job = job_of(call(**given))
-    job.stream_logs()
-    result = job.result()
+    try:
+        job.stream_logs()
+        result = job.result()
+    except SystemExit:
+        job.delete()
+        raise
     job.save(model.path)
     model.metadata |= {"framework": "pytorch", "job": job.ref}
     reported = {name: value for row in job.status.metrics for name, value in row.values}
     for name, value in getattr(result, "metrics", reported).items():
         metrics.log_metric(name, value)
+
+
+def _leave(number: int, _frame: Any) -> NoReturn:
+    """What SIGTERM does. By itself it would do nothing to a container's first process."""
+    sys.exit(128 + number)
 
 
 def job_of(returned: Any) -> Job[Any]:

@@ -51,6 +51,15 @@ print("read:", [line.text for line in large.logs() if line.text.startswith("read
 print("names:", job.name, large.name)
 """.replace("HOME", HOME)
 
+BESIDE = """
+import pathlib
+import kale_dist as kd
+
+pathlib.Path("HOME/note.txt").write_text("of the notebook")
+pods = kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1})
+print(kd.launch(lambda: pathlib.Path("HOME/note.txt").read_text(), number_of_processes=2, on=pods).results(200))
+""".replace("HOME", HOME)
+
 RUN = f"""
 import json, pathlib, shutil, sys
 import nbclient.cli
@@ -65,7 +74,7 @@ finally:
 """
 
 
-def notebook_pod(account):
+def notebook_pod(account, run=RUN):
     mounts = [
         ("home", HOME, False),
         ("notebook", "/notebook", True),
@@ -79,7 +88,7 @@ def notebook_pod(account):
             "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
             "containers": [
                 {
-                    "name": "notebook", "image": IMAGE, "command": ["python3", "-c", RUN],
+                    "name": "notebook", "image": IMAGE, "command": ["python3", "-c", run],
                     "env": [
                         {"name": "PYTHONPATH", "value": "/repository:/packages"}, {"name": "HOME", "value": HOME},
                         {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
@@ -115,17 +124,18 @@ def log_of_ended(namespace, pod, timeout_s=240):
     return run_kubectl("-n", namespace, "logs", pod)
 
 
+def claim(mode, storage_class):
+    spec = {"accessModes": [mode], "storageClassName": storage_class, "resources": {"requests": {"storage": "100Mi"}}}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "home"}, "spec": spec}
+
+
 @pytest.fixture(scope="module")
 def executed(namespace):
     """The notebook's output, by cell."""
-    spec = {
-        "accessModes": ["ReadWriteMany"], "storageClassName": "shared",
-        "resources": {"requests": {"storage": "100Mi"}},
-    }  # fmt: skip
     cells = [nbformat.v4.new_code_cell(source) for source in (TRAINING, LARGE)]
     text = nbformat.writes(nbformat.v4.new_notebook(cells=cells))
     objects = [
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "home"}, "spec": spec},
+        claim("ReadWriteMany", "shared"),
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "notebook"}, "data": {"train.ipynb": text}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "jo"}},
     ]
@@ -170,3 +180,29 @@ def test_the_pods_ran_the_notebook_s_image_without_a_token(executed, namespace):
     for pod in pods["items"]:
         assert "kale-dist/torch-cpu" in pod["spec"]["containers"][0]["image"]
         assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+@pytest.mark.nightly
+def test_a_claim_of_one_node_is_mounted_by_pods_on_that_node(make_namespace):
+    namespace = make_namespace()
+    for made in (
+        claim("ReadWriteOnce", "standard"),
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "notebook"}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "jo"}},
+    ):
+        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
+    grant(namespace, f"system:serviceaccount:{namespace}:jo", least_role(namespace, "jo"))
+    pod = notebook_pod("jo", BESIDE)
+    # A volume that is a folder of the node belongs to root.
+    opens = {
+        "name": "open", "image": IMAGE, "command": ["chmod", "777", HOME], "securityContext": {"runAsUser": 0},
+        "volumeMounts": [{"name": "home", "mountPath": HOME}],
+    }  # fmt: skip
+    pod["spec"]["initContainers"] = [opens]
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod))
+    log = log_of_ended(namespace, "notebook")
+    node = run_kubectl("get", "nodes", "-o", "name").removeprefix("node/").strip()
+    assert f"The pods mount pvc://home at /home/me, as this notebook's own pod does, and run on its node {node}" in log
+    assert "['of the notebook', 'of the notebook']" in log
+    assert "all 2 pods have to fit on one node" not in log
+    run_kubectl("delete", "namespace", namespace, "--wait=false")

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import yaml
@@ -54,6 +55,14 @@ print("told", json.dumps(json.load(open("/minio/run/told.json"))))
 """
 
 
+FORWARD = """
+import os, signal, subprocess, sys
+child = subprocess.Popen(sys.argv[1:], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda number, _: os.killpg(child.pid, number))
+sys.exit(child.wait())
+"""
+
+
 @pytest.fixture(scope="module")
 def kfp_packages(tmp_path_factory):
     """An environment of its own: kfp wants an older kubernetes than kale-dist[kubernetes]."""
@@ -75,7 +84,7 @@ def compiled(kfp_packages, folder):
     return found["deploymentSpec"]["executors"]["exec-train"]["container"]
 
 
-def told():
+def told(epochs):
     """What the pipeline's launcher tells a step: its inputs, and where its outputs go."""
 
     def artifact(name, title):
@@ -84,13 +93,13 @@ def told():
 
     outputs = {"model": artifact("model", "Model"), "metrics": artifact("metrics", "Metrics")}
     return {
-        "inputs": {"parameterValues": {"epochs": 8, "lr": 0.1}},
+        "inputs": {"parameterValues": {"epochs": epochs, "lr": 0.1}},
         "outputs": {"artifacts": outputs, "outputFile": "/minio/run/told.json"},
     }
 
 
-def step_pod(container, account, kfp_packages):
-    arguments = [json.dumps(told()) if word == "{{$}}" else word for word in container["args"]]
+def step_pod(container, account, kfp_packages, epochs=8):
+    arguments = [json.dumps(told(epochs)) if word == "{{$}}" else word for word in container["args"]]
     script = textwrap.dedent('"$@" && python3 -c "$LOOK"')
     # By the name of its folder kfp is an installed package, and no module of the user's own.
     mounts = {"packages": "/packages", "repository": "/repository", "kfp": "/kfp/site-packages"}
@@ -120,6 +129,27 @@ def step_pod(container, account, kfp_packages):
             ],
         },
     }  # fmt: skip
+
+
+def test_a_step_that_is_terminated_leaves_nothing(namespace, kfp_packages, tmp_path):
+    run_kubectl("-n", namespace, "create", "serviceaccount", "ended")
+    identity = f"system:serviceaccount:{namespace}:ended"
+    grant(namespace, identity, least_role(namespace, "ended").replace("name: kale-dist", "name: ended"))
+    pod = step_pod(compiled(kfp_packages, tmp_path), "ended", kfp_packages, epochs=1_000_000)
+    # Signals reach the whole process group, as Argo's emissary passes them on.
+    pod["spec"]["containers"][0]["command"][:0] = ["python3", "-c", FORWARD]
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod))
+    ours = ("-n", namespace, "get", "pytorchjobs,secrets,pods", "-l", "app.kubernetes.io/name=kale-dist", "-o", "name")
+    deadline = time.monotonic() + 300
+    while "epoch 2" not in run_kubectl("-n", namespace, "logs", "step"):
+        assert time.monotonic() < deadline, run_kubectl("-n", namespace, "logs", "step")
+        time.sleep(1)
+    assert run_kubectl(*ours)
+    run_kubectl("-n", namespace, "delete", "pod", "step", "--grace-period=30")
+    deadline = time.monotonic() + 90
+    while left := run_kubectl(*ours):
+        assert time.monotonic() < deadline, left
+        time.sleep(1)
 
 
 def test_a_compiled_step_trains_and_gives_its_model_and_metrics_to_the_pipeline(namespace, kfp_packages, tmp_path):

@@ -1,7 +1,10 @@
 """Components of Kubeflow Pipelines without kfp: what is refused, and what a step does with its job. With kfp: tests/cluster."""
 
 import importlib.util
+import os
+import signal
 import sys
+import time
 import types
 
 import pytest
@@ -91,6 +94,19 @@ def test_a_step_saves_the_value_and_the_last_metrics(tmp_path, capsys):
     assert metrics.metadata == {"loss": 0.25}
     assert model.metadata["job"].startswith("local://")
     assert "[0] at work" in capsys.readouterr().out
+
+
+def test_a_step_that_is_terminated_deletes_its_job(tmp_path):
+    step_process, before = os.getpid(), [job.ref for job in kd.jobs(on="local")]
+
+    def work():
+        os.kill(step_process, signal.SIGTERM)
+        time.sleep(600)
+
+    with pytest.raises(SystemExit) as left:
+        step(work, Artifact(str(tmp_path / "model")), Artifact())
+    assert left.value.code == 143
+    assert [job.ref for job in kd.jobs(on="local")] == before
 
 
 def test_a_step_fails_with_its_job_and_without_one(tmp_path):

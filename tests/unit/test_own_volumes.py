@@ -6,10 +6,13 @@ import pytest
 
 pytest.importorskip("kubernetes")
 
+import golden_jobs
 from fake_api import FakeApi
 from golden_jobs import a_spec
 
 from kale_dist.backends.kubernetes import client, prepare, self_pod
+from kale_dist.manifests import KINDS
+from kale_dist.spec import Resources
 from kale_dist.volumes import Volume, VolumeKind
 
 CLAIMS = "/api/v1/namespaces/team/persistentvolumeclaims"
@@ -39,6 +42,7 @@ def own(monkeypatch, tmp_path):
         },
         "status": {},
     }  # fmt: skip
+    pod["spec"]["nodeName"] = "node-7"
     with FakeApi().running() as api:
         api.answer("GET", "/api/v1/namespaces/team/pods/notebook", 200, pod)
         for name, mode in (("home", "ReadWriteMany"), ("data", "ReadWriteMany"), ("disk", "ReadWriteOnce")):
@@ -62,6 +66,34 @@ def test_a_volume_of_the_call_at_that_path_goes_first(own):
     given = Volume(mount_path="/home/me", kind=VolumeKind.EMPTY_DIR)
     (added,) = prepare.own_volumes(a_spec(volumes=(given,)), own, "team")
     assert added.mount_path == "/data"
+
+
+def beside(own, **changes):
+    options = dataclasses.replace(a_spec().cluster, namespace="team", kind="pytorch", **changes.pop("on", {}))
+    return prepare.beside_notebook(a_spec(cluster=options, **changes), own, KINDS["pytorch"])
+
+
+def test_a_claim_of_one_node_is_mounted_by_pods_that_are_held_to_it(own):
+    spec = beside(own, resources=Resources(cpu=0.1, memory_gib=0.1))
+    assert spec.volumes == (Volume(mount_path="/disk", source="disk-claim", kind=VolumeKind.CLAIM),)
+    made = KINDS["pytorch"].make(spec, golden_jobs.SETTINGS)
+    for group in KINDS["pytorch"].pod_groups(made):
+        required = group.template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        field = {"key": "metadata.name", "operator": "In", "values": ["node-7"]}
+        assert required == {"nodeSelectorTerms": [{"matchFields": [field]}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"on": {"node_selector": (("pool", "gpu"),)}}, {"on": {"affinity": '{"podAntiAffinity": {}}'}}, {"cuda": True},
+        {"resources": Resources(cpu=10_000.0)}, {"resources": Resources(memory_gib=1e6)},
+    ],
+)  # fmt: skip
+def test_pods_that_belong_elsewhere_or_do_not_fit_are_not_held_to_the_notebooks_node(own, changes):
+    spec = beside(own, **changes)
+    assert spec.volumes == ()
+    assert "matchFields" not in spec.cluster.affinity
 
 
 def test_nothing_is_mounted_elsewhere(own):

@@ -41,6 +41,8 @@ _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-e
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
 """Those that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
 
+NODE_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+HOST_LABEL = "kubernetes.io/hostname"
 _WORDS = {"cpu": "cores", "memory": "of memory"}
 """What follows an amount of a resource."""
 
@@ -330,6 +332,15 @@ def _warnings(answer: Any) -> list[Finding]:
 # -- sums, nodes and names -----------------------------------------------------------------------------------------------
 
 
+def sums_of(groups: Sequence[PodGroup]) -> dict[str, float]:
+    """What all pods of a job ask for together, of each resource."""
+    together: dict[str, float] = {}
+    for group in groups:
+        for key, amount in _amounts(group).items():
+            together[key] = together.get(key, 0.0) + amount * group.pods
+    return together
+
+
 def _amounts(group: PodGroup, *, limits: bool = False) -> dict[str, float]:
     """What a pod asks for of each resource, or its limits."""
     sums: dict[str, float] = {}
@@ -383,11 +394,10 @@ def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
 def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:
     """What the nodes can never hold, even when they are empty."""
     largest_pod: dict[str, float] = {}
-    together: dict[str, float] = {}
+    together = sums_of(groups)
     for group in groups:
         for key, amount in _amounts(group).items():
             largest_pod[key] = max(largest_pod.get(key, 0.0), amount)
-            together[key] = together.get(key, 0.0) + amount * group.pods
     for key, needed in largest_pod.items():
         have = [quantities.amount(node.get(key, "0")) for node in allocatable]
         for name, wanted, there in (
@@ -423,14 +433,20 @@ def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
             facts["why"] = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
         elif pods > 1:
             modes = set(claim.status.access_modes or claim.spec.access_modes or ())
-            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): "claim-one-node"}.get(
-                tuple(modes), ""
-            )
+            one_node = "" if all(_is_held(group.template["spec"]) for group in groups) else "claim-one-node"
+            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
         if problem:
             found.append(
                 Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node")
             )
     return found
+
+
+def _is_held(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod names the one node that it may run on."""
+    required = ((pod.get("affinity") or {}).get("nodeAffinity") or {}).get(NODE_REQUIRED) or {}
+    terms = required.get("nodeSelectorTerms") or ()
+    return HOST_LABEL in (pod.get("nodeSelector") or {}) or any(term.get("matchFields") for term in terms)
 
 
 def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:

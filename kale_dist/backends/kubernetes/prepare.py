@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import json
+import os
 import pathlib
 import sys
 
@@ -17,6 +19,7 @@ from kale_dist.config import Config
 from kale_dist.contract import Source
 from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.image import for_job
+from kale_dist.manifests import Kind
 from kale_dist.spec import JobSpec
 from kale_dist.url_store import UrlStore
 from kale_dist.volumes import Volume, VolumeKind, hidden_by
@@ -70,15 +73,17 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     if settled.cluster.master is None and found.forbids_master:
         settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
     settled = served.with_runtime_field(cluster, settled)
+    anywhere, settled = len(settled.volumes), beside_notebook(settled, own, kind)
     if found.needs_cpu_limit and settled.resources.cpu_limit is None:
         limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
         settled = dataclasses.replace(settled, resources=limit)
     if not submits:
         return settled
-    for volume in settled.volumes[len(spec.volumes) :]:
+    for number, volume in enumerate(settled.volumes[len(spec.volumes) :], len(spec.volumes)):
         claim = f"{volume.source}/{volume.sub_path}".rstrip("/")
+        where = f", and run on its node {own.node}, as the claim is ReadWriteOnce" if own and number >= anywhere else ""
         _say(
-            f"The pods mount pvc://{claim} at {volume.mount_path}, as this notebook's own pod does. "
+            f"The pods mount pvc://{claim} at {volume.mount_path}, as this notebook's own pod does{where}. "
             f"volumes={{{volume.mount_path!r}: 'emptydir://'}} leaves it out"
         )
     if settled.store and not spec.store and not configured.store:
@@ -185,13 +190,14 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
     )
 
 
-def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Volume, ...]:
+def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str, mode: str = "ReadWriteMany") -> tuple[Volume, ...]:
     """The claims of the notebook's own pod that other pods can mount, too: a path then means the same in both.
 
     Args:
         spec: The job, whose own volumes go first.
         own: This process's pod; None outside of the cluster.
         namespace: Where the job runs: a claim is its namespace's.
+        mode: Access mode of the claims.
     """
     if own is None or own.namespace != namespace:
         return ()
@@ -201,8 +207,36 @@ def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Vol
             mount_path=claim.path, source=claim.claim, kind=VolumeKind.CLAIM, sub_path=claim.sub_path, read_only=claim.read_only
         )
         for claim in own.claims
-        if "ReadWriteMany" in claim.access_modes and claim.path not in taken and not hidden_by(claim.path)
+        if mode in claim.access_modes and claim.path not in taken and not hidden_by(claim.path)
     )  # fmt: skip
+
+
+def beside_notebook(spec: JobSpec, own: SelfPod | None, kind: Kind) -> JobSpec:
+    """Add the notebook's ReadWriteOnce claims, and hold the pods to its node, which alone reaches their volumes.
+
+    Not if the call says where the pods go, or if the node could not hold them all: they would wait forever, and need no claim
+    that the call does not name. Of the node, this process sees the cores and the memory, but no GPUs.
+
+    Args:
+        spec: The job, settled in all else.
+        own: This process's pod; None outside of the cluster.
+        kind: What the job becomes.
+    """
+    options = spec.cluster
+    added = own_volumes(spec, own, options.namespace, "ReadWriteOnce")
+    if own is None or not own.node or not added or options.node_selector or options.affinity:
+        return spec
+    memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    there = {"cpu": float(os.cpu_count() or 1), "memory": memory}
+    wanted = checks.sums_of(kind.pod_groups(kind.make(spec, submit.settings_of(spec))))
+    if any(amount > there.get(key, 0.0) for key, amount in wanted.items()):
+        return spec
+    field = {"key": "metadata.name", "operator": "In", "values": [own.node]}
+    terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
+    affinity = json.dumps({"nodeAffinity": {checks.NODE_REQUIRED: terms}})
+    return dataclasses.replace(
+        spec, volumes=(*spec.volumes, *added), cluster=dataclasses.replace(options, affinity=affinity)
+    )
 
 
 def _say(line: str) -> None:
