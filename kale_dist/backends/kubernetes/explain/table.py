@@ -142,8 +142,8 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "anonymous", (Seen.API,), "^403 .*system:anonymous",
-            "the cluster does not know who asks",
-            "Log in: the kubeconfig has no credentials, or they were not sent",
+            "the request had no credentials",
+            "Log in to the cluster, so that your kubeconfig has credentials",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
@@ -707,7 +707,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "job-expired", (Seen.STRUCTURE,), "",
             "the {job_kind} {job} is no longer in the namespace {namespace}, and this notebook did not see how it ended: the "
             "cluster deletes it {ttl} s after its end (ttl_s), if it was not deleted before",
-            "What its store has (store=) is still there; a longer ttl_s leaves the time to attach",
+            "Its store keeps the results, if it has one (store=); a longer ttl_s leaves more time to attach",
             heals=False, cause=FailureCause.USER,
         ),
         Entry(
