@@ -9,6 +9,8 @@ import threading
 import time
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
+PLAIN_IMAGE = "localhost:5000/kale-dist-tests/python:3.11-slim"
+"""Python alone, for pods that compute nothing: PyTorch costs each pod some seconds of its start. See `plain_image`."""
 
 
 def run_kubectl(*arguments, text=None):

@@ -8,10 +8,16 @@ EXIT_CODE = 78
 """Exit code of a container in which the agent could not be started: the image's Python is too old, or the input cannot
 be unpacked. The container's termination message says which."""
 
+EXIT_TOLD_TO_END = 143
+"""Exit code of a container that got SIGTERM before its agent was there: 128 + SIGTERM."""
+
 # Runs in whatever Python the image has: it has to be valid for all of Python 3, and is not part of the library there. The
 # working folder is taken off the path as `-P` would do it, which versions before 3.11 do not know.
 BOOTSTRAP = f"""\
-import os, sys
+import os, signal, sys
+# Process 1 of a container does not get a SIGTERM that it has no handler for: a pod that is deleted as it starts would stay
+# for its whole grace. The agent has a handler of its own, and one that comes in between waits for it.
+signal.signal(signal.SIGTERM, lambda *_: os._exit({EXIT_TOLD_TO_END}))
 sys.path[:] = [path for path in sys.path if path]
 
 def stop(text):
@@ -36,8 +42,10 @@ try:
 except (ImportError, OSError, ValueError, zipfile.BadZipFile) as error:
     stop("the job's input " + source + " cannot be unpacked into " + target + ": " + str(error))
 # By `sys.path`, not by PYTHONPATH, which the user's own subprocesses would inherit.
-run = "import runpy, sys; sys.path.insert(0, " + repr(target) + "); sys.argv[1:] = ['pod']; "
+run = "import os, runpy, signal, sys; signal.signal(signal.SIGTERM, lambda *_: os._exit({EXIT_TOLD_TO_END})); "
+run += "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); sys.path.insert(0, " + repr(target) + "); sys.argv[1:] = ['pod']; "
 run += "runpy.run_module('kale_dist.runtime', run_name='__main__')"
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.execv(sys.executable, [sys.executable, "-P", "-c", run])
 """
 """Text for `python3 -c`."""

@@ -42,7 +42,8 @@ def run(script: str, arguments: tuple[str, ...], *, as_module: bool, in_place: b
     folder = str(pathlib.Path.cwd() if as_module else pathlib.Path(path).parent)
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
     os.environ.pop(loading.MAIN_VARIABLE, None)
-    _hide_group()
+    if loading.has_torch():
+        _hide_group()
     exec(code, main.__dict__)  # noqa: S102 - the user's own script
 
 

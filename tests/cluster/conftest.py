@@ -10,7 +10,7 @@ HAS_CLIENT = importlib.util.find_spec("kubernetes") is not None
 collect_ignore_glob = [] if HAS_CLIENT else ["test_*.py"]
 
 if HAS_CLIENT:
-    from on_cluster import IMAGE, grant, run_kubectl, write_kubeconfig
+    from on_cluster import IMAGE, PLAIN_IMAGE, grant, pods_in, run_kubectl, write_kubeconfig
 
     from kale_dist import backends
     from kale_dist.backends.kubernetes import client
@@ -38,6 +38,27 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
 def no_connection_is_left():
     yield
     client.disconnect()
+
+
+@pytest.fixture(scope="session")
+def plain_image(kubeconfig):
+    """An image that has Python and no PyTorch, put into the cluster's registry; without an engine the one with PyTorch."""
+    docker = pytest.importorskip("docker")
+    try:
+        engine = docker.from_env()
+        engine.images.get("python:3.11-slim-bookworm").tag(PLAIN_IMAGE)
+        for told in engine.images.push(PLAIN_IMAGE, stream=True, decode=True):
+            assert "error" not in told, told
+        engine.close()
+    except docker.errors.DockerException:
+        return IMAGE
+    return PLAIN_IMAGE
+
+
+@pytest.fixture
+def plain(namespace, plain_image):
+    """Where calls go that compute nothing."""
+    return pods_in(namespace, image=plain_image)
 
 
 @pytest.fixture(scope="module")

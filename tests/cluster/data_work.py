@@ -1,4 +1,4 @@
-"""What pods run in tests of data on claims: they have no pytest."""
+"""What pods run in tests of training and of data on claims: they have no pytest."""
 
 import io
 import pathlib
@@ -8,6 +8,18 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import kale_dist as kd
+
+
+class WithTable(torch.nn.Linear):
+    """A layer with 30 MB beside it, to which each batch adds 1."""
+
+    def __init__(self):
+        super().__init__(4, 1)
+        self.register_buffer("table", torch.arange(7_500_000, dtype=torch.float32))
+
+    def forward(self, x):
+        self.table += 1
+        return super().forward(x)
 
 
 class Files(Dataset):

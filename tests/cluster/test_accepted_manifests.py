@@ -68,13 +68,18 @@ def serves(kind, spec):
     return set(spec) <= set(version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"])
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_an_api_server_takes_every_golden_file(path, restricted):
+def test_an_api_server_takes_every_golden_file(restricted):
+    known = [path.stem for path in GOLDEN if _takes(path, restricted)]
+    assert {"default", "everything", "job", "volumes"} <= set(known)
+
+
+def _takes(path, restricted):
+    """Have the server take a file; False if it does not know this form of the kind."""
     text = path.read_text().replace("namespace: team-a", f"namespace: {restricted}")
     given = yaml.safe_load(text)
     kind = next(kind for kind in KINDS.values() if kind.name == given["kind"])
     if not serves(kind, given["spec"]):
-        pytest.skip(f"the cluster has no {kind.name} of this form")
+        return False
     if "runtimeRef" in given["spec"]:
         # The server looks for the runtime, and has this one.
         given["spec"]["runtimeRef"] = {
@@ -85,15 +90,21 @@ def test_an_api_server_takes_every_golden_file(path, restricted):
         text = yaml.safe_dump(given)
     taken = json.loads(kubectl("apply", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", text=text))
     # The server keeps what it knows and drops the rest without a word.
-    assert lost(given["spec"], taken["spec"]) == []
+    assert lost(given["spec"], taken["spec"]) == [], path.stem
+    return True
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_pod_security_takes_every_pod_without_a_folder_of_its_node(path, restricted):
-    given = yaml.safe_load(path.read_text())
+def test_pod_security_takes_every_pod_without_a_folder_of_its_node(restricted):
+    made = [yaml.safe_load(path.read_text()) for path in GOLDEN]
+    # Before Trainer 2.2, what a container may do is said by the runtime alone.
+    made = [given for given in made if "podTemplateOverrides" not in given["spec"]]
+    assert len(made) > 10
+    for given in made:
+        _check_that_it_is_let_in(given, restricted)
+
+
+def _check_that_it_is_let_in(given, restricted):
     kind = next(kind for kind in KINDS.values() if kind.name == given["kind"])
-    if "podTemplateOverrides" in given["spec"]:
-        pytest.skip("before Trainer 2.2, what a container may do is said by the runtime alone")
     template = kind.pod_groups(given)[0].template
     template["metadata"]["labels"]["training.kubeflow.org/replica-index"] = "0"
     pod = template["spec"] | {"restartPolicy": "Never", "serviceAccountName": "default"}

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 from fake_backend import BackendConformance
-from on_cluster import IMAGE
 from rank_work import exit_with_3, fail, hang, succeed
 
 from kale_dist import records
@@ -34,14 +33,14 @@ class TestKubernetesBackend(BackendConformance):
         return shared_backend
 
     @pytest.fixture
-    def spec_for(self, namespace):
+    def spec_for(self, namespace, plain_image):
         def make(behaviour):
             store = FolderStore(records.blobs_dir())
             snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour).snapshot
             return JobSpec(
                 name=f"conformance-{behaviour}-{next(_numbers)}", label=behaviour, kind="call",
                 snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,
-                topology=Topology(number_of_processes=2), image=IMAGE,
+                topology=Topology(number_of_processes=2), image=plain_image,
                 resources=Resources(cpu=0.1, memory_gib=1.0), cluster=ClusterOptions(namespace=namespace),
             )  # fmt: skip
 

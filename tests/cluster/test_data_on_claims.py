@@ -16,6 +16,7 @@ from kale_dist.errors import KaleDistWarning
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
 
+@pytest.mark.nightly
 def test_a_folder_of_a_claim_is_trained_on_by_several_pods(namespace):
     make_claim(namespace, "datasets")
     kd.launch(

@@ -73,6 +73,7 @@ def delete(name):
     return state
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(280)
 def test_the_example_runs_and_its_loops_end(namespace, monkeypatch, tmp_path, capsys):
     settings = tmp_path / "config.toml"

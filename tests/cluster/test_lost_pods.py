@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("jobs_end")
 
 
 @pytest.fixture
-def on(namespace):
-    return pods_in(namespace)
+def on(plain):
+    return plain
 
 
 def started(job):
@@ -96,8 +96,8 @@ def test_an_evicted_pod_says_so(on, namespace):
     job.delete()
 
 
-def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace):
-    on = pods_in(namespace, resources={"cpu": 0.1, "memory": "700Mi"})
+def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace, plain_image):
+    on = pods_in(namespace, image=plain_image, resources={"cpu": 0.1, "memory": "256Mi"})
     job = kd.launch(fills_memory, number_of_processes=1, max_restarts=1, on=on)
     status = job.wait(150)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.DIED), (status, told(job))
@@ -175,11 +175,11 @@ def test_a_suspended_job_can_be_cancelled(on, namespace):
 
 
 @pytest.mark.nightly
-def test_a_job_under_a_full_quota_starts_as_soon_as_there_is_room(make_namespace):
+def test_a_job_under_a_full_quota_starts_as_soon_as_there_is_room(make_namespace, plain_image):
     namespace = make_namespace()
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}, "spec": {"hard": {"pods": "1"}}}
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(quota))
-    on = pods_in(namespace)
+    on = pods_in(namespace, image=plain_image)
     first = started(kd.launch(waits, number_of_processes=1, on=on))
     with pytest.warns(kd.errors.KaleDistWarning, match="waits until other jobs end"):
         second = kd.launch(waits, number_of_processes=1, on=on)

@@ -118,7 +118,7 @@ def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(plac
 
 
 @pytest.mark.parametrize(("send", "number"), [
-    pytest.param(os.killpg, signal.SIGINT, id="ctrl-c"),
+    pytest.param(os.killpg, signal.SIGINT, id="ctrl-c", marks=pytest.mark.nightly),
     pytest.param(os.kill, signal.SIGTERM, id="sigterm", marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_notebook(place, send, number):

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 from on_cluster import pods_in, run_kubectl, write_kubeconfig
-from rank_work import summed
+from rank_work import rank_and, summed
 
 import kale_dist as kd
 from kale_dist.backends.kubernetes import client
@@ -32,11 +32,14 @@ def mine(kubeconfig, namespace, monkeypatch, tmp_path):
     return path
 
 
-def test_a_job_runs_on_the_cluster_of_a_kubeconfig_in_a_secret(mine, kubeconfig, namespace, make_namespace):
+def test_a_job_runs_on_the_cluster_of_a_kubeconfig_in_a_secret(
+    mine, kubeconfig, namespace, make_namespace, plain_image
+):
     there = make_namespace()
     put(namespace, "elsewhere", pathlib.Path(kubeconfig).read_text())
-    job = kd.launch(summed, 2, number_of_processes=1, on=pods_in(there, cluster_secret="elsewhere"))
-    assert job.result(150) == 2.0
+    on = pods_in(there, image=plain_image, cluster_secret="elsewhere")
+    job = kd.launch(rank_and, 2, number_of_processes=1, on=on)
+    assert job.result(150) == 2
     assert job.ref == f"kubernetes://{there}/{job.name}"
     job.delete()
 
@@ -45,8 +48,8 @@ def test_a_job_runs_on_the_cluster_of_a_kubeconfig_in_a_secret(mine, kubeconfig,
     ("text", "key", "said"),
     [
         ("users: []\n", "kubeconfig", "no current context"),
-        ("[1, 2", "kubeconfig", "is no kubeconfig"),
-        ("just text", "config", "is no kubeconfig"),
+        ("[1, 2", "kubeconfig", "is not a kubeconfig"),
+        ("just text", "config", "is not a kubeconfig"),
         ("users: [{name: x, user: {exec: {command: sh}}}]", "kubeconfig", "runs a program"),
     ],
 )

@@ -24,7 +24,7 @@ def role(namespace, *resources):
     )
 
 
-@pytest.fixture(params=["portforward", "exec"])
+@pytest.fixture(scope="module", params=["portforward", "exec"])
 def connect(request, namespace, server_pod, make_user):
     """A function that connects as a user who may use one of the two ways only."""
     path = make_user(namespace, role(namespace, f"pods/{request.param}"))

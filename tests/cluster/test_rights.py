@@ -20,8 +20,8 @@ BOTH_WAYS = ("create, get pods/portforward", "create, get pods/exec")
 
 
 @pytest.fixture
-def on(namespace):
-    return pods_in(namespace)
+def on(plain):
+    return plain
 
 
 @pytest.fixture
@@ -84,10 +84,12 @@ def test_without_any_connection_small_results_and_the_log_still_come(become, on)
 
 
 @pytest.mark.nightly
-def test_without_any_connection_large_results_are_lost_and_this_is_said(become, namespace):
+def test_without_any_connection_large_results_are_lost_and_this_is_said(become, namespace, plain_image):
     become(*BOTH_WAYS)
     with pytest.warns(KaleDistWarning, match="need a store"):
-        job = kd.launch(bytes_of, LARGE, number_of_processes=1, on=pods_in(namespace, collect_wait_s=1))
+        job = kd.launch(
+            bytes_of, LARGE, number_of_processes=1, on=pods_in(namespace, image=plain_image, collect_wait_s=1)
+        )
     assert job.wait(150).state is StateName.SUCCEEDED
     with pytest.raises((ResultUnavailableError, StoreError)):
         job.result()

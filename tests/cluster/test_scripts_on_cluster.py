@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from on_cluster import IMAGE, pods_in
+from on_cluster import IMAGE
 
 import kale_dist as kd
 from kale_dist.cli import main
@@ -41,8 +41,8 @@ def test_a_script_runs_in_pods_and_its_exit_code_is_that_of_the_command(namespac
     assert "Rank 1 failed: SystemExit: 3" in out.err
 
 
-def test_events_of_a_job_are_what_the_cluster_says_of_its_pods(namespace, capsys):
-    job = kd.launch(len, [1], number_of_processes=1, on=pods_in(namespace))
+def test_events_of_a_job_are_what_the_cluster_says_of_its_pods(plain, capsys):
+    job = kd.launch(len, [1], number_of_processes=1, on=plain)
     assert job.result(180) == 1
     about = {(event.about.partition("/")[0], event.reason) for event in job.events()}
     assert {("pod", "Scheduled"), ("pod", "Started")} <= about

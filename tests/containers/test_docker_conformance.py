@@ -36,14 +36,14 @@ class TestDockerBackend(BackendConformance):
         return docker_backend
 
     @pytest.fixture
-    def spec_for(self, image):
+    def spec_for(self, plain_image):
         def make(behaviour):
             store = FolderStore(records.blobs_dir())
             snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour).snapshot
             return JobSpec(
                 name=f"{PREFIX}-{behaviour}-{uuid.uuid4().hex[:6]}", label=behaviour, kind="call",
                 snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,
-                topology=Topology(number_of_processes=2), image=image, resources=Resources(memory_gib=1.0),
+                topology=Topology(number_of_processes=2), image=plain_image, resources=Resources(memory_gib=1.0),
             )  # fmt: skip
 
         return make

@@ -42,9 +42,15 @@ from kale_dist.errors import (
 
 
 @pytest.fixture
-def on(image):
-    """Arguments that send a call to the engine."""
-    return {"on": "docker", "image": image, "name": f"test-{uuid.uuid4().hex[:8]}"}
+def on(plain_image):
+    """Arguments that send a call that computes nothing to the engine."""
+    return {"on": "docker", "image": plain_image, "name": f"test-{uuid.uuid4().hex[:8]}"}
+
+
+@pytest.fixture
+def on_torch(on, image):
+    """The same for a call that trains."""
+    return on | {"image": image}
 
 
 def containers_of(engine, job):
@@ -71,7 +77,7 @@ def in_new_process(code, state=None):
     return ended.stdout
 
 
-def test_a_model_is_trained_by_two_containers_and_comes_back(on, engine):
+def test_a_model_is_trained_by_two_containers_and_comes_back(on_torch, engine):
     import torch
 
     torch.manual_seed(0)
@@ -80,7 +86,9 @@ def test_a_model_is_trained_by_two_containers_and_comes_back(on, engine):
     before = model.weight.detach().clone()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = flat.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, **on)
+    job = flat.distribute(
+        model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, **on_torch
+    )
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)
@@ -143,7 +151,7 @@ def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, kil
     job.delete()
 
 
-def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on, engine):
+def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torch, engine):
     torch = pytest.importorskip("torch")
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     model = torch.nn.Linear(4, 1)
@@ -151,7 +159,7 @@ def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on, eng
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     job = flat.distribute(
         model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=6, train_args=0.3, seed=1,
-        number_of_processes=2, threads=1, max_restarts=1, **on,
+        number_of_processes=2, threads=1, max_restarts=1, **on_torch,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while (job.status.checkpoint_epoch or 0) < 2:
@@ -375,10 +383,12 @@ def test_a_new_volume_belongs_to_the_containers_user(on, engine):
 
 
 @pytest.fixture
-def image_with_volume(engine, image):
+def image_with_volume(engine, plain_image):
     """An image whose containers get a volume without a name."""
     tag = f"kale-dist-test-{uuid.uuid4().hex[:8]}:1"
-    engine.client.images.build(fileobj=io.BytesIO(f"FROM {image}\nVOLUME /{tag[:-2]}\n".encode()), tag=tag, rm=True)
+    engine.client.images.build(
+        fileobj=io.BytesIO(f"FROM {plain_image}\nVOLUME /{tag[:-2]}\n".encode()), tag=tag, rm=True
+    )
     yield tag
     engine.api.remove_image(tag, force=True)
 

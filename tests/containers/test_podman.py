@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(shutil.which("podman") is None, reason="podman i
 
 
 @pytest.fixture(scope="module")
-def podman(engine, image, tmp_path_factory):
+def podman(engine, plain_image, tmp_path_factory):
     """The URL of Podman's service, which has the image of the Docker engine."""
     folder = tmp_path_factory.mktemp("podman")
     url = f"unix://{folder}/podman.sock"
-    if subprocess.run(["podman", "image", "exists", image], check=False).returncode:
-        with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as saved:
+    if subprocess.run(["podman", "image", "exists", plain_image], check=False).returncode:
+        with subprocess.Popen(["docker", "save", plain_image], stdout=subprocess.PIPE) as saved:
             subprocess.run(["podman", "load", "--quiet"], stdin=saved.stdout, check=True)
     service = subprocess.Popen(["podman", "system", "service", "--time=0", url])
     try:
@@ -45,10 +45,10 @@ def _wait_for(url):
 
 
 @pytest.fixture
-def on(podman, image, monkeypatch):
+def on(podman, plain_image, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", podman)
     backends.get("docker").close()
-    yield {"on": "docker", "image": image, "name": f"test-{uuid.uuid4().hex[:8]}"}
+    yield {"on": "docker", "image": plain_image, "name": f"test-{uuid.uuid4().hex[:8]}"}
     backends.get("docker").close()
 
 

@@ -72,11 +72,11 @@ def relay(engine, monkeypatch):
     made.close()
 
 
-def test_bytes_travel_by_the_api_and_a_broken_connection_is_taken_up(relay, image):
+def test_bytes_travel_by_the_api_and_a_broken_connection_is_taken_up(relay, plain_image):
     weights = os.urandom(9_000_000)
     name = f"test-{uuid.uuid4().hex[:8]}"
     job = flat.launch(
-        user_and_bytes, weights, 2.0, number_of_processes=2, on="docker", image=image, name=name,
+        user_and_bytes, weights, 2.0, number_of_processes=2, on="docker", image=plain_image, name=name,
     )  # fmt: skip
     for _ in job.logs(follow=True):
         relay.cut()
@@ -99,7 +99,7 @@ job.delete()
 """
 
 
-def test_nothing_of_the_notebooks_disk_is_seen_by_the_engine(relay, image, tmp_path):
+def test_nothing_of_the_notebooks_disk_is_seen_by_the_engine(relay, plain_image, tmp_path):
     """The notebook's process has a disk of its own for all that it writes, which no other process sees."""
     place = tmp_path / "own"
     place.mkdir()
@@ -110,26 +110,30 @@ def test_nothing_of_the_notebooks_disk_is_seen_by_the_engine(relay, image, tmp_p
     if subprocess.run([*command[:5], "sh", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user cannot mount a disk of its own")
     ended = subprocess.run(
-        [*command, image, f"test-{uuid.uuid4().hex[:8]}"], env=environment, capture_output=True, text=True, check=False
+        [*command, plain_image, f"test-{uuid.uuid4().hex[:8]}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["succeeded"]), ended.stderr
     assert not list(place.iterdir())
 
 
-def test_a_folder_of_this_machine_is_refused_there(relay, image, tmp_path):
+def test_a_folder_of_this_machine_is_refused_there(relay, plain_image, tmp_path):
     with pytest.raises(ConfigError, match="is on another one") as caught:
-        flat.launch(waits_a_little, 0, on="docker", image=image, volumes={"/data": str(tmp_path)})
+        flat.launch(waits_a_little, 0, on="docker", image=plain_image, volumes={"/data": str(tmp_path)})
     assert "docker volume ls" in caught.value.remedy
     assert relay.url in str(caught.value)
 
 
-def test_an_engine_that_goes_away_is_told_and_its_job_is_found_again(relay, image, monkeypatch):
+def test_an_engine_that_goes_away_is_told_and_its_job_is_found_again(relay, plain_image, monkeypatch):
     name = f"test-{uuid.uuid4().hex[:8]}"
-    job = flat.launch(waits_a_little, 1.0, number_of_processes=1, on="docker", image=image, name=name)
+    job = flat.launch(waits_a_little, 1.0, number_of_processes=1, on="docker", image=plain_image, name=name)
     backends.get("docker").close()
     relay.close()
     with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
-        flat.launch(waits_a_little, 0, number_of_processes=1, on="docker", image=image)
+        flat.launch(waits_a_little, 0, number_of_processes=1, on="docker", image=plain_image)
     assert "No Docker engine answers" in job.status.reason
     with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
         job.delete()

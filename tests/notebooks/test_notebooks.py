@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # The tour and the strategies have outputs, and tests of their own.
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in ("tour", "strategies"))
 ON_A_CLUSTER = {"cluster", "data"}
-NIGHTLY = {"data", "hugging_face", "images"}
+NIGHTLY = {"data", "gan", "hugging_face", "images", "packages", "sounds", "sweep"}
 IN_CONTAINERS = {"packages"}
 
 

@@ -20,6 +20,7 @@ from kale_dist.backends.kubernetes.submit import INPUT_BYTES
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import KINDS, PodSettings, bootstrap
 from kale_dist.manifests.settings import SPEC_ANNOTATION
+from kale_dist.runtime import ending
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -312,6 +313,18 @@ def test_the_first_command_becomes_the_agent(tmp_path):
     target = tmp_path / "work/runtime"
     assert ended.stdout.strip() == f"['pod'] {target} /mine"
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("when", ["unpacking", "importing"])
+def test_a_sigterm_before_the_agent_is_there_ends_the_container(tmp_path, when):
+    """Its process 1 would ignore it: here the handler shows in the exit code."""
+    kill = "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
+    script = bootstrap.BOOTSTRAP
+    if when == "unpacking":
+        script = script.replace("source = os.path", f"{kill}\nsource = os.path", 1)
+    runtime = zipped(tmp_path / "r.zip", kill)
+    ended = start(tmp_path, command=[sys.executable, "-c", script], runtime=runtime)
+    assert ended.returncode == bootstrap.EXIT_TOLD_TO_END == ending.EXIT_TOLD_TO_END, ended.stderr
 
 
 def test_an_input_that_cannot_be_unpacked_is_said(tmp_path):
