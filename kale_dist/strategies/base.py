@@ -21,7 +21,7 @@ class Layout:
     shards: int
     """Into how many parts each global batch is divided."""
     shard: int | None
-    """The part of this rank; None for a rank without data, in which `Strategy.serve` takes the place of the step."""
+    """The part of this rank; None for a rank without data, in which `Strategy.serve` takes the place of the training."""
     peers: tuple[int, ...]
     """Ranks that have the same batch, this one among them. The first reads it and sends it to the others."""
     replicas: tuple[int, ...]

@@ -159,9 +159,9 @@ class Strategy(Protocol):
         """Numbers since the last call, such as `bytes_sent`, which the loop sums over ranks after each epoch."""
 
     def serve(self) -> None:
-        """In a rank without data, in place of the user's train_step: returns where workers are in `end_epoch`.
+        """All that a rank without data does after `prepare`; returns when the training is over.
 
-        Call `context.mark_progress()` while it serves, or the rank counts as stalled.
+        Such a rank takes part in no collective, so that the others can do without it. Call `context.mark_progress()` while it serves, or the rank counts as stalled.
         """
 
 

@@ -227,7 +227,7 @@ class Worker(Replica):
         for rank in sorted(self._workers - found.keys()):
             self.parts.group.say(
                 f"Rank {rank}, a worker, was lost. What was left of its share of this epoch's data is not used; from the next"
-                f" epoch on, all data is divided over the {ranks(len(found))} that are left."
+                f" epoch on, all data is divided over those that are left ({ranks(len(found))})."
             )
         self._workers &= found.keys()
         return {rank: pickle.loads(data) for rank, data in found.items()}
