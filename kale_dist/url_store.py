@@ -151,7 +151,7 @@ class UrlStore:
         folder, _, last = self._path(name).rpartition("/")
         path = f"{folder}/.{last}.{uuid.uuid4().hex}.part"
         with self._asking(f"write {name}"):
-            self._fs.makedirs(folder, exist_ok=True)
+            self._make(folder)
             self._fs.pipe_file(path, b"")
             # Some may write objects and not delete them.
             with contextlib.suppress(Exception):
@@ -171,7 +171,7 @@ class UrlStore:
         temporary = path if self._appears_whole else f"{folder}/.{last}.{uuid.uuid4().hex}.part"
         with self._asking(f"write {name}"):
             try:
-                self._fs.makedirs(folder, exist_ok=True)
+                self._make(folder)
                 yield temporary
                 if temporary != path:
                     self._fs.mv(temporary, path)
@@ -180,6 +180,11 @@ class UrlStore:
                     with contextlib.suppress(Exception):
                         self._fs.rm_file(temporary)
                 raise
+
+    def _make(self, folder: str) -> None:
+        """Make a folder. Object storage has none, and would make a bucket of a name that is misspelt."""
+        if not self._appears_whole:
+            self._fs.makedirs(folder, exist_ok=True)
 
     @contextlib.contextmanager
     def _asking(self, doing: str) -> Iterator[None]:

@@ -59,8 +59,13 @@ FORWARD = """
 import os, signal, subprocess, sys
 child = subprocess.Popen(sys.argv[1:], start_new_session=True)
 signal.signal(signal.SIGTERM, lambda number, _: os.killpg(child.pid, number))
-sys.exit(child.wait())
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    sys.exit(143)
 """
+"""An init that passes SIGTERM on to a step's process group and waits for all of it, also for what its shell leaves behind."""
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +141,9 @@ def test_a_step_that_is_terminated_leaves_nothing(namespace, kfp_packages, tmp_p
     identity = f"system:serviceaccount:{namespace}:ended"
     grant(namespace, identity, least_role(namespace, "ended").replace("name: kale-dist", "name: ended"))
     pod = step_pod(compiled(kfp_packages, tmp_path), "ended", kfp_packages, epochs=1_000_000)
-    # Signals reach the whole process group, as Argo's emissary passes them on.
     pod["spec"]["containers"][0]["command"][:0] = ["python3", "-c", FORWARD]
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod))
+    run_kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/step", "--timeout=120s")
     ours = ("-n", namespace, "get", "pytorchjobs,secrets,pods", "-l", "app.kubernetes.io/name=kale-dist", "-o", "name")
     deadline = time.monotonic() + 300
     while "epoch 2" not in run_kubectl("-n", namespace, "logs", "step"):

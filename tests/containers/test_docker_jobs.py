@@ -458,3 +458,29 @@ def test_a_script_runs_in_containers_with_its_modules_and_files(on, tmp_path, mo
     words = ["train.py", "-n", "2", "--on", "docker", "--name", on["name"], "--set", "image", on["image"]]
     assert main(["launch", *words, "--", "base.yaml"]) == 3
     assert sorted(capsys.readouterr().out.splitlines()) == ["beside lr: 0.5 0 True", "beside lr: 0.5 1 True"]
+
+
+@pytest.mark.nightly
+def test_the_job_saves_its_model_on_a_volume(image, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(64, 3)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    on = kd.Docker(image=image, volumes={"/data": str(tmp_path)})
+    job = kd.distribute(
+        model,
+        loader,
+        torch.nn.MSELoss(),
+        optimizer,
+        epochs=5,
+        number_of_processes=2,
+        on=on,
+        save_to="/data/new/model.pt",
+    )
+    assert job.wait(180).state is StateName.SUCCEEDED, [str(line) for line in job.logs()]
+    saved = tmp_path / "new" / "model.pt"
+    assert saved.stat().st_uid == os.getuid()
+    assert torch.equal(torch.load(saved, weights_only=True)["weight"], model.weight)
+    assert torch.allclose(model.weight, torch.ones(1, 3), atol=0.1)
+    job.delete()

@@ -141,8 +141,8 @@ def test_a_web_server_gives_blobs_and_takes_none(tmp_path):
     ("url", "words"),
     [
         (
-            "s3://user:hunter2@bucket/x",
-            r"s3://bucket/x needs a package that is not installed on the notebook's side: .*s3fs",
+            "abfs://user:hunter2@bucket/x",
+            r"abfs://bucket/x needs a package that is not installed on the notebook's side: .*adlfs",
         ),
         ("nonsense://user:hunter2@x", r"nonsense://x cannot be opened on the notebook's side"),
         ("https://user:hunter2@x/y?sig=hunter2", r"https://x/y has a query"),
