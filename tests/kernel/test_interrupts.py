@@ -21,14 +21,14 @@ def job(kernel):
     # The interrupts of one test are not the first ones of the next.
     kernel.good("from kale_dist import interrupts; interrupts._last_interrupt = float('-inf')")
     yield name
-    kernel.good("job.cancel(); job.wait(30); None")
+    kernel.good("job.cancel(); job.wait(100); None")
 
 
 def interrupted(kernel, code, **options):
     message = kernel.send(code, **options)
     time.sleep(0.5)
     kernel.interrupt()
-    return kernel.finish(message, timeout=10)
+    return kernel.finish(message, timeout=60)
 
 
 WAITS = ("job.wait()", "job.result()", "list(job.logs(follow=True))", "job.stream_logs()", "job.exception()")
@@ -49,7 +49,7 @@ def test_a_second_interrupt_in_any_wait_cancels(kernel, job):
     reply = interrupted(kernel, "job.result()")
     assert reply.error.startswith("KeyboardInterrupt")
     assert "is cancelled" in reply.err
-    said = kernel.good("print(job.wait(30).cause.value)")
+    said = kernel.good("print(job.wait(100).cause.value)")
     assert said.splitlines()[-1] == "user"
 
 
@@ -64,7 +64,7 @@ def test_a_second_interrupt_long_after_is_a_first_one(kernel, job):
 def test_where_nobody_can_type_the_first_interrupt_cancels(kernel, job):
     reply = interrupted(kernel, "job.wait()", allow_stdin=False)
     assert "is cancelled" in reply.err
-    assert kernel.good("print(job.wait(30).state.value)").splitlines()[-1] == "cancelled"
+    assert kernel.good("print(job.wait(100).state.value)").splitlines()[-1] == "cancelled"
 
 
 @pytest.mark.parametrize("wait", ["job.wait()", "job.stream_logs()"])
@@ -84,12 +84,12 @@ def test_in_a_script_the_first_interrupt_cancels(tmp_path, wait):
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=100)
     assert process.returncode == -signal.SIGINT
     assert "local://from-a-script is cancelled" in errors
 
     import kale_dist
 
     attached = kale_dist.attach("from-a-script")
-    assert attached.wait(30).cause.value == "user"
+    assert attached.wait(100).cause.value == "user"
     attached.delete()

