@@ -23,6 +23,7 @@ from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short
 from kale_dist.job import Job
 from kale_dist.status import JobStatus, values_of
 from kale_dist.view.sweep import SweepPicture, TrialRow, sentence
+from kale_dist.wording import show
 
 if TYPE_CHECKING:
     import optuna
@@ -239,7 +240,13 @@ class Sweep:
         try:
             found = _told(self.study.best_trial)
         except ValueError:
-            reasons = "; ".join(sorted({trial.reason for trial in self.trials if trial.reason}))
+            pruned = sum(trial.state == "pruned" for trial in self.trials)
+            reasons = "; ".join(
+                [
+                    *sorted({trial.reason for trial in self.trials if trial.reason}),
+                    *([f"{pruned} were pruned"] if pruned else []),
+                ]
+            )
             raise SweepError(f"{self.name}: no trial has been completed{': ' if reasons else ''}{reasons}") from None
         return found
 
@@ -343,15 +350,20 @@ class Sweep:
 
     def _leave(self) -> None:
         """End what runs; its parameters are tried again by the next sweep of this name."""
-        for number, one in tuple(self._running.items()):
-            with contextlib.suppress(KaleDistError):
-                one.job.cancel()
-            self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
-        self._lock.close()
-        self._is_over = True
-        # Before `wait` returns: an executed notebook keeps what was shown by then.
-        self._draw()
-        self._ended.set()
+        try:
+            for number, one in tuple(self._running.items()):
+                with contextlib.suppress(KaleDistError):
+                    one.job.cancel()
+                self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
+        except Exception as error:  # noqa: BLE001 - the storage fails, and `wait` must not wait for ever
+            self._error = self._error or error
+        finally:
+            self._lock.close()
+            self._is_over = True
+            # Before `wait` returns: an executed notebook keeps what was shown by then.
+            with contextlib.suppress(Exception):
+                self._draw()
+            self._ended.set()
 
     def _stop(self) -> None:
         """Begin no more trials; those that run come to their end."""
@@ -516,27 +528,37 @@ def _open(
 ) -> tuple[optuna.Study, contextlib.ExitStack]:
     """The study of a name, new or continued, and what keeps others from running it."""
     optuna = _optuna()
+    for argument, value, base in (
+        ("sampler", sampler, optuna.samplers.BaseSampler),
+        ("pruner", pruner, optuna.pruners.BasePruner),
+        ("storage", storage, (str, optuna.storages.BaseStorage)),
+    ):
+        if value is not None and not isinstance(value, base):
+            example = {"sampler": "optuna.samplers.TPESampler()", "pruner": "optuna.pruners.MedianPruner()"}
+            remedy = f"Give such as {example.get(argument, 'a URL: sqlite:///sweeps.db')}"
+            said = f"the class {value.__name__}" if isinstance(value, type) else show(value)
+            raise ConfigError(argument, f"{said} is no {argument} of Optuna's", remedy)
     lock = contextlib.ExitStack()
-    if storage is None:
-        file = lock.enter_context(_lock_file(name).open("w"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ConfigError(
-                "name", f"the sweep {name!r} runs already", "Wait for it, or choose another name"
-            ) from None
-        storage = _journal(name)
+    file = lock.enter_context(_lock_file(name).open("w"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError("name", f"the sweep {name!r} runs already", "Wait for it, or choose another name") from None
     verbosity = optuna.logging.get_verbosity()
     # It says that there is a study; the sweep says more.
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
     try:
         study = optuna.create_study(
-            storage=storage, study_name=name, direction=direction, sampler=sampler, pruner=pruner, load_if_exists=True
-        )
-    except Exception:
+            storage=_journal(name) if storage is None else storage, study_name=name, direction=direction, sampler=sampler,
+            pruner=pruner, load_if_exists=True,
+        )  # fmt: skip
+    except Exception as error:
         lock.close()
-        raise
+        if not isinstance(storage, str):
+            raise
+        problem = f"{storage!r} cannot be opened: {str(error).splitlines()[0]}"
+        raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
     finally:
         optuna.logging.set_verbosity(verbosity)
     if study.direction.name.lower() != direction:

@@ -143,6 +143,23 @@ def test_a_cancelled_sweep_ends_its_jobs_and_continues_under_its_name():
     assert second.trials[1].params == lost.params
 
 
+def test_a_second_sweep_of_a_storage_is_refused_and_one_whose_storage_fails_ends(monkeypatch):
+    storage = optuna.storages.InMemoryStorage()
+    slow = functools.partial(job_of, steps=200, pause_s=0.02)
+    first = sweep(slow, name="shared", storage=storage)
+    with pytest.raises(ConfigError, match="'shared' runs already"):
+        sweep(name="shared", storage=storage)
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(storage, "set_trial_user_attr", fail)
+    first.cancel()
+    with pytest.raises(OSError, match="the disk is gone"):
+        first.wait(60)
+    assert first.done()
+
+
 def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     script = tmp_path / "search.py"
     script.write_text(
@@ -200,6 +217,11 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
         ({"direction": "up"}, "direction"),
         ({"metric": ""}, "metric"),
         ({"name": "../../etc"}, "name"),
+        ({"sampler": optuna.samplers.TPESampler}, "sampler"),
+        ({"pruner": "median"}, "pruner"),
+        ({"storage": 3}, "storage"),
+        ({"storage": "nonsense"}, "storage"),
+        ({"storage": "sqlite:////no/such/folder/sweeps.db"}, "storage"),
     ],
 )
 def test_bad_arguments_are_refused_at_the_call(options, argument):
