@@ -13,7 +13,7 @@ import pytest
 from kale_dist import sweeps
 
 pytest.importorskip("optuna", reason="needs Optuna")
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.usefixtures("own_state")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROOT = pathlib.Path(__file__).parents[2]
 
