@@ -340,12 +340,13 @@ def run(file: str, digest: str, given: Mapping[str, str]) -> None:
                     print(f"{now} {_metric(name)}={_number(value)}", flush=True)  # noqa: T201 - Katib reads it
                 printed += 1
 
-    job = kfp.job_of(loaded.fn(optuna.trial.FixedTrial(params)))
-    unsubscribe = job.subscribe(show)
-    job.stream_logs()
-    unsubscribe()
-    show(job.status)
-    job.result()
+    # Katib ends a trial by SIGTERM.
+    with kfp.in_pod(lambda: loaded.fn(optuna.trial.FixedTrial(params))) as job:
+        unsubscribe = job.subscribe(show)
+        job.stream_logs()
+        unsubscribe()
+        show(job.status)
+        job.result()
 
 
 if __name__ == "__main__":

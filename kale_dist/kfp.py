@@ -19,13 +19,14 @@ The step's pod makes the call, prints the job's log and waits for its end.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import linecache
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kale_dist.errors import ConfigError, KaleDistError, short_refusals
@@ -86,15 +87,9 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
         JobError: The job failed.
     """
     _detach(call)
-    # During the call, the call itself takes back what it has made.
-    signal.signal(signal.SIGTERM, _leave)
-    job = job_of(call(**given))
-    try:
+    with in_pod(lambda: call(**given)) as job:
         job.stream_logs()
         result = job.result()
-    except SystemExit:
-        job.delete()
-        raise
     job.save(model.path)
     model.metadata |= {"framework": "pytorch", "job": job.ref}
     reported = {name: value for row in job.status.metrics for name, value in row.values}
@@ -102,23 +97,33 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
         metrics.log_metric(name, value)
 
 
+@contextlib.contextmanager
+def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
+    """The job of a call that a pod makes. If the pod gets SIGTERM while it is followed, it is deleted.
+
+    Args:
+        make: Makes the call.
+
+    Raises:
+        KaleDistError: What it returned is no job.
+    """
+    # During the call, the call itself takes back what it has made.
+    signal.signal(signal.SIGTERM, _leave)
+    job = make()
+    if not hasattr(job, "stream_logs"):
+        raise KaleDistError(
+            f"The function returned {show(job)}, not a job. Let it end with `return kd.distribute(...)`"
+        )
+    try:
+        yield job
+    except SystemExit:
+        job.delete()
+        raise
+
+
 def _leave(number: int, _frame: Any) -> NoReturn:
     """What SIGTERM does. By itself it would do nothing to a container's first process."""
     sys.exit(128 + number)
-
-
-def job_of(returned: Any) -> Job[Any]:
-    """What a function that makes a call has returned.
-
-    Raises:
-        KaleDistError: It is no job.
-    """
-    if not hasattr(returned, "stream_logs"):
-        raise KaleDistError(
-            f"The function returned {show(returned)}, not a job. Let it end with `return kd.distribute(...)`"
-        )
-    job: Job[Any] = returned
-    return job
 
 
 def _detach(call: Callable[..., Any]) -> None:
