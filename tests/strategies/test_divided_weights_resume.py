@@ -90,7 +90,11 @@ def test_a_lost_rank_resumes_as_if_nothing_had_happened(strategy):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", [Mesh(data=2, tensor=2), Mesh(fsdp=2, tensor=2)], ids=["data", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [Mesh(data=2, tensor=2), Mesh(fsdp=2, tensor=2), Mesh(data=2, pipeline=2)],
+    ids=["data", "fsdp", "pipelines"],
+)
 def test_a_lost_rank_of_a_mesh_resumes(strategy):
     expected, found = train(strategy, processes=4), train(strategy, lost=True, processes=4)
     assert found[1] == expected[1]
