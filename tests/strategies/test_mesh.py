@@ -57,6 +57,18 @@ def test_four_ranks_equal_one_process(strategy):
     compare(strategy, number_of_processes=4, names=PLANNED, cases=ATTENTION)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_compiled_mesh_equals_one_process():
+    compare(Mesh(data=2, tensor=2, plan=PLAN, compile=True), 4, names=("Attentive",), cases=ATTENTION)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_compiled_pipelines_equal_one_process():
+    compare(Mesh(data=2, pipeline=2, micro_batches=2, compile=True), 4, names=("MomentumAccumulatedClipped",))
+
+
 def call(strategy, processes):
     """A call that is refused before anything starts."""
     model = WithLoss()
