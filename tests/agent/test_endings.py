@@ -136,7 +136,7 @@ def hang_on_one():
 
 
 def test_a_stall_shows_all_stacks_and_who_waits_then_fails(jobs):
-    job = jobs.run(hang_on_one, stall_warn_s=2.0, stall_timeout_s=5.0)
+    job = jobs.run(hang_on_one, stall_warn_s=4.0, stall_timeout_s=8.0)
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "stalled")
     assert "stall_timeout_s" in state["reason"]
@@ -153,11 +153,11 @@ def test_progress_keeps_a_stall_away(jobs):
     def slow():
         from kale_dist.runtime import context
 
-        for _ in range(8):
-            time.sleep(0.25)
+        for _ in range(16):
+            time.sleep(0.5)
             context.mark_progress()
 
-    job = jobs.run(slow, ranks=1, stall_warn_s=1.0, stall_timeout_s=1.5)
+    job = jobs.run(slow, ranks=1, stall_warn_s=5.0, stall_timeout_s=6.0)
     assert job.wait()["state"] == "succeeded"
     assert job.events(EventKind.WAITING) == []
 
