@@ -56,8 +56,10 @@ import pathlib
 import kale_dist as kd
 
 pathlib.Path("HOME/note.txt").write_text("of the notebook")
-pods = kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1})
-print(kd.launch(lambda: pathlib.Path("HOME/note.txt").read_text(), number_of_processes=2, on=pods).results(200))
+read = lambda: pathlib.Path("HOME/note.txt").exists() and pathlib.Path("HOME/note.txt").read_text()
+for volumes in ({}, {"HOME": "home"}):
+    pods = kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1}, volumes=volumes)
+    print(kd.launch(read, number_of_processes=2, on=pods).results(200))
 """.replace("HOME", HOME)
 
 RUN = f"""
@@ -183,7 +185,7 @@ def test_the_pods_ran_the_notebook_s_image_without_a_token(executed, namespace):
 
 
 @pytest.mark.nightly
-def test_a_claim_of_one_node_is_mounted_by_pods_on_that_node(make_namespace):
+def test_a_claim_of_one_node_is_mounted_if_it_is_named_by_pods_on_that_node(make_namespace):
     namespace = make_namespace()
     for made in (
         claim("ReadWriteOnce", "standard"),
@@ -202,7 +204,9 @@ def test_a_claim_of_one_node_is_mounted_by_pods_on_that_node(make_namespace):
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod))
     log = log_of_ended(namespace, "notebook")
     node = run_kubectl("get", "nodes", "-o", "name").removeprefix("node/").strip()
-    assert f"The pods mount pvc://home at /home/me, as this notebook's own pod does, and run on its node {node}" in log
+    assert "The claim home of this notebook is ReadWriteOnce and not mounted. volumes={'/home/me': 'home'}" in log
+    assert "[False, False]" in log
+    assert f"All pods run on this notebook's node {node}, as the claim home is ReadWriteOnce" in log
     assert "['of the notebook', 'of the notebook']" in log
     assert "all 2 pods have to fit on one node" not in log
     run_kubectl("delete", "namespace", namespace, "--wait=false")

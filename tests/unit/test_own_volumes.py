@@ -12,7 +12,6 @@ from golden_jobs import a_spec
 
 from kale_dist.backends.kubernetes import client, prepare, self_pod
 from kale_dist.manifests import KINDS
-from kale_dist.spec import Resources
 from kale_dist.volumes import Volume, VolumeKind
 
 CLAIMS = "/api/v1/namespaces/team/persistentvolumeclaims"
@@ -68,14 +67,32 @@ def test_a_volume_of_the_call_at_that_path_goes_first(own):
     assert added.mount_path == "/data"
 
 
-def beside(own, **changes):
-    options = dataclasses.replace(a_spec().cluster, namespace="team", kind="pytorch", **changes.pop("on", {}))
-    return prepare.beside_notebook(a_spec(cluster=options, **changes), own, KINDS["pytorch"])
+DISK = Volume(mount_path="/disk", source="disk-claim", kind=VolumeKind.CLAIM)
 
 
-def test_a_claim_of_one_node_is_mounted_by_pods_that_are_held_to_it(own):
-    spec = beside(own, resources=Resources(cpu=0.1, memory_gib=0.1))
-    assert spec.volumes == (Volume(mount_path="/disk", source="disk-claim", kind=VolumeKind.CLAIM),)
+def prepared(own, volumes=(), **on):
+    """The job as it is submitted, and what the log says of claims."""
+    given = a_spec(volumes=volumes, cluster=dataclasses.replace(a_spec().cluster, namespace="team", **on))
+    added = prepare.own_volumes(given, own, "team")
+    settled = prepare.beside_notebook(dataclasses.replace(given, volumes=(*volumes, *added)), own)
+    return settled, prepare.about_claims(given, settled, own)
+
+
+def test_a_claim_of_one_node_is_left_out_and_the_log_says_how_to_mount_it(own):
+    spec, lines = prepared(own)
+    assert DISK not in spec.volumes
+    assert "matchFields" not in spec.cluster.affinity
+    assert lines == [
+        "The pods mount pvc://home-claim/me at /home/me, as this notebook's own pod does. volumes={'/home/me': 'emptydir://'} leaves it out",
+        "The pods mount pvc://data-claim at /data, as this notebook's own pod does. volumes={'/data': 'emptydir://'} leaves it out",
+        "The claim disk-claim of this notebook is ReadWriteOnce and not mounted. volumes={'/disk': 'disk-claim'} mounts it, and then all pods run on this node",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/disk", "/elsewhere"])
+def test_pods_that_mount_a_claim_of_one_node_by_name_are_held_to_it(own, path):
+    spec, lines = prepared(own, (dataclasses.replace(DISK, mount_path=path),))
+    assert lines[2:] == ["All pods run on this notebook's node node-7, as the claim disk-claim is ReadWriteOnce"]
     made = KINDS["pytorch"].make(spec, golden_jobs.SETTINGS)
     for group in KINDS["pytorch"].pod_groups(made):
         required = group.template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -84,16 +101,28 @@ def test_a_claim_of_one_node_is_mounted_by_pods_that_are_held_to_it(own):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "on",
     [
-        {"on": {"node_selector": (("pool", "gpu"),)}}, {"on": {"affinity": '{"podAntiAffinity": {}}'}}, {"cuda": True},
-        {"resources": Resources(cpu=10_000.0)}, {"resources": Resources(memory_gib=1e6)},
+        {"node_selector": {"pool": "gpu"}}, {"affinity": {"podAntiAffinity": {}}}, {"queue": "team"},
+        {"patch": {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": {"nodeName": "a"}}}}}}},
     ],
 )  # fmt: skip
-def test_pods_that_belong_elsewhere_or_do_not_fit_are_not_held_to_the_notebooks_node(own, changes):
-    spec = beside(own, **changes)
-    assert spec.volumes == ()
+def test_a_call_that_chooses_nodes_keeps_them(own, on):
+    spec, lines = prepared(own, (DISK,), **on)
     assert "matchFields" not in spec.cluster.affinity
+    assert not any("node-7" in line for line in lines)
+    _, lines = prepared(own, **on)
+    assert lines[-1].endswith("volumes={'/disk': 'disk-claim'} mounts it")
+
+
+def test_a_patch_of_something_else_chooses_no_nodes(own):
+    spec, _ = prepared(own, (DISK,), patch={"metadata": {"labels": {"team": "a"}}})
+    assert "node-7" in spec.cluster.affinity
+
+
+def test_a_claim_of_one_node_that_the_call_covers_is_not_spoken_of(own):
+    _, lines = prepared(own, (Volume(mount_path="/disk", kind=VolumeKind.EMPTY_DIR),))
+    assert not any("disk-claim" in line for line in lines)
 
 
 def test_nothing_is_mounted_elsewhere(own):

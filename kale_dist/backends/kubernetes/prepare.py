@@ -6,20 +6,19 @@ import base64
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 
 from kale_dist import config, records
 from kale_dist.backends.kubernetes import checks, client, errand, self_pod, served, submit
 from kale_dist.backends.kubernetes.client import Cluster
-from kale_dist.backends.kubernetes.self_pod import SelfPod
+from kale_dist.backends.kubernetes.self_pod import MountedClaim, SelfPod
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.config import Config
 from kale_dist.contract import Source
 from kale_dist.errors import BackendError, ConfigError, warn
 from kale_dist.image import for_job
-from kale_dist.manifests import Kind
+from kale_dist.places import ClusterOptions
 from kale_dist.spec import JobSpec
 from kale_dist.url_store import UrlStore
 from kale_dist.volumes import Volume, VolumeKind, hidden_by
@@ -73,19 +72,14 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     if settled.cluster.master is None and found.forbids_master:
         settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
     settled = served.with_runtime_field(cluster, settled)
-    anywhere, settled = len(settled.volumes), beside_notebook(settled, own, kind)
+    settled = beside_notebook(settled, own)
     if found.needs_cpu_limit and settled.resources.cpu_limit is None:
         limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
         settled = dataclasses.replace(settled, resources=limit)
     if not submits:
         return settled
-    for number, volume in enumerate(settled.volumes[len(spec.volumes) :], len(spec.volumes)):
-        claim = f"{volume.source}/{volume.sub_path}".rstrip("/")
-        where = f", and run on its node {own.node}, as the claim is ReadWriteOnce" if own and number >= anywhere else ""
-        _say(
-            f"The pods mount pvc://{claim} at {volume.mount_path}, as this notebook's own pod does{where}. "
-            f"volumes={{{volume.mount_path!r}: 'emptydir://'}} leaves it out"
-        )
+    for line in about_claims(spec, settled, own):
+        print(f"[kale-dist] {line}", file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as other notes are
     if settled.store and not spec.store and not configured.store:
         warn(
             f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
@@ -190,57 +184,88 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
     )
 
 
-def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str, mode: str = "ReadWriteMany") -> tuple[Volume, ...]:
-    """The claims of the notebook's own pod that other pods can mount, too: a path then means the same in both.
+def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Volume, ...]:
+    """The notebook's ReadWriteMany claims, which pods of all nodes can mount: a path then means the same in both.
 
     Args:
         spec: The job, whose own volumes go first.
         own: This process's pod; None outside of the cluster.
         namespace: Where the job runs: a claim is its namespace's.
-        mode: Access mode of the claims.
     """
-    if own is None or own.namespace != namespace:
-        return ()
     taken = {volume.mount_path for volume in spec.volumes}
     return tuple(
         Volume(
             mount_path=claim.path, source=claim.claim, kind=VolumeKind.CLAIM, sub_path=claim.sub_path, read_only=claim.read_only
         )
-        for claim in own.claims
-        if mode in claim.access_modes and claim.path not in taken and not hidden_by(claim.path)
+        for claim in _own_claims(own, namespace)
+        if "ReadWriteMany" in claim.access_modes and claim.path not in taken and not hidden_by(claim.path)
     )  # fmt: skip
 
 
-def beside_notebook(spec: JobSpec, own: SelfPod | None, kind: Kind) -> JobSpec:
-    """Add the notebook's ReadWriteOnce claims, and hold the pods to its node, which alone reaches their volumes.
+def beside_notebook(spec: JobSpec, own: SelfPod | None) -> JobSpec:
+    """Hold the pods to the notebook's node if the call names a ReadWriteOnce claim of its pod, which only that node can mount.
 
-    Not if the call says where the pods go, or if the node could not hold them all: they would wait forever, and need no claim
-    that the call does not name. Of the node, this process sees the cores and the memory, but no GPUs.
+    Not if the call chooses nodes itself.
 
     Args:
         spec: The job, settled in all else.
         own: This process's pod; None outside of the cluster.
-        kind: What the job becomes.
     """
     options = spec.cluster
-    added = own_volumes(spec, own, options.namespace, "ReadWriteOnce")
-    if own is None or not own.node or not added or options.node_selector or options.affinity:
+    named = {volume.source for volume in spec.volumes if volume.kind is VolumeKind.CLAIM}
+    if own is None or not own.node or _chooses_nodes(options):
         return spec
-    memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    there = {"cpu": float(os.cpu_count() or 1), "memory": memory}
-    wanted = checks.sums_of(kind.pod_groups(kind.make(spec, submit.settings_of(spec))))
-    if any(amount > there.get(key, 0.0) for key, amount in wanted.items()):
+    if not any(claim.is_of_one_node and claim.claim in named for claim in _own_claims(own, options.namespace)):
         return spec
     field = {"key": "metadata.name", "operator": "In", "values": [own.node]}
     terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
     affinity = json.dumps({"nodeAffinity": {checks.NODE_REQUIRED: terms}})
-    return dataclasses.replace(
-        spec, volumes=(*spec.volumes, *added), cluster=dataclasses.replace(options, affinity=affinity)
-    )
+    return dataclasses.replace(spec, cluster=dataclasses.replace(options, affinity=affinity))
 
 
-def _say(line: str) -> None:
-    print(f"[kale-dist] {line}", file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as other notes are
+def about_claims(spec: JobSpec, settled: JobSpec, own: SelfPod | None) -> list[str]:
+    """What the log says of the claims of the notebook's pod: which the pods mount, and which they do not.
+
+    Args:
+        spec: The job as the call gave it.
+        settled: The same, with the claims and the node that were added.
+        own: This process's pod; None outside of the cluster.
+    """
+    lines = []
+    for volume in settled.volumes[len(spec.volumes) :]:
+        where = f"pvc://{volume.source}/{volume.sub_path}".rstrip("/")
+        lines.append(
+            f"The pods mount {where} at {volume.mount_path}, as this notebook's own pod does. "
+            f"volumes={{{volume.mount_path!r}: 'emptydir://'}} leaves it out"
+        )
+    named = {volume.source for volume in spec.volumes if volume.kind is VolumeKind.CLAIM}
+    taken = {volume.mount_path for volume in spec.volumes}
+    is_held = settled.cluster.affinity != spec.cluster.affinity
+    first: dict[str, MountedClaim] = {}
+    for claim in _own_claims(own, settled.cluster.namespace):
+        if claim.is_of_one_node and (claim.claim in named or not (claim.path in taken or hidden_by(claim.path))):
+            first.setdefault(claim.claim, claim)
+    for name, claim in first.items():
+        if name not in {*named, submit.claim_of(settled)[0]}:
+            source = f"pvc://{name}/{claim.sub_path}" if claim.sub_path else name
+            then = "" if _chooses_nodes(settled.cluster) and not is_held else ", and then all pods run on this node"
+            lines.append(
+                f"The claim {name} of this notebook is ReadWriteOnce and not mounted. "
+                f"volumes={{{claim.path!r}: {source!r}}} mounts it{then}"
+            )
+        elif name in named and is_held and own is not None:
+            lines.append(f"All pods run on this notebook's node {own.node}, as the claim {name} is ReadWriteOnce")
+    return lines
+
+
+def _own_claims(own: SelfPod | None, namespace: str | None) -> tuple[MountedClaim, ...]:
+    return own.claims if own is not None and own.namespace == namespace else ()
+
+
+def _chooses_nodes(options: ClusterOptions) -> bool:
+    """Whether the call says on which nodes the pods run, itself or by a queue with nodes of its own."""
+    is_patched = any(field in options.patch for field in ("nodeSelector", "nodeName", "affinity"))
+    return bool(options.node_selector or options.affinity or options.queue or is_patched)
 
 
 def _own_volume(own: SelfPod | None) -> str:

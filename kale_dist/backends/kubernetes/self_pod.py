@@ -34,6 +34,11 @@ class MountedClaim:
         """Whether pods of several nodes can write into it."""
         return "ReadWriteMany" in self.access_modes and not self.read_only
 
+    @property
+    def is_of_one_node(self) -> bool:
+        """Whether only the pods of one node can mount it."""
+        return "ReadWriteOnce" in self.access_modes and "ReadWriteMany" not in self.access_modes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SelfPod:
