@@ -23,9 +23,12 @@ import contextlib
 import importlib
 import inspect
 import linecache
+import os
 import signal
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -74,7 +77,7 @@ def component(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, metrics: Any) -> None:
     """Run the function in the pod of its step, wait for its job, and fill the artifacts. What a compiled component calls.
 
-    On SIGTERM, which a step gets when its pipeline is terminated, the job is deleted.
+    On SIGTERM the jobs that the step has started are deleted.
 
     Args:
         call: The function.
@@ -99,7 +102,7 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
 
 @contextlib.contextmanager
 def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
-    """The job of a call that a pod makes. If the pod gets SIGTERM while it is followed, it is deleted.
+    """The job of a call that a pod makes. On SIGTERM all jobs are deleted that this process has started in the meantime.
 
     Args:
         make: Makes the call.
@@ -107,23 +110,53 @@ def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
     Raises:
         KaleDistError: What it returned is no job.
     """
-    # During the call, the call itself takes back what it has made.
-    signal.signal(signal.SIGTERM, _leave)
-    job = make()
-    if not hasattr(job, "stream_logs"):
-        raise KaleDistError(
-            f"The function returned {show(job)}, not a job. Let it end with `return kd.distribute(...)`"
-        )
+    begun = time.time()
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        job = make()
+        if not hasattr(job, "stream_logs"):
+            raise KaleDistError(
+                f"The function returned {show(job)}, not a job. Let it end with `return kd.distribute(...)`"
+            )
         yield job
-    except SystemExit:
-        job.delete()
+    except _TerminatedError:
+        # A submission that it has interrupted takes back by itself what it has made.
+        _delete_since(begun)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _leave(number: int, _frame: Any) -> NoReturn:
+class _TerminatedError(SystemExit):
+    """This process got SIGTERM."""
+
+
+def _terminate(number: int, _frame: Any) -> NoReturn:
     """What SIGTERM does. By itself it would do nothing to a container's first process."""
-    sys.exit(128 + number)
+    signal.signal(number, signal.SIG_IGN)
+    raise _TerminatedError(128 + number)
+
+
+def _delete_since(begun: float) -> None:
+    """Delete the jobs that this process has started since then, all at once: it may be killed at any moment."""
+    from kale_dist import calls, records
+
+    def delete(ref: str) -> None:
+        try:
+            calls.attach(ref).delete()
+        except KaleDistError as error:
+            print(f"{ref} could not be deleted: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the step's log
+
+    found = []
+    for name in records.names():
+        with contextlib.suppress(KaleDistError):
+            record = records.read(name)
+            if record.kernel_pid == os.getpid() and record.created >= begun:
+                found.append(threading.Thread(target=delete, args=(record.ref,)))
+    for thread in found:
+        thread.start()
+    for thread in found:
+        thread.join()
 
 
 def _detach(call: Callable[..., Any]) -> None:

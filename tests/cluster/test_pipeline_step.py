@@ -65,7 +65,11 @@ try:
 except ChildProcessError:
     sys.exit(143)
 """
-"""An init that passes SIGTERM on to a step's process group and waits for all of it, also for what its shell leaves behind."""
+"""An init that passes SIGTERM on to a step's process group, and waits for all of it.
+
+Argo's executor need not: its container ends with the launcher and the shell, which SIGTERM ends at once, and whatever else runs
+in it is killed. So this shows what a step does that gets the signal and the time, and not that it gets the time.
+"""
 
 
 @pytest.fixture(scope="module")

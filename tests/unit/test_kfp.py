@@ -103,10 +103,42 @@ def test_a_step_that_is_terminated_deletes_its_job(tmp_path):
         os.kill(step_process, signal.SIGTERM)
         time.sleep(600)
 
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left:
         step(work, Artifact(str(tmp_path / "model")), Artifact())
     assert left.value.code == 143
     assert [job.ref for job in kd.jobs(on="local")] == before
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_step_that_is_terminated_deletes_jobs_that_its_function_has_not_returned():
+    step_process, before = os.getpid(), [job.ref for job in kd.jobs(on="local")]
+
+    def work(ends):
+        if ends:
+            os.kill(step_process, signal.SIGTERM)
+        time.sleep(600)
+
+    def make():
+        kd.launch(work, False, number_of_processes=1)
+        job = kd.launch(work, True, number_of_processes=1)
+        job.wait()
+        return job
+
+    with pytest.raises(SystemExit), kfp.in_pod(make):
+        pass
+    assert [job.ref for job in kd.jobs(on="local")] == before
+
+
+def test_a_function_that_ends_by_itself_keeps_its_jobs():
+    def make():
+        job = kd.launch(print, number_of_processes=1)
+        job.wait()
+        sys.exit(f"not good enough: {job.ref}")
+
+    with pytest.raises(SystemExit, match="not good enough") as left, kfp.in_pod(make):
+        pass
+    kd.attach(str(left.value).split()[-1]).delete()
 
 
 def test_a_step_fails_with_its_job_and_without_one(tmp_path):

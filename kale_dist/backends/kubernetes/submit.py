@@ -240,12 +240,7 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
     Raises:
         BackendError: The cluster refused.
     """
-    with contextlib.suppress(Exception):
-        # The job owns it; without the garbage collector (a dead controller manager) it would stay.
-        cluster.core.delete_namespaced_secret(manifests.input_secret_name(name), namespace)
-    with contextlib.suppress(Exception):
-        if kind.makes_services:
-            cluster.core.delete_namespaced_service(name, namespace)
+    # First of all: this process may have little time left.
     where = (*kind.api, namespace, kind.plural, name)
     try:
         cluster.custom.delete_namespaced_custom_object(*where, propagation_policy="Background")
@@ -253,6 +248,12 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
         if api.status_of(error) != api.NOT_FOUND:
             doing = Doing(verb="delete", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
             raise api.explain(error, doing) from error
+    with contextlib.suppress(Exception):
+        # The job owns it; without the garbage collector (a dead controller manager) it would stay.
+        cluster.core.delete_namespaced_secret(manifests.input_secret_name(name), namespace)
+    with contextlib.suppress(Exception):
+        if kind.makes_services:
+            cluster.core.delete_namespaced_service(name, namespace)
 
 
 def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
