@@ -43,12 +43,7 @@ class Owner:
         """None may be missing."""
         raise SystemExit(reason)
 
-    def relay_is_lost(self, reason: str, ranks: range) -> None:
-        """Nor may one be lost."""
-        del ranks
-        self.relay_refuses(reason)
-
-    relay_leaves = relay_is_lost
+    relay_is_lost = relay_leaves = relay_refuses
 
 
 def order_of(relays: int, port: int) -> Order:

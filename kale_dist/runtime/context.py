@@ -27,7 +27,7 @@ MIN_INTERVAL_S = 0.1
 ALIVE = "alive"
 """Kind of the record by which a rank tells its agent that something moved. It goes no further."""
 
-SPARES = "spares"
+DISPENSABLE = "dispensable"
 """Kind of the record by which rank 0 tells its agent which ranks may be lost. It goes no further."""
 
 
@@ -190,7 +190,7 @@ def mark_progress() -> None:
 def may_lose(sets: Iterable[Iterable[int]]) -> None:
     """Tell the agent that the others carry on, from now on, when ranks are lost: all but one of each of these sets."""
     if _channel is not None:
-        _channel.send({"event": SPARES, "sets": [list(ranks) for ranks in sets]})
+        _channel.send({"event": DISPENSABLE, "sets": [list(ranks) for ranks in sets]})
 
 
 def flush() -> None:

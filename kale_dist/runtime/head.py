@@ -214,14 +214,13 @@ class Head:
         """One cannot run its ranks."""
         self._job.fail(FailureCause.NOT_STARTED, reason)
 
-    def relay_is_lost(self, reason: str, ranks: range) -> None:
+    def relay_is_lost(self, reason: str) -> None:
         """One is lost."""
-        if not self._job.can_lose(ranks):
-            self._job.fail(FailureCause.LOST, reason)
+        self._job.fail(FailureCause.LOST, reason)
 
-    def relay_leaves(self, reason: str, ranks: range) -> None:
-        """The pod of one got SIGTERM. If the others can do without its ranks, these work until they are killed."""
-        self._pod.loop.call_later(LOST_AFTER_S, self.relay_is_lost, reason, ranks)
+    def relay_leaves(self, reason: str) -> None:
+        """The pod of one got SIGTERM."""
+        self._pod.loop.call_later(LOST_AFTER_S, self._job.fail, FailureCause.LOST, reason)
 
     # -- requests, in the server's threads: `byte_server.Handler` ------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """One job with all its attempts, judged by the agent that is its head: from the order to the last event.
 
 When a rank is lost and the order allows another attempt, all ranks are ended, and once none is left all are started
-again; a rank that the others can do without (`context.may_lose`) ends nothing. What a job's own code raises, running out of memory, a deadline, a lost pod and a cancel end the job at once.
+again; the death of a rank that the others can do without (`context.may_lose`) ends nothing. What a job's own code raises,
+a deadline, a lost pod and a cancel end the job at once, and so does a rank that ran out of memory, if it was needed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import pathlib
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kale_dist.blobs import FolderStore
@@ -107,7 +108,8 @@ class JobRun:
         self._deadline: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._failures: list[RankRun] = []
-        self._spares: list[set[int]] = []
+        self._dispensable: list[set[int]] = []
+        """Of each of these sets, the others carry on without all ranks but one."""
         self._lost: list[RankRun] = []
         self._loss: Verdict | None = None
         self._is_over = False
@@ -198,14 +200,16 @@ class JobRun:
         if self.verdict is None:
             self._conclude(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
 
-    def can_lose(self, ranks: Iterable[int]) -> bool:
-        """Whether the others carry on without these ranks, and those that were lost before."""
-        gone = {*ranks, *(run.rank for run in self._lost)}
-        return 0 not in gone and gone <= set().union(*self._spares) and all(spares - gone for spares in self._spares)
+    def _can_lose(self, rank: int) -> bool:
+        """Whether the others carry on without this rank, and those that were lost before."""
+        gone = {rank, *(run.rank for run in self._lost)}
+        return (
+            0 not in gone and gone <= set().union(*self._dispensable) and all(one - gone for one in self._dispensable)
+        )
 
     def _moved(self, event: dict[str, Any] | None) -> None:
-        if event is not None and event.get("event") == context.SPARES:
-            self._spares = [set(ranks) for ranks in event["sets"]]
+        if event is not None and event.get("event") == context.DISPENSABLE:
+            self._dispensable = [set(ranks) for ranks in event["sets"]]
         if self._watch is not None:
             self._watch.moved(event)
 
@@ -223,7 +227,7 @@ class JobRun:
         is_ending = self.verdict is not None or self._loss is not None
         if run.end is not None and not run.is_held and run.state in _ALIVE:
             has_failed = run in self._failures or (run.done is not None and not run.done["ok"])
-            if run.done is None and not is_ending and self.can_lose((run.rank,)):
+            if run.done is None and not is_ending and self._can_lose(run.rank):
                 self._lost.append(run)
                 run.record_end(RankStateName.LOST)
                 self._writer.say(f"{ending.blame([run]).reason}. The other ranks carry on without it")
@@ -335,7 +339,7 @@ class JobRun:
         self._loss = None
         self._failures.clear()
         self._lost.clear()
-        self._spares.clear()
+        self._dispensable.clear()
         self._all_forked = False
         self.attempt += 1
         count = f"attempt {self.attempt + 1} of {self.order.max_restarts + 1}"

@@ -125,7 +125,7 @@ class RankRun:
         for event in contract.decode_json_lines(data):
             if event.get("event") != EventKind.USAGE:
                 self._moved(event)
-            if event.get("event") not in (context.ALIVE, context.SPARES):
+            if event.get("event") not in (context.ALIVE, context.DISPENSABLE):
                 self._writer.record(event)
 
     def message(self, message: dict[str, Any]) -> None:

@@ -55,12 +55,12 @@ class Owner(Protocol):
         """One cannot run its ranks; a sentence that names it."""
         ...
 
-    def relay_is_lost(self, reason: str, ranks: range) -> None:
-        """One is lost; a sentence that names it, and its ranks."""
+    def relay_is_lost(self, reason: str) -> None:
+        """One is lost; a sentence that names it."""
         ...
 
-    def relay_leaves(self, reason: str, ranks: range) -> None:
-        """The pod of one got SIGTERM; a sentence that names it, and its ranks."""
+    def relay_leaves(self, reason: str) -> None:
+        """The pod of one got SIGTERM; a sentence that names it."""
         ...
 
 
@@ -313,7 +313,7 @@ class HeadsRelays:
         relay.channel, relay.is_ready = None, False
         is_news = any(not far.run.is_gone for far in relay.far.values())
         if not self._is_over:
-            self._owner.relay_is_lost(f"{relay.describe()} is gone: {_GONE}", relay.ranks)
+            self._owner.relay_is_lost(f"{relay.describe()} is gone: {_GONE}")
         relay.outcomes.clear()
         for far in relay.far.values() if is_news else ():
             far.run.is_held = False
@@ -360,7 +360,7 @@ class HeadsRelays:
         elif op == Op.REFUSED:
             self._owner.relay_refuses(f"{relay.describe()} cannot run its part: {message['reason']}")
         elif op == Op.LEAVING:
-            self._owner.relay_leaves(f"{relay.describe()} is gone: {message['reason']}", relay.ranks)
+            self._owner.relay_leaves(f"{relay.describe()} is gone: {message['reason']}")
         elif far is None:
             return
         elif op == Op.FORKED:

@@ -114,10 +114,10 @@ class Settings(abc.ABC):
             ConfigError: The call cannot be trained so.
         """
 
-    def spares(self, world_size: int) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002 - most have none
-        """Sets of ranks of which all but one may be lost in the middle of the training, and the others carry on. Pure.
+    def dispensable(self, world_size: int) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002 - most have none
+        """Sets of ranks of which all but one may die in the middle of the training, and the others carry on. Pure.
 
-        The loss of any other rank ends the attempt, and so does that of rank 0 in any case.
+        The death of any other rank ends the attempt, and so does that of rank 0 in any case.
         """
         return ()
 

@@ -32,7 +32,8 @@ class ParameterServer(Settings):
     staleness: int | None = None
     """With `mode="async"`, how many steps a worker may be ahead of the slowest; None for 4."""
     backup: bool = False
-    """With `mode="sync"`: each server has a backup, another rank that does the same, so that either may be lost."""
+    """With `mode="sync"`: each server has a backup, a rank that does the same. If one of the two processes dies, the others
+    carry on."""
 
     def __post_init__(self) -> None:
         refuse_count("servers", self.servers)
@@ -66,13 +67,6 @@ class ParameterServer(Settings):
                 " left",
                 f"Use at least {serving + 1} processes, better {serving + 2}",
             )
-        for server, backup in self.spares(ranks) if self.backup else ():
-            if not given.is_local and server // given.processes_per_pod == backup // given.processes_per_pod:
-                raise ConfigError(
-                    "strategy",
-                    f"backup=True, and rank {server} would be in one pod with its backup, rank {backup}: lost together",
-                    "Use processes_per_pod=1",
-                )
         if isinstance(given.optimizer, dict):
             raise ConfigError(
                 "strategy",
@@ -91,7 +85,7 @@ class ParameterServer(Settings):
     def _serving(self) -> int:
         return self.servers * (1 + self.backup)
 
-    def spares(self, world_size: int) -> tuple[tuple[int, ...], ...]:
+    def dispensable(self, world_size: int) -> tuple[tuple[int, ...], ...]:
         """Each server and its backup; the workers of asynchronous servers."""
         workers = world_size - self._serving
         if self.mode == "async":

@@ -302,9 +302,9 @@ class Batches:
         numbers[group.world_size + group.rank] = int(left)
         numbers = group.sum_int64(numbers)
         leaving = sum(numbers[group.world_size :])
-        if leaving not in (0, group.world_size):
+        if leaving not in (0, group.answered):
             raise KaleDistError(
-                f"The step left the loop over its loader on {leaving} of {group.world_size} ranks only, after batch"
+                f"The step left the loop over its loader on {leaving} of {group.answered} ranks only, after batch"
                 f" {self.index}. All ranks must take the same steps: decide on a value that is equal on all"
             )
         return numbers[: group.world_size]

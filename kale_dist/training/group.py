@@ -34,6 +34,8 @@ class Group:
         """The process group, by reference: a step may call `destroy_process_group`, which hides the default one."""
         self.rank: int = dist.get_rank() if ready else place.rank
         self.world_size: int = dist.get_world_size() if ready else 1
+        self.size_at_start = self.world_size
+        """The world size before any rank was lost."""
         self._said: set[str] = set()
         self._exchange: Callable[[Any], dict[int, Any]] | None = None
         self._members = self._living = list(range(self.world_size))
@@ -42,13 +44,13 @@ class Group:
         """From now on exchange by something that outlives lost ranks, in the place of torch's collectives.
 
         Args:
-            exchange: Called by all ranks that are left, each with its value; gives theirs, by their numbers of now.
+            exchange: Called by all ranks that are left, each with its value; returns their values by rank.
         """
         self._exchange = exchange
         self._members = self._living = list(range(self.world_size))
 
     def renumber(self) -> bool:
-        """Number the ranks that are left from 0, if some were lost; whether that is so. Rank 0 is never lost."""
+        """Number the ranks that are left from 0, if some were lost; returns whether some were. Rank 0 never is."""
         if self._exchange is None:
             return False
         own, before, self._members = self._members[self.rank], self._members, self._living
@@ -77,6 +79,7 @@ class Group:
             made = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine.world, mine.rank, mine.world_size = made, ranks.index(self.rank), len(ranks)
+                mine.size_at_start = mine.world_size
         return mine
 
     @property
@@ -128,8 +131,14 @@ class Group:
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over ranks of a floating-point tensor, which is changed in place."""
+        value.div_(self.world_size)
         self.sum(value)
-        return value.div_(self.world_size)
+        return value if self.answered == self.world_size else value.mul_(self.world_size / self.answered)
+
+    @property
+    def answered(self) -> int:
+        """How many ranks took part in the last exchange: fewer than the world size once some were lost."""
+        return self.world_size if self._exchange is None else len(self._living)
 
     def send_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite a tensor by the one of the rank `source`."""
@@ -282,8 +291,7 @@ class Buffers:
                 self._group.send_tensor(buffer)
         with torch.no_grad():
             for same in by_dtype.values():
-                flat = torch.cat([buffer.reshape(-1) for buffer in same]).div_(self._group.world_size)
-                self._group.sum(flat)
+                flat = self._group.mean(torch.cat([buffer.reshape(-1) for buffer in same]))
                 for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
                     buffer.copy_(piece.view(buffer.shape))
 

@@ -88,8 +88,10 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
             candidate.num_samples = candidate.total_size = length(candidate.dataset) or 0
-        elif replicas == group.world_size and replicas > 1:
-            candidate.rank = group.rank
+        elif replicas == group.size_at_start and replicas > 1:
+            # Where ranks were lost, the others keep the shares that they had.
+            if replicas == group.world_size:
+                candidate.rank = group.rank
             return None
         elif replicas != 1:
             raise ConfigError(

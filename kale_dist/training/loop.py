@@ -271,9 +271,9 @@ class Session:
             ),
             stack,
         )
-        if (spares := self._settings.spares(group.world_size)) and group.rank == 0:
+        if (dispensable := self._settings.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
-            context.may_lose(spares)
+            context.may_lose(dispensable)
         if self.layout.shard is None:
             return
         if any(one.shard is None for one in layouts):

@@ -53,10 +53,10 @@ class Head:
     def relay_refuses(self, reason):
         self.told.append(f"refused: {reason}")
 
-    def relay_is_lost(self, reason, ranks):
+    def relay_is_lost(self, reason):
         self.told.append(f"lost: {reason}")
 
-    def relay_leaves(self, reason, ranks):
+    def relay_leaves(self, reason):
         self.told.append(f"leaves: {reason}")
 
     def spawn(self, rank):

@@ -1,6 +1,8 @@
 """Pods that are lost on the real cluster: deleted, evicted, out of memory, suspended; with and without another run."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -136,30 +138,41 @@ def test_a_suspended_training_resumes_behind_its_checkpoint(namespace):
 
 
 @pytest.mark.nightly
-def test_the_pod_of_a_server_with_a_backup_may_be_deleted(on, namespace):
+def test_the_process_of_a_server_with_a_backup_may_be_killed(namespace):
     import torch
 
-    def train(delete):
+    on = pods_in(namespace)
+
+    class Sgd(torch.optim.SGD):
+        """Kills the process of rank 1, a server, in its fifth step."""
+
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            if kills and self.steps == 5 and kd.context().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(closure)
+
+    def train():
         torch.manual_seed(0)
         x = torch.randn(32, 4)
         model = torch.nn.Linear(4, 1)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         job = kd.distribute(
-            model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=6, train_args=0.5, seed=1,
+            model, loader, torch.nn.MSELoss(), Sgd(model.parameters(), lr=0.01, momentum=0.9), epochs=3, seed=1,
             strategy=kd.strategies.ParameterServer(backup=True), number_of_processes=3, threads=1, on=on,
         )  # fmt: skip
-        if delete:
-            wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 1)
-            # Killed a second after SIGTERM. The operator makes another pod of that name, which has nothing to do.
-            delete_pod(namespace, f"{job.name}-worker-0", "--grace-period=1")
         status = job.wait(150)
         assert status.state is StateName.SUCCEEDED, (status, told(job))
         weights, results, attempt = job.state_dict(), job.results(), status.attempt
         job.delete()
         return status.replicas[1].state, attempt, results[1] is None, weights
 
-    expected, found = train(delete=False), train(delete=True)
+    kills = False
+    expected = train()
+    kills = True
+    found = train()
     assert found[:3] == (RankStateName.LOST, 0, True)
     assert all(torch.equal(found[3][name], value) for name, value in expected[3].items())
 

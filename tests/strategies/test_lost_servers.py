@@ -102,10 +102,21 @@ class Step:
         return {"loss": total / len(loader.dataset), "samples": len(loader.dataset)}
 
 
+class Scaled(nn.Linear):
+    """A layer with a constant table, which no average may change."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("table", torch.tensor([1.0, 2.0]))
+
+    def forward(self, x):
+        return super().forward(x) * self.table
+
+
 def train(strategy, processes, deaths=(), lost=None):
     """A job that has ended: 4 epochs of 48 samples in batches of 4 a worker, evaluated on 12."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 2)
+    model = Scaled()
     x = torch.randn(60, 4)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     first, last = torch.utils.data.Subset(data, range(48)), torch.utils.data.Subset(data, range(48, 60))
@@ -142,6 +153,7 @@ def test_a_worker_of_asynchronous_servers_may_be_lost():
         result = job.result()
         assert result.metrics["samples"] == 24
         assert result.metrics["loss"] < 0.5
+        assert job.state_dict()["table"].tolist() == [1.0, 2.0]
         assert [type(one).__name__ for one in job.results()] == ["TrainingResult", "NoneType", *["TrainingResult"] * 2]
         assert all(torch.equal(value, job.state_dict()[name]) for name, value in job.model.state_dict().items())
     finally:

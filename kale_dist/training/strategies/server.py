@@ -165,7 +165,7 @@ class Server(Base):
         if self.settings.mode == "sync":
             self._serve_together()
         else:
-            _Race(self).run()
+            _Asynchronous(self).run()
 
     def _serve_together(self) -> None:
         """One request of each worker at a time; all must be alike.
@@ -290,7 +290,7 @@ class Server(Base):
         pair.send_bytes(file.getvalue())
 
     def answer_metrics(self, pair: Pair) -> None:
-        """Send the numbers of an epoch: bytes sent; in the asynchronous mode also how stale gradients were, and how far workers ran ahead."""
+        """Send the numbers of an epoch: bytes sent; in the asynchronous mode also how stale gradients were, and the lead."""
         found: dict[str, float] = {"bytes_sent": self._bytes_sent}
         self._bytes_sent = 0
         if self.settings.mode == "async":
@@ -304,7 +304,7 @@ class Server(Base):
         pair.send_bytes(pickle.dumps(found))
 
 
-class _Race:
+class _Asynchronous:
     """The life of an asynchronous server: a thread for each worker, and a bound on how far one may be ahead.
 
     A worker's clock is the number of its steps that were carried out in this epoch. The answer to a step is held back until
@@ -324,7 +324,7 @@ class _Race:
         self._version = 0
         self._seen = [0] * len(self._pairs)
         """The version of the weights that each worker has."""
-        self._meeting: dict[int, bytes] = {}
+        self._gathering: dict[int, bytes] = {}
         """What those have brought who wait for the others."""
         self._final = server._shard.weights()  # noqa: SLF001
         """The weights at the end of the epoch."""
@@ -369,12 +369,12 @@ class _Race:
                     self._step(number, options, gradients, [bool(flag) for flag in head[HEAD:]], weights)
                     server.answer(pair, *weights.buffers)
                 case Kind.END:
-                    self._meet(number, b"", ends_epoch=True)
+                    self._gather(number, b"", ends_epoch=True)
                     server.answer(pair, *self._final.buffers)
                     if not number:
                         server.answer_metrics(pair)
                 case Kind.EXCHANGE:
-                    pair.send_bytes(pickle.dumps(self._meet(number, pair.receive_bytes())))
+                    pair.send_bytes(pickle.dumps(self._gather(number, pair.receive_bytes())))
                 case Kind.STATE:
                     server.answer_state(pair)
 
@@ -396,18 +396,18 @@ class _Race:
             self._seen[number] = self._version
             weights.read()
 
-    def _meet(self, number: int, brought: bytes, *, ends_epoch: bool = False) -> dict[int, bytes]:
+    def _gather(self, number: int, brought: bytes, *, ends_epoch: bool = False) -> dict[int, bytes]:
         """Wait until all workers that are left are here; gives what each has brought."""
         with self._state:
-            meeting = self._meeting
+            meeting = self._gathering
             meeting[number] = brought
             if ends_epoch:
                 del self._clocks[number]
             self._state.notify_all()
-            self._state.wait_for(lambda: self._meeting is not meeting or self._living <= meeting.keys())
-            if self._meeting is meeting:
-                # The first to see it: the others find all decided.
-                self._meeting = {}
+            self._state.wait_for(lambda: self._gathering is not meeting or self._living <= meeting.keys())
+            if self._gathering is meeting:
+                # This thread is the first to see that all are here, and settles it for the others.
+                self._gathering = {}
                 if ends_epoch:
                     self._clocks = dict.fromkeys(self._living, 0)
                     self._final.read()

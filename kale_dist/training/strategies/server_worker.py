@@ -85,7 +85,7 @@ class Worker(Replica):
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            # What a server has is here already.
+            # This rank has all it needs, so a server that is gone loses nothing.
             with contextlib.suppress(LostPeerError):
                 self._tell(Kind.LEAVE)
             for pair in itertools.chain(*self._pairs):
@@ -230,6 +230,11 @@ class Worker(Replica):
                 f" epoch on, all data is divided over those that are left ({ranks(len(found))})."
             )
         self._workers &= found.keys()
+        if not all(found.values()):
+            raise KaleDistError(
+                "The workers do not take the same steps: some have ended the epoch, and others still draw batches. Leave the"
+                " loop over the loader on all ranks or none"
+            )
         return {rank: pickle.loads(data) for rank, data in found.items()}
 
     def full_state(self) -> FullState | None:
