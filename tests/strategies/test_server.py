@@ -52,11 +52,11 @@ def test_backups_need_processes_of_their_own(servers, processes, least):
         )  # fmt: skip
 
 
-def test_who_may_be_lost_is_known_beforehand():
-    assert ParameterServer().spares(4) == ()
-    assert ParameterServer(backup=True).spares(4) == ((2, 3),)
-    assert ParameterServer(servers=2, backup=True).spares(6) == ((2, 4), (3, 5))
-    assert ParameterServer(mode="async", servers=2).spares(5) == ((0, 1, 2),)
+def test_who_is_dispensable_is_known_beforehand():
+    assert ParameterServer().dispensable(4) == ()
+    assert ParameterServer(backup=True).dispensable(4) == ((2, 3),)
+    assert ParameterServer(servers=2, backup=True).dispensable(6) == ((2, 4), (3, 5))
+    assert ParameterServer(mode="async", servers=2).dispensable(5) == ((0, 1, 2),)
     layout = ParameterServer(servers=2, backup=True).layout(4, 6)
     assert (layout.shards, layout.shard, layout.part) == (2, None, "backup of server 0 of 2")
 
