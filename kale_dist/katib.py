@@ -2,8 +2,8 @@
 
     python -m kale_dist.katib FILE SNAPSHOT        in the pod, with the parameters in KALE_DIST_PARAMETERS
 
-The pod makes the call with the parameters that Katib has chosen, prints the job's log, and a line for each value of the metric
-as Katib's collector reads it: `2026-01-01T00:00:00Z eval-accuracy=0.93`.
+The pod makes the call with the parameters that Katib has chosen, prints the job's log, and a line for each value of the
+metric as Katib's collector reads it: `2026-01-01T00:00:00Z kale-eval-accuracy=0.93`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import blobs, kfp
 from kale_dist.errors import ConfigError
+from kale_dist.manifests.settings import INPUT_BYTES
 from kale_dist.manifests.yaml_text import to_yaml
 from kale_dist.quantities import cpu_text, memory_text
 from kale_dist.resources import resources as resources_of
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 VARIABLE = "KALE_DIST_PARAMETERS"
 _MOUNT, _FILE = "/kale-dist", "call.zip"
 _CONTAINER = "trial"
-_MAX_BYTES = 600_000
-"""A Secret holds 1 MiB; this is what is sent as part of a job's Secret, too."""
 _MAX_VALUES = 1000
 _ALGORITHMS = {"RandomSampler": "random", "GridSampler": "grid", "CmaEsSampler": "cmaes", "QMCSampler": "sobol"}
 _TPE = {False: "tpe", True: "multivariate-tpe"}
@@ -126,8 +125,8 @@ def export(
     label = getattr(call, "__name__", "call")
     snapshot = capture(call, (search.metric, readers), {}, store=store, label=label).snapshot
     packed = blobs.pack_blobs(store, snapshot.blobs)
-    if len(packed) > _MAX_BYTES:
-        problem = f"with all that it uses it takes {len(packed):,} bytes, and a Secret has room for {_MAX_BYTES:,}"
+    if len(packed) > INPUT_BYTES:
+        problem = f"with all that it uses it takes {len(packed):,} bytes, and a Secret has room for {INPUT_BYTES:,}"
         raise ConfigError("call", problem, "Make or load its data inside the call, not before")
     place = {"namespace": namespace} if namespace else {}
     secret = {
@@ -207,8 +206,11 @@ def _asked(resources: Any) -> dict[str, Any]:
 
 
 def _metric(name: str) -> str:
-    """The metric's name as the collector finds it, which takes letters, digits, `_` and `-` for a name."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", name)
+    """The metric's name as the collector finds it, which takes letters, digits, `_` and `-` for a name.
+
+    The collector reads the whole log, in which a rank may print `loss=0.5` of its own.
+    """
+    return "kale-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
 
 
 def _algorithm(search: Search, parameters: Mapping[str, _Parameter]) -> str:

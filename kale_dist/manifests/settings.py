@@ -41,6 +41,9 @@ PORT = 23456
 START_WAIT_S = 3600.0
 """How long the agents of a job wait for each other; an order's `start_wait_s`."""
 
+INPUT_BYTES = 600_000
+"""A snapshot up to this size is part of a Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
+
 INPUT_FOLDER = "/kale-dist/input"
 WORK_FOLDER = "/kale-dist/work"
 HOME_FOLDER = "/kale-dist/home"

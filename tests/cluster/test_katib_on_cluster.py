@@ -85,7 +85,7 @@ def test_a_trial_trains_in_its_pod_and_prints_what_katib_reads(namespace):
     values = [
         float(match[2])
         for match in re.finditer(r"([\w|-]+)\s*=\s*((-?\d+)(\.\d+)?)", log)
-        if match[1] == "eval-accuracy"
+        if match[1] == "kale-eval-accuracy"
     ]
     assert len(values) == 3, log
     assert values[-1] > 0.8

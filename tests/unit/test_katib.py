@@ -50,6 +50,7 @@ def search(**changes):
 
 def tell(lr, dropout, momentum, layers, width, act):
     print("act is", repr(act))
+    print("score=0.53")
     for value in (lr, 0.00001, float("nan"), lr * dropout + momentum + layers + width):
         kd.report(score=value)
 
@@ -98,10 +99,11 @@ def test_a_trial_prints_its_metric_as_katib_reads_it(tmp_path):
     log = tmp_path.joinpath("metrics.log").read_text()
     assert tmp_path.joinpath("mark").exists(), log
     assert "act is 'leaky relu'" in log
+    assert "score=0.53" in log
     for pattern in (DEFAULT_FILTER, OLD_FILTER):
-        values = [match[2] for match in re.finditer(pattern, log) if match[1] == "score"]
+        values = [match[2] for match in re.finditer(pattern, log) if match[1] == "kale-score"]
         assert list(map(float, values)) == [0.25, 0.00001, 66.425]
-    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ score=0\.25$", log, re.MULTILINE)
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ kale-score=0\.25$", log, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

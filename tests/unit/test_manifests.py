@@ -16,10 +16,9 @@ import pytest
 import yaml
 
 from kale_dist import manifests, payload, quantities
-from kale_dist.backends.kubernetes.submit import INPUT_BYTES
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import KINDS, PodSettings, bootstrap
-from kale_dist.manifests.settings import SPEC_ANNOTATION
+from kale_dist.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
 from kale_dist.runtime import ending
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 

@@ -24,6 +24,7 @@ from kale_dist.image import for_job
 from kale_dist.manifests import Kind, PodSettings, StoreMount, kind_of, owner_of
 from kale_dist.manifests.settings import (
     CANCELLED_ANNOTATION,
+    INPUT_BYTES,
     OBJECT_LABEL,
     PORT,
     START_WAIT_S,
@@ -32,9 +33,6 @@ from kale_dist.manifests.settings import (
 )
 from kale_dist.runtime import process_state
 from kale_dist.spec import JobSpec
-
-INPUT_BYTES = 600_000
-"""A snapshot up to this size is part of the Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
 
 _SECRET_BYTES = 1_000_000
 CLAIM_SCHEME = "pvc://"
