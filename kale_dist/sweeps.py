@@ -534,10 +534,12 @@ def _open(
         ("storage", storage, (str, optuna.storages.BaseStorage)),
     ):
         if value is not None and not isinstance(value, base):
-            example = {"sampler": "optuna.samplers.TPESampler()", "pruner": "optuna.pruners.MedianPruner()"}
-            remedy = f"Give such as {example.get(argument, 'a URL: sqlite:///sweeps.db')}"
+            remedy = {
+                "sampler": "Give a sampler such as optuna.samplers.TPESampler()",
+                "pruner": "Give a pruner such as optuna.pruners.MedianPruner()",
+            }.get(argument, "Give a URL such as sqlite:///sweeps.db")
             said = f"the class {value.__name__}" if isinstance(value, type) else show(value)
-            raise ConfigError(argument, f"{said} is no {argument} of Optuna's", remedy)
+            raise ConfigError(argument, f"{said} is not a {argument} of Optuna's", remedy)
     lock = contextlib.ExitStack()
     file = lock.enter_context(_lock_file(name).open("w"))
     try:
@@ -557,7 +559,7 @@ def _open(
         lock.close()
         if not isinstance(storage, str):
             raise
-        problem = f"{storage!r} cannot be opened: {str(error).splitlines()[0]}"
+        problem = f"{storage!r} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
         raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
     finally:
         optuna.logging.set_verbosity(verbosity)

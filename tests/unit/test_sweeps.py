@@ -230,6 +230,15 @@ def test_bad_arguments_are_refused_at_the_call(options, argument):
     assert caught.value.argument == argument
 
 
+def test_a_storage_that_fails_without_a_word_is_refused(monkeypatch):
+    def fail(**_):
+        raise TimeoutError
+
+    monkeypatch.setattr(optuna, "create_study", fail)
+    with pytest.raises(ConfigError, match="cannot be opened: TimeoutError"):
+        sweep(storage="sqlite:///sweeps.db")
+
+
 def test_the_picture_says_what_the_text_says_and_escapes_what_trials_contain():
     rows = (
         TrialRow(
