@@ -49,11 +49,11 @@ class EarlyStopping(_Monitor):
         _Monitor.__post_init__(self)
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
             problem = f"patience={self.patience!r} is not a whole number of 1 or more"
-            raise ConfigError("callbacks", problem, "Give such as patience=3")
+            raise ConfigError("callbacks", problem, "Give a number such as patience=3")
         delta = self.min_delta
         if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < math.inf:
             problem = f"min_delta={delta!r} is not a number of 0 or more"
-            raise ConfigError("callbacks", problem, "Give such as min_delta=0.001")
+            raise ConfigError("callbacks", problem, "Give a number such as min_delta=0.001")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class EMA:
     def __post_init__(self) -> None:
         decay = self.decay
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
-            raise ConfigError("callbacks", f"decay={decay!r} is not between 0 and 1", "Give such as EMA(decay=0.999)")
+            raise ConfigError(
+                "callbacks", f"decay={decay!r} is not between 0 and 1", "Give a number such as EMA(decay=0.999)"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

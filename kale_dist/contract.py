@@ -113,7 +113,10 @@ class RankStateName(enum.StrEnum):
     STOPPED = "stopped"
     """Ended by the agent: because of a cancel, a deadline or another rank's failure."""
     LOST = "lost"
-    """It died, and the others carried on without it (a parameter server with a backup, a worker of asynchronous ones)."""
+    """It died, and the others carried on without it.
+
+    So it is with a parameter server that has a backup, and with a worker of asynchronous ones.
+    """
 
 
 class FailureCause(enum.StrEnum):

@@ -194,7 +194,8 @@ class Job(Generic[R]):
         if status.state is StateName.SUCCEEDED:
             self._trained.fill_notebook()
         else:
-            print(f"{self.ref} {status.state.value}: {status.reason.rstrip('.')}. job.result() raises the error.")  # noqa: T201 - the line is for the notebook's user
+            reason = status.reason.rstrip(".")
+            print(f"{self.ref} {status.state.value}: {reason}. job.result() raises the error.")  # noqa: T201 - for the user
         return status
 
     def result(self, timeout: float | None = None) -> R:
@@ -215,7 +216,10 @@ class Job(Generic[R]):
         return value
 
     def results(self, timeout: float | None = None) -> list[R]:
-        """What every rank returned, by rank; None for one that was lost and that the others could do without. Raises as `result` does."""
+        """What every rank returned, by rank; None for one that was lost and that the others could do without.
+
+        Raises as `result` does.
+        """
         self._succeed(timeout)
         status = self.status
         lost = {replica.rank for replica in status.replicas if replica.state is RankStateName.LOST}

@@ -102,7 +102,7 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
 
 @contextlib.contextmanager
 def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
-    """The job of a call that a pod makes. On SIGTERM all jobs are deleted that this process has started in the meantime.
+    """The job of a call that a pod makes. On SIGTERM, all jobs that this process has started in it are deleted.
 
     Args:
         make: Makes the call.

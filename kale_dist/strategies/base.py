@@ -21,7 +21,7 @@ class Layout:
     shards: int
     """Into how many parts each global batch is divided."""
     shard: int | None
-    """The part of this rank; None for a rank without data, in which `Strategy.serve` takes the place of the training."""
+    """The part of this rank; None for a rank without data, in which `Strategy.serve` replaces the training."""
     peers: tuple[int, ...]
     """Ranks that have the same batch, this one among them. The first reads it and sends it to the others."""
     replicas: tuple[int, ...]
@@ -147,7 +147,7 @@ def refuse_count(setting: str, value: Any, *, at_least: int = 1) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         problem = f"{setting}={value!r} is not a whole number of {at_least} or more"
-        raise ConfigError("strategy", problem, f"Give such as {setting}={max(at_least, 2)}")
+        raise ConfigError("strategy", problem, f"Give a number such as {setting}={max(at_least, 2)}")
 
 
 def _listed(values: tuple[Any, ...]) -> str:

@@ -40,7 +40,9 @@ class DDP(Settings):
             raise ConfigError("strategy", problem, "Leave out one of them")
         size = self.bucket_mib
         if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
-            raise ConfigError("strategy", f"bucket_mib={size!r} is not a positive number", "Give such as 25.0")
+            raise ConfigError(
+                "strategy", f"bucket_mib={size!r} is not a positive number", "Give a number of MiB such as 25.0"
+            )
 
     def check(self, given: Conditions) -> None:
         """Shared memory is for CPU ranks of one machine."""

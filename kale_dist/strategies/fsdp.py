@@ -44,7 +44,9 @@ class FSDP(Settings):
         units: Any = self.units
         if isinstance(units, list | tuple):
             if not units or not all(isinstance(name, str) and name for name in units):
-                raise ConfigError("strategy", f"units={units!r} does not name modules", 'Give such as ("layers.*",)')
+                raise ConfigError(
+                    "strategy", f"units={units!r} does not name modules", 'Give names such as ("layers.*",)'
+                )
             object.__setattr__(self, "units", tuple(units))
         elif units not in ("blocks", "whole"):
             near = difflib.get_close_matches(str(units), ("blocks", "whole"), n=1)

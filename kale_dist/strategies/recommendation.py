@@ -116,7 +116,9 @@ def recommend(model: Any, optimizer: Any, number_of_processes: int, memory_gib: 
         raise ConfigError("model", "it has parameters without a shape", "Run it once on a batch before")
     optimizers = _several("optimizer", optimizer, "param_groups")
     if isinstance(number_of_processes, bool) or not isinstance(number_of_processes, int) or number_of_processes < 1:
-        raise ConfigError("number_of_processes", f"{number_of_processes!r} is not a number of ranks", "Give such as 2")
+        raise ConfigError(
+            "number_of_processes", f"{number_of_processes!r} is not a number of ranks", "Give a number such as 2"
+        )
     if memory_gib is not None:
         is_number = isinstance(memory_gib, int | float) and not isinstance(memory_gib, bool)
         if not is_number or not math.isfinite(memory_gib) or memory_gib <= 0:

@@ -196,7 +196,10 @@ def merge(train: Mapping[str, float], evaluation: Mapping[str, float]) -> dict[s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The outcome of one rank. States and model are rank 0's alone; the ranks' weights are equal. A parameter server's is empty."""
+    """The outcome of one rank. States and model are rank 0's alone; the ranks' weights are equal.
+
+    A parameter server's is empty.
+    """
 
     metrics: dict[str, float]
     """Those of the last epoch, training and evaluation; a name that both have gets `eval_` for the latter."""

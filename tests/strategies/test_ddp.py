@@ -150,8 +150,8 @@ def test_a_lost_rank_changes_nothing(tmp_path, strategy):
         (lambda: DDP(compress="fp32"), "Use one of: None, 'fp16', 'bf16', 'powersgd'"),
         (lambda: DDP(compress="fp16", exchange="ring"), "Leave out one of them"),
         (lambda: DDP(bucket_mb=3), "Did you mean 'bucket_mib'?"),
-        (lambda: DDP(bucket_mib=0), "Give such as 25.0"),
-        (lambda: DDP(bucket_mib=math.nan), "Give such as 25.0"),
+        (lambda: DDP(bucket_mib=0), "Give a number of MiB such as 25.0"),
+        (lambda: DDP(bucket_mib=math.nan), "Give a number of MiB such as 25.0"),
         (lambda: DDP("ring"), "without names"),
     ],
 )

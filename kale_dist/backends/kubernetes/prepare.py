@@ -203,9 +203,9 @@ def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Vol
 
 
 def beside_notebook(spec: JobSpec, own: SelfPod | None) -> JobSpec:
-    """Hold the pods to the notebook's node if the call names a ReadWriteOnce claim of its pod, which only that node can mount.
+    """Hold the pods to the notebook's node if the call names a ReadWriteOnce claim of its pod.
 
-    Not if the call chooses nodes itself.
+    Only that node can mount it. A call that chooses nodes itself is left as it is.
 
     Args:
         spec: The job, settled in all else.

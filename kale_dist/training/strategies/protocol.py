@@ -161,7 +161,8 @@ class Strategy(Protocol):
     def serve(self) -> None:
         """All that a rank without data does after `prepare`; returns when the training is over.
 
-        Such a rank takes part in no collective, so that the others can do without it. Call `context.mark_progress()` while it serves, or the rank counts as stalled.
+        Such a rank takes part in no collective, so that the others can do without it. Call `context.mark_progress()`
+        while it serves, or the rank counts as stalled.
         """
 
 
