@@ -15,7 +15,7 @@ from typing import Any
 from kale_dist import names, strategies, trackers
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
-from kale_dist.places import Kubernetes, Place
+from kale_dist.places import Docker, Kubernetes, Place
 from kale_dist.spec import Policy
 from kale_dist.wording import closest, show
 
@@ -122,8 +122,9 @@ def check_words(words: Iterable[str], verb: Callable[..., Any]) -> None:
 
 def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) -> str:
     """A sentence that names the argument that was probably meant; `own` are those besides the verb's."""
-    if any(word == field.name for field in dataclasses.fields(Kubernetes)):
-        return f"It belongs to the place: on=kd.Kubernetes({word}=...)"
+    places = [place for place in (Kubernetes, Docker) if any(word == field.name for field in dataclasses.fields(place))]
+    if places:
+        return "It belongs to the place: " + " or ".join(f"on=kd.{place.__name__}({word}=...)" for place in places)
     if (owner := strategies.owner_of(word)) is not None:
         return f"It is a setting of a strategy: strategy=kd.strategies.{owner.__name__}({word}=...)"
     signature = inspect.signature(verb).parameters

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import calls, checks, interrupts, katib, names, records
 from kale_dist.contract import StateName
-from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals
+from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
 from kale_dist.job import Job
 from kale_dist.status import JobStatus, values_of
 from kale_dist.view.sweep import SweepPicture, TrialRow, sentence
@@ -133,6 +133,12 @@ def sweep(
         names.check(name)
     chosen = name or f"sweep-{uuid.uuid4().hex[:5]}"
     study, lock = _open(chosen, storage, direction, sampler, pruner)
+    before = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+    if before >= trials:
+        warn(
+            f"name: the sweep {chosen!r} has {before} trials already, and trials={trials}: the call is not made again. Choose"
+            " another name for a new search, or more trials"
+        )
     return Sweep(call, study, metric=metric, trials=trials, parallel=parallel, processes=processes, lock=lock)
 
 

@@ -98,7 +98,9 @@ class Watcher:
         unsubscribe = self.subscribe(ref, lambda status: ended.set() if status.is_final else None)
         try:
             if not ended.wait(timeout):
-                raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it keeps running", str(ref))
+                status = self.backend.status(ref)
+                now = f"{status.state}: {status.reason}" if status.reason else str(status.state)
+                raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it is {now}", str(ref))
         finally:
             unsubscribe()
         return self.backend.status(ref)

@@ -14,7 +14,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist import cli, sweeps
-from kale_dist.errors import ConfigError, WaitTimeoutError
+from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError
 from kale_dist.sweeps import SweepError
 from kale_dist.view.sweep import SweepPicture, TrialRow, html, text
 
@@ -55,6 +55,13 @@ def test_the_best_trial_has_its_parameters_its_value_and_its_job():
     assert best.job.result() == 2.0
     assert [trial.state for trial in found.trials] == ["complete"] * 3
     assert "3 of 3 trials; best report/loss 0.3333" in repr(found)
+
+
+def test_a_name_whose_trials_are_all_done_is_told_that_nothing_runs():
+    storage = optuna.storages.InMemoryStorage()
+    sweep(name="done", storage=storage, trials=1).wait()
+    with pytest.warns(KaleDistWarning, match="'done' has 1 trials already, and trials=1: the call is not made again"):
+        assert sweep(name="done", storage=storage, trials=1).wait().number == 0
 
 
 def test_a_trial_that_does_badly_is_pruned_and_its_job_cancelled():
@@ -169,7 +176,7 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
         def descend(x):
             for step in range(20):
                 kd.report(loss=x * x, step=step)
-                time.sleep(0.03)
+                time.sleep(0.06)
 
         def call(trial):
             return kd.launch(descend, trial.suggest_float("x", -1, 1), number_of_processes=1)
@@ -183,7 +190,9 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     process = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        if "killed" in sweeps.sweeps() and sweeps.read("killed").count("complete"):
+        picture = sweeps.read("killed") if "killed" in sweeps.sweeps() else None
+        runs = picture is not None and any(row.state == "running" and row.reports for row in picture.rows)
+        if picture is not None and runs and picture.count("complete"):
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)

@@ -67,7 +67,7 @@ def test_waiting_returns_the_final_status_and_times_out_with_the_job_running_on(
     backend = FakeBackend(until_cancelled)
     ref = submit(backend)
     watching = Watcher(backend)
-    with pytest.raises(WaitTimeoutError, match=r"0.05 s; it keeps running"):
+    with pytest.raises(WaitTimeoutError, match=r"0.05 s; it is running"):
         watching.wait(ref, 0.05)
     with pytest.raises(WaitTimeoutError):
         watching.wait(ref, 0)
