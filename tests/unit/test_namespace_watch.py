@@ -332,7 +332,7 @@ def test_a_watch_that_is_refused_for_a_while_is_well_again_without_a_new_list(se
         (JOBS, 404, "Kubeflow's Training Operator is not installed"),
         (JOBS, 403, "may not list pytorchjobs in the namespace team"),
         (PODS, 403, "grant get, list and watch of pods"),
-        (JOBS, 401, "log in again"),
+        (JOBS, 401, "Log in to the cluster again"),
     ],
 )
 def test_a_refusal_is_told_at_once(server, watch, kind, code, part):

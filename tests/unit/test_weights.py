@@ -195,6 +195,7 @@ def test_models_that_are_equal_are_not_mixed_up():
     first, second = objects(one), objects(two)
     load(first, trained(one), "local://one")
     assert not load(second, trained(two), "local://two").warnings
+    gc.collect()  # what other tests have left
     kept = len(weights._last_loaded)
     del one, first
     gc.collect()
