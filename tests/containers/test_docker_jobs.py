@@ -57,9 +57,9 @@ def containers_of(engine, job):
     return engine.api.containers(all=True, filters={"label": f"kale-dist.job={job}"})
 
 
-def wait_for_line(job, text, timeout_s=90):
+def wait_for_line(job, text, timeout_s=90, times=1):
     deadline = time.monotonic() + timeout_s
-    while not any(text in line.text for line in job.logs()):
+    while sum(text in line.text for line in job.logs()) < times:
         assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
         assert not job.done(), job.status
         time.sleep(0.2)
@@ -180,7 +180,7 @@ def test_a_lost_container_is_followed_by_another_run(on, engine, tmp_path, lost)
     job = flat.launch(
         hangs_at_first, "/data", number_of_processes=2, max_restarts=1, volumes={"/data": str(tmp_path)}, **on
     )
-    wait_for_line(job, "ready")
+    wait_for_line(job, "ready", times=2)
     engine.api.remove_container(f"kale-dist-{job.name}-{lost}", force=True)
     assert job.results(timeout=120) == ["second time of 0", "second time of 1"]
     texts = [str(line) for line in job.logs()]
