@@ -125,3 +125,19 @@ def train_slowly(model, loader, criterion, optimizer, device, args):
 
 def pause(epoch, metrics, model):
     time.sleep(2)
+
+
+def dying_sgd(model, kills):
+    """An optimizer that kills the process of rank 1, a server, in its fifth step, if it is to."""
+    import torch
+
+    class Sgd(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            if kills and self.steps == 5 and kd.context().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(closure)
+
+    return Sgd(model.parameters(), lr=0.01, momentum=0.9)

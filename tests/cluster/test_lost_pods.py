@@ -1,13 +1,11 @@
 """Pods that are lost on the real cluster: deleted, evicted, out of memory, suspended; with and without another run."""
 
 import json
-import os
-import signal
 import time
 
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl, wait_for
-from rank_work import fills_memory, train_slowly, waits, waits_in_its_first_run
+from rank_work import dying_sgd, fills_memory, train_slowly, waits, waits_in_its_first_run
 
 import kale_dist as kd
 from kale_dist.contract import FailureCause, RankStateName, StateName
@@ -143,24 +141,13 @@ def test_the_process_of_a_server_with_a_backup_may_be_killed(namespace):
 
     on = pods_in(namespace)
 
-    class Sgd(torch.optim.SGD):
-        """Kills the process of rank 1, a server, in its fifth step."""
-
-        steps = 0
-
-        def step(self, closure=None):
-            self.steps += 1
-            if kills and self.steps == 5 and kd.context().rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().step(closure)
-
-    def train():
+    def train(kills):
         torch.manual_seed(0)
         x = torch.randn(32, 4)
         model = torch.nn.Linear(4, 1)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
         job = kd.distribute(
-            model, loader, torch.nn.MSELoss(), Sgd(model.parameters(), lr=0.01, momentum=0.9), epochs=3, seed=1,
+            model, loader, torch.nn.MSELoss(), dying_sgd(model, kills), epochs=3, seed=1,
             strategy=kd.strategies.ParameterServer(backup=True), number_of_processes=3, threads=1, on=on,
         )  # fmt: skip
         status = job.wait(150)
@@ -169,10 +156,7 @@ def test_the_process_of_a_server_with_a_backup_may_be_killed(namespace):
         job.delete()
         return status.replicas[1].state, attempt, results[1] is None, weights
 
-    kills = False
-    expected = train()
-    kills = True
-    found = train()
+    expected, found = train(kills=False), train(kills=True)
     assert found[:3] == (RankStateName.LOST, 0, True)
     assert all(torch.equal(found[3][name], value) for name, value in expected[3].items())
 
