@@ -263,14 +263,14 @@ class Server(Base):
 
     def answer(self, pair: Pair, *tensors: Tensor) -> None:
         """Say that a request was carried out, and send what it asked for."""
-        pair.send(torch.tensor([0]), *tensors)
+        pair.send_bytes(b"")
+        pair.send(*tensors)
         with self._counting:
             self._bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def answer_error(self, pair: Pair, text: str) -> None:
         """Refuse a request; the worker raises this text."""
-        data = text.encode()
-        pair.send(torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        pair.send_bytes(text.encode())
 
     def note(self, *, staleness: int | None = None, lead: int = 0) -> None:
         """Count a gradient that is this many versions old, and how far a worker is ahead of the slowest."""

@@ -191,12 +191,8 @@ class Worker(Replica):
         Raises:
             KaleDistError: The server refuses.
         """
-        length = torch.empty(1, dtype=torch.int64)
-        pair.receive(length)
-        if length:
-            data = torch.empty(int(length), dtype=torch.uint8)
-            pair.receive(data)
-            raise KaleDistError(data.numpy().tobytes().decode())
+        if refusal := pair.receive_bytes():
+            raise KaleDistError(refusal.decode())
         pair.receive(*tensors)
 
     # -- between epochs --------------------------------------------------------------------------------------------
