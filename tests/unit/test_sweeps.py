@@ -171,15 +171,17 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     script = tmp_path / "search.py"
     script.write_text(
         textwrap.dedent("""
-        import functools, time, kale_dist as kd
+        import sys, time, kale_dist as kd
 
-        def descend(x):
+        def descend(x, pause_s):
             for step in range(20):
                 kd.report(loss=x * x, step=step)
-                time.sleep(0.06)
+                time.sleep(pause_s)
 
         def call(trial):
-            return kd.launch(descend, trial.suggest_float("x", -1, 1), number_of_processes=1)
+            # From the third trial on, jobs of the process that is killed are too slow to end before it.
+            pause_s = 60 if sys.argv[1:] == ["killed"] and trial.number > 1 else 0.01
+            return kd.launch(descend, trial.suggest_float("x", -1, 1), pause_s, number_of_processes=1)
 
         found = kd.sweep(call, metric="loss", trials=6, parallel=2, name="killed")
         found.wait()
@@ -187,7 +189,7 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
         """)
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, script, "killed"], env=environment, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         picture = sweeps.read("killed") if "killed" in sweeps.sweeps() else None
@@ -202,6 +204,7 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     assert 0 < before.count("complete") < 6
     kept = {row.number: row.value for row in before.rows if row.state == "complete"}
     lost = [dict(row.params) for row in before.rows if row.state == "running" and row.params]
+    assert lost
     again = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
     assert "ended 6" in again.stdout
     after = sweeps.read("killed")
