@@ -50,7 +50,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(folder, program="jupyterlab"):
-    """A JupyterLab (or `notebook`) with settings of its own, below this folder; its kernels see this checkout."""
+    """A JupyterLab (or `notebook`) with settings of its own, below this folder; its kernels see this checkout and the tests' fake backend."""
     notebooks, config = folder / "notebooks", folder / "config" / "labconfig"
     for made in (notebooks, config):
         made.mkdir(parents=True)
@@ -59,7 +59,7 @@ def serve(folder, program="jupyterlab"):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         # A network of its own knows no names, of which torch would complain in the jobs' logs.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
