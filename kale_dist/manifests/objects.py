@@ -74,7 +74,6 @@ def input_secret(
         "kind": "Secret",
         "metadata": _beside(spec, settings, owner, name),
         "type": "Opaque",
-        "immutable": True,
         "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
     }
 

@@ -140,6 +140,20 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(plain, namespace):
 
 
 @pytest.mark.nightly
+def test_a_job_that_never_started_is_deleted_at_once_and_its_name_is_free(namespace):
+    job = kd.launch(rank_and, 2, number_of_processes=2, on=pods_in(namespace, image="localhost:5000/no/such:1"))
+    waiting = f"pod/{job.name}-worker-0"
+    for state in ("create", "jsonpath={.status.initContainerStatuses[0].state.running}"):
+        run_kubectl("-n", namespace, "wait", waiting, "--timeout=90s", f"--for={state}")
+    job.delete()
+    # The operator's init container still ignores its SIGTERM, and the node still knows the old job's Secret.
+    assert waiting in run_kubectl("-n", namespace, "get", "pods", "-o", "name")
+    again = kd.launch(rank_and, 3, name=job.name, number_of_processes=2, on=pods_in(namespace))
+    assert again.results() == [3, 4]
+    again.delete()
+
+
+@pytest.mark.nightly
 def test_deleting_a_running_job_leaves_nothing(plain, namespace):
     job = kd.launch(waits, number_of_processes=1, on=plain)
     job.delete()

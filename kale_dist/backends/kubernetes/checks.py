@@ -167,8 +167,7 @@ def granted(cluster: Cluster, kind: Kind) -> frozenset[str]:
     asked = [(right.group, right.resource, verb) for right in roles.rights(kind) for verb in right.verbs]
     try:
         review = cluster.authorization.create_self_subject_rules_review(
-            client.V1SelfSubjectRulesReview(spec=client.V1SelfSubjectRulesReviewSpec(namespace=cluster.namespace)),
-            _request_timeout=_TIMEOUT_S,
+            client.V1SelfSubjectRulesReview(spec=client.V1SelfSubjectRulesReviewSpec(namespace=cluster.namespace))
         )
         rules = review.status.resource_rules if review.status is not None else []
         open_ones = [one for one in dict.fromkeys(asked) if not any(_covers(rule, *one) for rule in rules)]
@@ -187,8 +186,7 @@ def may(cluster: Cluster, group: str, resource: str, verb: str) -> bool:
         namespace=cluster.namespace, group=group, resource=whole, subresource=part or None, verb=verb
     )
     review = cluster.authorization.create_self_subject_access_review(
-        client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)),
-        _request_timeout=_TIMEOUT_S,
+        client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes))
     )
     return bool(review.status and review.status.allowed)
 
@@ -252,7 +250,7 @@ def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) 
     ):
         doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
         try:
-            answer = create(dry_run="All", _request_timeout=_TIMEOUT_S)
+            answer = create(dry_run="All")
             found += _warnings(answer)
             found += _ignored_queue(cluster, kind, queue.queue_of(job), answer[0]) if resource == kind.plural else []
         except Exception as error:

@@ -15,7 +15,6 @@ from kale_dist.manifests import KINDS, Kind, kind_of
 from kale_dist.manifests.train_job import TrainJob
 from kale_dist.spec import JobSpec
 
-_TIMEOUT_S = 10.0
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
 
 AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
@@ -29,7 +28,7 @@ def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
         BackendError: The cluster does not answer.
     """
     try:
-        listed = cluster.custom.get_api_resources(kind.group, version or kind.version, _request_timeout=_TIMEOUT_S)
+        listed = cluster.custom.get_api_resources(kind.group, version or kind.version)
     except Exception as error:
         if api.status_of(error) == api.NOT_FOUND:
             return False
@@ -83,8 +82,7 @@ def with_runtime_field(cluster: Cluster, spec: JobSpec) -> JobSpec:
     taken: Any = {}
     with contextlib.suppress(Exception):
         taken = cluster.custom.create_namespaced_custom_object(
-            *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec, submit.settings_of(spec)), dry_run="All",
-            _request_timeout=_TIMEOUT_S,
+            *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec, submit.settings_of(spec)), dry_run="All"
         )  # fmt: skip
     if not taken:
         return spec

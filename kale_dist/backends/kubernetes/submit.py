@@ -1,6 +1,6 @@
 """A run's objects: what they are made of, and how they are created, found, cancelled and removed.
 
-The job is created first, then one immutable Secret that it owns: the pods wait for the Secret, and it is deleted with the job.
+The job is created first, then one Secret that it owns: the pods wait for the Secret, and it is deleted with the job.
 """
 
 from __future__ import annotations
@@ -257,6 +257,8 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
 def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
     """Wait until no pod of a deleted job is left: they hold GPUs and quota, and their names.
 
+    Pods that never started, and never will, are not waited for: the operator's init container ignores SIGTERM for 60 s.
+
     Raises:
         BackendError: Pods still exist after `timeout_s` seconds.
     """
@@ -264,10 +266,14 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
     namespace, selector = handle.spec.cluster.namespace, f"{OBJECT_LABEL}={handle.object}"
     while True:
         try:
-            items = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
+            items: list[Any] = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
         except Exception as error:
             raise api.explain(error, Doing(verb="list", resource="pods", namespace=namespace)) from error
-        left = [str(pod.metadata and pod.metadata.name) for pod in items]
+        left = [
+            pod.metadata.name
+            for pod in items
+            if not (pod.metadata.deletion_timestamp and pod.status.phase == "Pending")
+        ]
         if not left:
             return
         if time.monotonic() > deadline:
