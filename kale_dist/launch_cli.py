@@ -170,7 +170,6 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
     """
     shown = _Output(sys.stderr if as_json else sys.stdout)
     try:
-        print(f"[kale-dist] {job.ref}", file=sys.stderr, flush=True)
         shown.show(job.logs(follow=True))
         job.exception()
     except KeyboardInterrupt:

@@ -101,6 +101,7 @@ def start(call: Call, run: Run) -> Job[Any]:
         elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
             targets = weights.remember(together(models), None)
         ref = run.backend.submit(run.backend.plan(spec), key)
+    _say_started(ref, spec)
     job = handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
     tracking.begin(job, run.track, tracking.params_of(call.kwargs) if call.kind == "training" else {})
     return job
@@ -196,6 +197,7 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
         spec = backend.prepare(spec, submit=True)
         ref = backend.submit(backend.plan(spec), key)
+    _say_started(ref, spec)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 
@@ -207,6 +209,14 @@ def _show(job: Job[Any]) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as pip's words are
+
+
+def _say_started(ref: JobRef, spec: JobSpec) -> None:
+    """A script would be silent until its first rank speaks; a notebook shows the job."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        ranks = spec.topology.number_of_processes
+        _say(f"[kale-dist] {ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
 
 
 def _free_name(label: str) -> str:

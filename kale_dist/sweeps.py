@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import optuna
 
 _DIRECTIONS = ("minimize", "maximize")
+_MINIMISED = ("loss", "error")
 _FAILURES = 3
 """A sweep ends when this many trials in a row have failed: what they share is broken then."""
 
@@ -87,7 +88,7 @@ def sweep(
     trials: int = 20,
     parallel: int = 1,
     processes: int | None = None,
-    direction: str = "minimize",
+    direction: str | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
     pruner: optuna.pruners.BasePruner | None = None,
     storage: str | optuna.storages.BaseStorage | None = None,
@@ -107,7 +108,7 @@ def sweep(
         trials: How many trials there are in all, those of an interrupted sweep included.
         parallel: Jobs that run at the same time.
         processes: Processes that all these jobs may have together; None for no limit. A job larger than this runs alone.
-        direction: `minimize` or `maximize`.
+        direction: `minimize` or `maximize`. Needed, unless the metric's name says that it is a loss or an error.
         sampler: Of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
         pruner: Of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
         storage: A URL or storage of Optuna's; None for a file in the state folder.
@@ -125,10 +126,18 @@ def sweep(
     checks.check_count("parallel", parallel)
     if processes is not None:
         checks.check_count("processes", processes)
-    if direction not in _DIRECTIONS:
-        raise ConfigError("direction", f"{direction!r} is not a direction", "Use 'minimize' or 'maximize'")
     if not isinstance(metric, str) or not metric:
         raise ConfigError("metric", f"{metric!r} is not the name of a metric", "Name one, such as 'eval/loss'")
+    source, _, rest = metric.partition("_")
+    if source in ("train", "eval", "val") and rest:
+        source = "eval" if source == "val" else source
+        remedy = f"Write '{source}/{rest}' for what the step returns as {rest!r}, or 'report/{metric}' for kd.report()"
+        raise ConfigError("metric", f"{metric!r} does not say where it comes from", remedy)
+    if direction is None and any(word in metric.lower() for word in _MINIMISED):
+        direction = "minimize"
+    if direction not in _DIRECTIONS:
+        problem = f"is needed for {metric!r}" if direction is None else f"{direction!r} is not a direction"
+        raise ConfigError("direction", problem, "Use 'minimize' or 'maximize'")
     if name is not None:
         names.check(name)
     chosen = name or f"sweep-{uuid.uuid4().hex[:5]}"

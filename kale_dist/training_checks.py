@@ -87,7 +87,7 @@ class Training:
         needed_by = _ready_made(self.train_step, self.eval_data_loader, self.eval_step)
         _check_criterion(self.criterion, self.model, needed_by=needed_by)
         for one in _each("optimizer", self.optimizer):
-            _check_optimizer(one, self.model, self.criterion)
+            _check_optimizer(one, self.model, self.criterion, is_ready_made=self.train_step is None)
         if isinstance(self.model, dict) or isinstance(self.optimizer, dict):
             _check_several(self)
         _check_state(self.state)
@@ -343,7 +343,7 @@ def makes_loss(model: Any) -> bool:
         return False
 
 
-def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
+def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_made: bool) -> None:
     import torch
 
     if optimizer is None:
@@ -361,6 +361,9 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any) -> None:
         raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
+    if is_ready_made and isinstance(optimizer, torch.optim.LBFGS):
+        problem = "LBFGS computes the loss several times in a step, and the ready-made train_step does it once"
+        raise ConfigError("optimizer", problem, "Write a train_step that calls optimizer.step(closure)")
     mine = {id(parameter) for one in _each("model", model) for parameter in one.parameters()}
     if isinstance(criterion, torch.nn.Module):
         mine |= {id(parameter) for parameter in criterion.parameters()}

@@ -14,7 +14,12 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kale_dist.errors import KaleDistError
+
 _labels: dict[str, str] = {}
+_PASSING_ON = ("/torch/nn/modules/module.py", "/torch/nn/modules/container.py")
+"""Files whose frames stand between those of a model's layers, three for each."""
+
 _OWN = str(pathlib.Path(__file__).parent.parent) + "/"
 
 
@@ -69,7 +74,7 @@ def format_error(error: BaseException) -> str:
     """
     try:
         described = traceback.TracebackException.from_exception(error)
-        _clean(described, set())
+        _clean(described, error, set())
         return "".join(described.format())
     except Exception as problem:  # noqa: BLE001 - the user's __str__, __cause__ or the like may do anything
         lines = ["Traceback (most recent call last):\n"]
@@ -84,21 +89,22 @@ def type_name(value: object) -> str:
     return cls.__qualname__ if cls.__module__ in {"builtins", "__main__"} else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _clean(described: traceback.TracebackException, seen: set[int]) -> None:
+def _clean(described: traceback.TracebackException, error: BaseException | None, seen: set[int]) -> None:
     """Leave out our own frames and rename cells, in the exception and those it is linked to."""
     if id(described) in seen:
         return
     seen.add(id(described))
     kept = [frame for frame in described.stack if not frame.filename.startswith(_OWN)]
-    # An error of our own code has no other frames, and is worth reporting whole.
-    described.stack[:] = kept or list(described.stack)
+    kept = [frame for frame in kept[:-1] if not frame.filename.endswith(_PASSING_ON)] + kept[-1:]
+    # An error of our own code has no other frames, and is worth reporting whole, unless its text says what to do.
+    described.stack[:] = kept or ([] if isinstance(error, KaleDistError) else list(described.stack))
     for frame in described.stack:
         frame.line  # noqa: B018 - read while the file name is the one that linecache knows
         frame.filename = _labels.get(frame.filename, frame.filename)
     linked = [described.__cause__, described.__context__, *(described.exceptions or ())]
     for other in linked:
         if other is not None:
-            _clean(other, seen)
+            _clean(other, None, seen)
 
 
 def cell_label(filename: str) -> str:

@@ -23,7 +23,7 @@ from kale_dist.training.batches import Feed
 from kale_dist.training.callbacks import Callbacks
 from kale_dist.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
 from kale_dist.training.group import Group, copy_where_differing, differing, fingerprint, trained_tensors
-from kale_dist.training.notices import Captured, Losses
+from kale_dist.training.notices import Captured, Losses, note_layer
 from kale_dist.training.optimizer import OptimizerControl, Schedules
 from kale_dist.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.training.result import (
@@ -408,10 +408,16 @@ class Session:
     def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any], source: str = "") -> Averaged:
         before_s = collective_s()
         feed.begin(epoch)
-        with self._autocast():
-            returned = call()
-        feed.end()
         is_training = feed is self.train_feed
+        try:
+            with self._autocast():
+                returned = call()
+        except Exception as error:
+            if not isinstance(error, KaleDistError):
+                batch = f"batch {feed.step} of {'' if is_training else 'the evaluation after '}epoch {epoch}"
+                note_layer(error, self.trained.model, self.trained.criterion, batch)
+            raise
+        feed.end()
         if is_training:
             if self._profiler is not None:
                 self._profiler.end(epoch)

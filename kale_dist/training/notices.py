@@ -1,4 +1,4 @@
-"""What a training says once in its log: state that will not come back, a loss that is nan."""
+"""What a training says once: state that will not come back, a loss that is nan, the layer in which a step has failed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import math
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kale_dist.training.group import Group
+
+_CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has a layer and what it was given
 
 _NAMED = 5
 """At most this many names are listed."""
@@ -199,3 +202,35 @@ class Losses:
         epoch, step = self._place()
         cause = ", and the weights hold nan already" if is_spread else ""
         self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")
+
+
+def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, batch: str) -> None:
+    """Add to an exception which layer has raised it, and for what inputs; nothing if none has.
+
+    Args:
+        error: With its traceback.
+        model: Whose layers are named.
+        criterion: Passed to the step.
+        batch: Which batch it was.
+    """
+    called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    # A layer's own repr may fail as well.
+    with contextlib.suppress(Exception):
+        layer = called[-1]["self"]
+        name = next((name for name, one in model.named_modules() if one is layer), None)
+        kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
+        where = f"layer {name!r}, {kind}" if name else "the criterion" if layer is criterion else kind
+        given = [*map(_shown, called[-1]["args"])]
+        given += [f"{key}={_shown(value)}" for key, value in called[-1]["kwargs"].items()]
+        error.add_note(f"Raised in {where}, called with {', '.join(given) or 'nothing'}, in {batch}.")
+
+
+def _shown(value: Any) -> str:
+    """An input by its dtype and shape, or else its class."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, tuple | list) and 0 < len(value) <= _NAMED:
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, dict) and 0 < len(value) <= _NAMED:
+        return "{" + ", ".join(f"{key!r}: {_shown(one)}" for key, one in value.items()) + "}"
+    return type(value).__name__

@@ -235,6 +235,7 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
         (lambda net: [torch.optim.SGD(net.parameters())], "Pass several as a dict"),
         (lambda net: {"a": torch.optim.SGD(Net().parameters())}, "2 of its 2 parameters are not the model's"),
         (lambda net: None, "it is missing"),
+        (lambda net: torch.optim.LBFGS(net.parameters()), "Write a train_step that calls optimizer.step(closure)"),
     ],
 )
 def test_an_optimizer_is_over_the_models_parameters(make, said):

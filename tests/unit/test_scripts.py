@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def test_a_script_runs_as_under_torchrun(folder):
     line = "train.py ['train.py', '--lr', '0.1'] 0.1 a module beside it [0, 1, 4, 9] a file beside it"
     assert (ended.returncode, ended.stdout.splitlines()) == (0, [line, line]), ended.stderr
     assert ended.stderr.splitlines().count("to stderr") == 2
+    assert re.match(r"\[kale-dist\] local://train-\w+ starts on 2 ranks\n", ended.stderr)
     assert {path.name for path in folder.glob("squares-*.pt")} == {"squares-0.pt", "squares-1.pt"}
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.runtime import context
+from kale_dist.runtime import context, sources
 from kale_dist.training import checkpoint
 from kale_dist.training.loop import train
 
@@ -42,6 +42,43 @@ def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(KaleDistError, match=r"packages=\['numpy'\]"):
         fit()
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_an_error_in_a_layer_names_it_its_inputs_and_the_batch(is_evaluation):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+        def forward(self, x):
+            return self.body(x if self.training == is_evaluation else torch.cat([x, x], 1))
+
+    with pytest.raises(RuntimeError) as caught:
+        fit(Net(), eval_data_loader=DataLoader(data(), 5))
+    batch, rows = ("batch 1 of the evaluation after epoch 1", 5) if is_evaluation else ("batch 1 of epoch 1", 4)
+    layer = "layer 'body.0', Linear(in_features=3, out_features=4, bias=True)"
+    assert caught.value.__notes__ == [f"Raised in {layer}, called with float32 ({rows}, 6), in {batch}."]
+    text = sources.format_error(caught.value)
+    assert "return self.body(" in text
+    assert "_call_impl" not in text
+    assert "training/loop.py" not in text
+
+
+def test_an_error_in_the_loss_or_outside_of_layers():
+    with pytest.raises(IndexError) as caught:
+        fit(nn.Linear(3, 1))
+    assert "Raised in the criterion, called with float32 (4, 1), int64 (4,), in batch" in caught.value.__notes__[0]
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(train_step=lambda *_: 1 / 0)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_what_a_step_may_not_return_is_said_without_frames():
+    with pytest.raises(ConfigError) as caught:
+        fit(train_step=lambda *_: {"loss": torch.ones(3)})
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next.tb_next
+    assert "File" not in sources.format_error(caught.value)
 
 
 def by_loader(model, loader, criterion, device, args):
