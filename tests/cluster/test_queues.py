@@ -1,6 +1,7 @@
 """Jobs in a queue of Kueue's: admitted one by one, with their position until then, suspended and resumed."""
 
 import json
+import uuid
 
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl, wait_for
@@ -60,15 +61,15 @@ def kept(namespace):
 
 @pytest.mark.parametrize("word", ["pytorch", "job", "mpi", "tf"])
 def test_jobs_wait_for_each_other_and_resume_after_a_suspension(queue, kept, on, word, namespace, capsys):
-    first = kd.launch(waits_the_first_time, f"/kept/{word}", number_of_processes=2, on=on)
+    first = kd.launch(waits_the_first_time, f"/kept/{word}-{uuid.uuid4().hex}", number_of_processes=2, on=on)
     wait_for(first, lambda status: any("ready" in line.text for line in first.logs()))
     second, third = (kd.launch(summed, 2, number_of_processes=2, on=on) for _ in range(2))
     # Which of the two comes first is Kueue's to say: they were created within a second.
     wait_for(second, lambda status: {status.queue_position, third.status.queue_position} == {1, 2})
     if second.status.queue_position == 2:
         second, third = third, second
-    assert second.status.state is StateName.PENDING
-    assert "queued in Kueue's queue team, at position 1 of the namespace's 2" in second.status.reason
+    place = "queued in Kueue's queue team, at position 1 of the namespace's 2"
+    wait_for(second, lambda status: status.state is StateName.PENDING and place in status.reason)
     assert cli.main(["jobs", "--on", "kubernetes", "--namespace", namespace]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("kube")}
     assert "pending, 2 in queue" in shown[third.ref]
