@@ -253,22 +253,6 @@ class Backend(abc.ABC):
 # -- places: where a job's containers run ---------------------------------------------------------------------------------
 
 
-BRIDGE = """
-import os, socket, sys, threading
-port = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-def up():
-    while data := os.read(0, 1 << 17):
-        port.sendall(data)
-    port.shutdown(socket.SHUT_WR)
-threading.Thread(target=up, daemon=True).start()
-while data := port.recv(1 << 17):
-    view = memoryview(data)
-    while view:
-        view = view[os.write(1, view):]
-"""
-"""A program for a head's container, run by exec: it joins its standard streams to the port in its first argument."""
-
-
 class NoConnectionError(BackendError):
     """This user can never connect to the head: rights or the network forbid it. Its stdout is then the only way."""
 

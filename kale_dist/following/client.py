@@ -206,7 +206,7 @@ class HeadClient:
         with contextlib.closing(self._connect()) as connection:
             connection.settimeout(silence_s)
             peer = http.client.HTTPConnection("head")
-            peer.sock = _Socket(connection)
+            peer.sock = HttpSocket(connection)
             peer.auto_open = 0
 
             def end() -> None:
@@ -234,7 +234,7 @@ class HeadClient:
                 return
 
 
-class _Socket:
+class HttpSocket:
     """A place's connection with the methods that `http.client` wants of a socket."""
 
     def __init__(self, connection: Connection) -> None:
@@ -245,6 +245,7 @@ class _Socket:
         """Nothing: the library lets go of its socket before the answer has been read."""
 
     def makefile(self, _mode: str) -> io.BufferedReader:
+        """A file that reads the connection."""
         return io.BufferedReader(_Received(self._connection), _PIECE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Connections to a port of a pod: whole bytes both ways, by port-forward and by exec, and what ends them."""
+"""Connections to a port of a pod: whole bytes both ways, and what ends them."""
 
 import collections
 import contextlib
@@ -10,6 +10,7 @@ from on_cluster import run_kubectl
 from kale_dist.backends.kubernetes import client, port_forward, roles
 from kale_dist.config import Config
 from kale_dist.errors import BackendError
+from kale_dist.following.client import HttpSocket
 from kale_dist.manifests import KINDS
 
 SIZE = 200_000_000
@@ -24,19 +25,19 @@ def role(namespace, *resources):
     )
 
 
-@pytest.fixture(scope="module", params=["portforward", "exec"])
-def connect(request, namespace, server_pod, make_user):
-    """A function that connects as a user who may use one of the two ways only."""
-    path = make_user(namespace, role(namespace, f"pods/{request.param}"))
+@pytest.fixture(scope="module")
+def connect(namespace, server_pod, make_user):
+    """A function that connects as a user who may do nothing else."""
+    path = make_user(namespace, role(namespace, "pods/portforward"))
     user = client.connect(namespace=namespace, config=Config(kubeconfig=str(path)))
-    return lambda port=PORT: port_forward.connect(user, namespace, server_pod, port, container="pytorch")
+    return lambda port=PORT: port_forward.connect(user, namespace, server_pod, port)
 
 
 @contextlib.contextmanager
 def http_over(connection):
     made = http.client.HTTPConnection("pod")
-    made.sock = connection
-    with contextlib.closing(made):
+    made.sock = HttpSocket(connection)
+    with contextlib.closing(connection):
         yield made
 
 
@@ -86,7 +87,7 @@ def test_nothing_listens_at_the_port(connect):
 
 
 def test_silence_has_a_limit(connect):
-    with connect() as connection:
+    with contextlib.closing(connect()) as connection:
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError, match=r"silent for too long"):
             connection.recv(1)
@@ -99,21 +100,21 @@ def test_reading_after_closing_is_at_the_end(connect):
     assert connection.recv(10) == b""
 
 
-def test_neither_way_is_allowed(namespace, server_pod, make_user):
+def test_without_the_right(namespace, server_pod, make_user):
     user = client.connect(namespace=namespace, config=Config(kubeconfig=str(make_user(namespace))))
     with pytest.raises(BackendError, match=r"may not (get|create) pods/portforward(.|\n)*kind: Role"):
-        port_forward.connect(user, namespace, server_pod, PORT, container="pytorch")
+        port_forward.connect(user, namespace, server_pod, PORT)
 
 
 def test_a_pod_that_is_not_there(cluster, namespace):
     with pytest.raises(BackendError, match='pods "no-such" not found'):
-        port_forward.connect(cluster, namespace, "no-such", PORT, container="pytorch")
+        port_forward.connect(cluster, namespace, "no-such", PORT)
 
 
 @pytest.mark.nightly
 def test_a_pod_that_is_killed_ends_the_connection_or_falls_silent(cluster, namespace, server_pod, make_server_pod):
     make_server_pod("short")
-    with http_over(port_forward.connect(cluster, namespace, "short", PORT, container="pytorch", timeout_s=2.0)) as pod:
+    with http_over(port_forward.connect(cluster, namespace, "short", PORT, timeout_s=2.0)) as pod:
         pod.request("GET", "/100000000000")
         response = pod.getresponse()
         assert response.read(10)

@@ -16,7 +16,7 @@ RIGHTS = roles.rights(KINDS["pytorch"])
 LARGE = 2_000_000
 """Bytes that do not come back with the log."""
 
-BOTH_WAYS = ("create, get pods/portforward", "create, get pods/exec")
+PORT_FORWARD = "create, get pods/portforward"
 
 
 @pytest.fixture
@@ -64,18 +64,8 @@ def test_with_the_least_role_a_job_that_loses_a_pod_resumes_in_new_ones(become, 
     assert job.name not in run_kubectl("-n", namespace, "get", "pytorchjobs,pods,secrets", "-o", "name")
 
 
-@pytest.mark.nightly
-def test_without_port_forward_bytes_go_through_exec(become, on):
-    become(BOTH_WAYS[0])
-    with pytest.warns(KaleDistWarning, match="go through exec"):
-        job = kd.launch(bytes_of, LARGE, number_of_processes=2, on=on)
-    assert job.results(150) == [noise(LARGE)] * 2, job.status
-    assert {line.text for line in job.logs()} >= {"rank 0 is here", "rank 1 is here"}
-    job.delete()
-
-
 def test_without_any_connection_small_results_and_the_log_still_come(become, on):
-    become(*BOTH_WAYS)
+    become(PORT_FORWARD)
     with pytest.warns(KaleDistWarning, match="need a store"):
         job = kd.launch(bytes_of, 1, number_of_processes=2, on=on)
     assert job.results(150) == [noise(1)] * 2, job.status
@@ -85,7 +75,7 @@ def test_without_any_connection_small_results_and_the_log_still_come(become, on)
 
 @pytest.mark.nightly
 def test_without_any_connection_large_results_are_lost_and_this_is_said(become, namespace, plain_image):
-    become(*BOTH_WAYS)
+    become(PORT_FORWARD)
     with pytest.warns(KaleDistWarning, match="need a store"):
         job = kd.launch(
             bytes_of, LARGE, number_of_processes=1, on=pods_in(namespace, image=plain_image, collect_wait_s=1)

@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records
-from kale_dist.backends.base import BRIDGE, Connection, JobRef, Look, Part, PlaceEvent, Plan, RunHandle
+from kale_dist.backends.base import Connection, JobRef, Look, Part, PlaceEvent, Plan, RunHandle
 from kale_dist.backends.docker import archive, containers, engines, preparation
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
@@ -41,6 +41,21 @@ _CONFLICT = 409
 _ENDED = ("exited", "dead", "removing")
 _WORDS = 20
 _FRAME = struct.Struct(">BxxxI")
+
+_BRIDGE = """
+import os, socket, sys, threading
+port = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def up():
+    while data := os.read(0, 1 << 17):
+        port.sendall(data)
+    port.shutdown(socket.SHUT_WR)
+threading.Thread(target=up, daemon=True).start()
+while data := port.recv(1 << 17):
+    view = memoryview(data)
+    while view:
+        view = view[os.write(1, view):]
+"""
+"""A program for the first container, run by exec: it joins its standard streams to the port in its first argument."""
 
 
 class DockerPlace:
@@ -233,7 +248,7 @@ class DockerPlace:
                 # Rootless engines and those in a virtual machine have networks that this machine does not see.
                 self._bridged.add(engine.url)
         with explained(f"connecting to {name}"):
-            made = engine.api.exec_create(name, ["python3", "-c", BRIDGE, str(PORT + 2)], stdin=True)["Id"]
+            made = engine.api.exec_create(name, ["python3", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
             return _Bridge(engine.api.exec_start(made, socket=True))
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:

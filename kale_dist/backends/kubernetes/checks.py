@@ -33,7 +33,6 @@ _AT_ONCE = 8
 _MANY_NODES = 500
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _RESTRICTED = "restricted"
-_BYTES = {"create pods/portforward", "get pods/portforward"}, {"create pods/exec", "get pods/exec"}
 
 _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "anonymous"))
 """Refusals of a pod's dry run that say nothing of the controller's pods: this user's rights, and a busy cluster."""
@@ -210,25 +209,14 @@ def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Ite
         for right in roles.rights(kind)
         if (verbs := [verb for verb in right.verbs if f"{verb} {right.resource}" not in allowed])
     ]
-    has_way = any(way <= allowed for way in _BYTES)
     grants = f"'kale-dist doctor --on kubernetes --namespace {cluster.namespace}' prints the Role that grants it."
     for right, verbs in missing:
-        without = right.without
-        if right.resource in ("pods/portforward", "pods/exec") and not has_way:
-            if right.resource == "pods/exec":
-                continue
-            without = (
-                "Exec is forbidden, too, so that nothing can be sent to pods or fetched from them: snapshots over 600 kB and "
-                "weights need a store (store=), and a chatty log arrives with gaps"
-            )
         who, what = cluster.identity or "You", f"{', '.join(verbs)} {right.resource}"
         sentence = f"{who} may not {what} in the namespace {cluster.namespace!r}"
-        remedy = f"{without}. {grants}"
+        remedy = f"{right.without}. {grants}"
         if right.is_needed:
             role = roles.role_yaml(cluster.namespace, cluster.identity, roles.rights(kind))
-            remedy = (
-                f"{without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
-            )
+            remedy = f"{right.without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
         yield Finding(name="rights", trouble=Trouble(sentence=sentence, remedy=remedy), is_fatal=right.is_needed)
 
 

@@ -23,7 +23,7 @@ from kale_dist.backends.kubernetes.explain import pods as explain
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.views import JobView, PodView, pod_view
 from kale_dist.errors import BackendError, ImageError
-from kale_dist.following.client import writing
+from kale_dist.following.client import HttpSocket, writing
 from kale_dist.manifests import kind_of
 from kale_dist.manifests.pod_template import ERRAND_S
 from kale_dist.manifests.settings import OBJECT_LABEL, STORE_FOLDER
@@ -117,11 +117,12 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
 def _download(cluster: Cluster, namespace: str, pod: PodView, name: str, target: pathlib.Path) -> bool:
     deadline = time.monotonic() + _LISTEN_S
     while True:
-        connection = http.client.HTTPConnection("pod")
-        connection.sock = port_forward.connect(cluster, namespace, pod.name, _PORT, container=pod.container)
+        connection = port_forward.connect(cluster, namespace, pod.name, _PORT)
+        peer = http.client.HTTPConnection("pod")
+        peer.sock = HttpSocket(connection)
         try:
-            connection.request("GET", f"/{name}")
-            answer = connection.getresponse()
+            peer.request("GET", f"/{name}")
+            answer = peer.getresponse()
             break
         except (OSError, http.client.HTTPException):
             # It does not listen yet.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import blobs, manifests, names, records
-from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, PlaceEvent, Plan, RunHandle
+from kale_dist.backends.base import JobRef, Look, Part, PlaceEvent, Plan, RunHandle
 from kale_dist.backends.kubernetes import (
     client,
     errand,
@@ -156,12 +156,9 @@ class KubernetesPlace:
         return b""
 
     def connect(self, handle: RunHandle) -> PodConnection:
-        """Connect to the head's byte server by port-forward, or by exec where only that is allowed."""
-        cluster, namespace, pod = self._cluster(handle), handle.spec.cluster.namespace, self._head(handle).name
-        try:
-            return port_forward.connect(cluster, namespace, pod, _BYTES_PORT, container=kind_of(handle.spec).container)
-        except port_forward.ForbiddenError as error:
-            raise NoConnectionError(str(error)) from error
+        """Connect to the head's byte server by port-forward."""
+        namespace, pod = handle.spec.cluster.namespace, self._head(handle).name
+        return port_forward.connect(self._cluster(handle), namespace, pod, _BYTES_PORT)
 
     # -- its end --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A connection to a port of a pod, through the API server: by port-forward, or by exec where only that is allowed.
+"""A connection to a port of a pod, through the API server, by port-forward.
 
 The kubernetes client's own port-forward copies all that waits for each piece it sends, and is slow for it. Here the
 caller's thread reads and writes the websocket itself.
@@ -6,137 +6,80 @@ caller's thread reads and writes the websocket itself.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import io
 import re
 import ssl
 import threading
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any
 
 import certifi
 import websocket
 from websocket import ABNF
 
-from kale_dist.backends.base import BRIDGE
+from kale_dist.backends.base import NoConnectionError
 from kale_dist.backends.kubernetes.client import CONNECT_S, Cluster
 from kale_dist.backends.kubernetes.explain import api as answers
 from kale_dist.backends.kubernetes.explain.api import Doing
-from kale_dist.errors import BackendError
 
 SILENT_S = 20.0
 """Limit of each piece. When a pod is killed, a connection into it may not end, but stay silent forever (tried)."""
 
 _SEND_BYTES = 128 * 1024
-"""Payload of one message; exec takes no larger ones quickly."""
-_STDIN, _STDOUT, _STDERR, _STATUS = 0, 1, 2, 3
-_FORWARD_CHANNELS = (0, 1)
-"""Data, and what went wrong with it."""
+"""Payload of one message."""
+
+_DATA, _PROBLEM = 0, 1
+"""Channels of what is sent, and of what went wrong with it."""
 _PORT_BYTES = 2
 """Each channel of a port-forward begins with its port's number."""
 _SHOWN = 300
 
 
 class PodConnection:
-    """One connection to a port of a pod. It has what `http.client` needs of a socket.
+    """One connection to a port of a pod: a `Connection` of `backends.base`.
 
     Not for several threads, but that one may write while another reads. There is no half-closing.
 
     Args:
         socket: A websocket whose handshake is done.
-        send_channel: The channel of what is written.
-        receive_channel: The channel of what is read.
-        error_channels: Channels of what goes wrong.
-        prefix_bytes: How many bytes at the beginning of each channel are no data.
     """
 
-    def __init__(
-        self,
-        socket: websocket.WebSocket,
-        *,
-        send_channel: int,
-        receive_channel: int,
-        error_channels: tuple[int, ...],
-        prefix_bytes: int = 0,
-    ) -> None:
+    def __init__(self, socket: websocket.WebSocket) -> None:
         self._socket = socket
-        self._send_channel = bytes([send_channel])
-        self._receive_channel = receive_channel
-        self._error_channels = error_channels
-        self._prefix = dict.fromkeys((receive_channel, *error_channels), prefix_bytes)
-        self._waiting: collections.deque[memoryview] = collections.deque()
+        self._prefix = dict.fromkeys((_DATA, _PROBLEM), _PORT_BYTES)
+        self._waiting = memoryview(b"")
         self._problems = b""
         self._at_end = False
         self._sending = threading.Lock()
 
-    def sendall(self, data: Any, flags: int = 0) -> None:
+    def sendall(self, data: Any, /) -> None:
         """Write all of it.
 
         Raises:
             ConnectionError: The pod, its port or the API server has gone.
             TimeoutError: The peer did not take it in time.
         """
-        del flags
         view = memoryview(data).cast("B")
         with self._sending, _as_os_errors(self):
             for start in range(0, len(view), _SEND_BYTES):
-                self._socket.send(self._send_channel + view[start : start + _SEND_BYTES], ABNF.OPCODE_BINARY)
+                self._socket.send(bytes([_DATA]) + view[start : start + _SEND_BYTES], ABNF.OPCODE_BINARY)
 
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Read into a buffer, as a socket does: 0 at the end.
+    def recv(self, size: int, /) -> bytes:
+        """Read at most so many bytes; none at the end.
 
         Raises:
             ConnectionError: The connection broke, or nothing listens at the port.
             TimeoutError: Nothing came in time.
         """
-        del flags
-        view = memoryview(buffer).cast("B")[: nbytes or None]
-        while not self._waiting:
-            if self._at_end:
-                return 0
+        while not self._waiting and not self._at_end:
             self._receive()
-        first = self._waiting[0]
-        count = min(len(view), len(first))
-        view[:count] = first[:count]
-        if count == len(first):
-            self._waiting.popleft()
-        else:
-            self._waiting[0] = first[count:]
-        return count
+        data, self._waiting = self._waiting[:size], self._waiting[size:]
+        return bytes(data)
 
-    def recv(self, bufsize: int, flags: int = 0) -> bytes:
-        """Read at most so many bytes; none at the end."""
-        del flags
-        buffer = bytearray(bufsize)
-        return bytes(memoryview(buffer)[: self.recv_into(buffer)])
-
-    def makefile(self, mode: str = "r", buffering: int = -1, **_: Any) -> Any:
-        """A file to read the connection by, as a socket's."""
-        if "w" in mode or "b" not in mode:
-            raise ValueError(f"only 'rb' is possible here, not {mode!r}")
-        raw = _Reader(self)
-        return raw if buffering == 0 else io.BufferedReader(raw, buffering if buffering > 1 else _SEND_BYTES)
-
-    def settimeout(self, timeout: float | None) -> None:
+    def settimeout(self, seconds: float | None, /) -> None:
         """Seconds that each piece may take; None for no limit."""
-        self._socket.settimeout(timeout)
-
-    def gettimeout(self) -> float | None:
-        """Seconds that each piece may take."""
-        return cast("float | None", self._socket.gettimeout())
-
-    def setsockopt(self, *_: Any) -> None:
-        """Options of a socket mean nothing here."""
-
-    def fileno(self) -> int:
-        """The descriptor of the connection to the API server."""
-        return cast("int", self._socket.fileno())  # type: ignore[no-untyped-call]
-
-    def shutdown(self, _: int) -> None:
-        """End the connection: it cannot be half closed."""
-        self.close()
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         """End the connection. A second time is fine."""
@@ -146,12 +89,6 @@ class PodConnection:
         with contextlib.suppress(Exception):
             # What was not connected any more, it has not closed.
             self._socket.shutdown()  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -166,43 +103,23 @@ class PodConnection:
         if opcode == ABNF.OPCODE_CLOSE or not frame.data:
             self._end()
             return
-        data = memoryview(frame.data)
-        channel = data[0]
-        data = data[1:]
+        channel, data = frame.data[0], memoryview(frame.data)[1:]
         skipped = min(self._prefix.get(channel, 0), len(data))
         if skipped:
             self._prefix[channel] -= skipped
             data = data[skipped:]
-        if channel == self._receive_channel:
-            if data:
-                self._waiting.append(data)
-        elif channel in self._error_channels and data:
+        if channel == _DATA:
+            self._waiting = data
+        elif channel == _PROBLEM and data:
             self._problems += bytes(data)
-            # A relay's last words on its stderr come before the status that ends it.
-            if channel != _STDERR or self._receive_channel != _STDOUT:
-                self._end()
+            self._end()
 
     def _end(self) -> None:
         self._at_end = True
-        said = self.problems
         if re.search(b"failed to connect|onnection ?[Rr]efused", self._problems):
             raise ConnectionRefusedError("Nothing listens at this port of the pod now")
-        if said and '"status":"Success"' not in said.replace(" ", ""):
-            raise ConnectionResetError(f"The connection to the pod ended: {said}")
-
-
-class _Reader(io.RawIOBase):
-    """What `io.BufferedReader` reads a connection by."""
-
-    def __init__(self, connection: PodConnection) -> None:
-        super().__init__()
-        self._connection = connection
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._connection.recv_into(buffer)
+        if self._problems:
+            raise ConnectionResetError(f"The connection to the pod ended: {self.problems}")
 
 
 class _as_os_errors:  # noqa: N801 - used as a word, like contextlib.suppress
@@ -222,16 +139,10 @@ class _as_os_errors:  # noqa: N801 - used as a word, like contextlib.suppress
             raise ConnectionResetError(f"The connection through the API server broke: {said}") from error
 
 
-class ForbiddenError(BackendError):
-    """This user may connect to pods neither by port-forward nor by exec."""
-
-
 # -- opening ---------------------------------------------------------------------------------------------------------
 
 
-def connect(
-    cluster: Cluster, namespace: str, pod: str, port: int, *, container: str, timeout_s: float = SILENT_S
-) -> PodConnection:
+def connect(cluster: Cluster, namespace: str, pod: str, port: int, *, timeout_s: float = SILENT_S) -> PodConnection:
     """Connect to a port of a pod.
 
     Args:
@@ -239,62 +150,32 @@ def connect(
         namespace: Of the pod.
         pod: Its name.
         port: What listens there may listen on 127.0.0.1.
-        container: Where a relay is started if port-forward is forbidden; it needs a `python3`.
         timeout_s: Seconds that each piece may take.
 
     Returns:
         A connection. Whether anything listens at the port shows when it is used.
 
     Raises:
-        ForbiddenError: This user has the right to neither way.
+        NoConnectionError: This user has no right to it.
         BackendError: The cluster refused for another reason, or cannot be reached.
     """
     try:
-        return _forward(cluster, namespace, pod, port, timeout_s)
-    except websocket.WebSocketBadStatusException as error:
-        doing = Doing(verb="create", resource="pods/portforward", namespace=namespace, name=pod)
-        if error.status_code != answers.FORBIDDEN:
-            raise answers.explain(error, doing) from error
-        refused = answers.explain(error, doing)
+        return PodConnection(_open(cluster, namespace, pod, port, timeout_s))
     except Exception as error:
         doing = Doing(verb="create", resource="pods/portforward", namespace=namespace, name=pod)
-        raise answers.explain(error, doing) from error
-    try:
-        return _relay(cluster, namespace, pod, port, container, timeout_s)
-    except websocket.WebSocketBadStatusException as error:
-        if error.status_code == answers.FORBIDDEN:
-            raise ForbiddenError(str(refused)) from error
-        doing = Doing(verb="create", resource="pods/exec", namespace=namespace, name=pod)
-        raise answers.explain(error, doing) from error
+        explained = answers.explain(error, doing)
+        if answers.status_of(error) == answers.FORBIDDEN:
+            raise NoConnectionError(str(explained)) from error
+        raise explained from error
 
 
-def _forward(cluster: Cluster, namespace: str, pod: str, port: int, timeout_s: float) -> PodConnection:
-    socket = _open(cluster, namespace, f"{pod}/portforward", [("ports", str(port))], timeout_s)
-    data, problem = _FORWARD_CHANNELS
-    return PodConnection(
-        socket, send_channel=data, receive_channel=data, error_channels=(problem,), prefix_bytes=_PORT_BYTES
-    )
-
-
-def _relay(cluster: Cluster, namespace: str, pod: str, port: int, container: str, timeout_s: float) -> PodConnection:
-    words = ("python3", "-c", BRIDGE, str(port))
-    flags = [(name, "true") for name in ("stdin", "stdout", "stderr")]
-    query = [("container", container), *flags, ("tty", "false"), *(("command", word) for word in words)]
-    socket = _open(cluster, namespace, f"{pod}/exec", query, timeout_s)
-    return PodConnection(
-        socket, send_channel=_STDIN, receive_channel=_STDOUT, error_channels=(_STDERR, _STATUS), prefix_bytes=0
-    )
-
-
-def _open(
-    cluster: Cluster, namespace: str, path: str, query: list[tuple[str, str]], timeout_s: float
-) -> websocket.WebSocket:
+def _open(cluster: Cluster, namespace: str, pod: str, port: int, timeout_s: float) -> websocket.WebSocket:
     """The handshake of a websocket with the API server, with this user's credentials."""
     settings = cluster.api.configuration
     base = urllib.parse.urlsplit(settings.host)
-    whole = f"{base.path.rstrip('/')}/api/v1/namespaces/{namespace}/pods/{path}"
+    whole = f"{base.path.rstrip('/')}/api/v1/namespaces/{namespace}/pods/{pod}/portforward"
     scheme = "wss" if base.scheme == "https" else "ws"
-    url = urllib.parse.urlunsplit((scheme, base.netloc, whole, urllib.parse.urlencode(query), ""))
+    url = urllib.parse.urlunsplit((scheme, base.netloc, whole, f"ports={port}", ""))
     token = cluster.token()
     header = {"Sec-WebSocket-Protocol": "v4.channel.k8s.io", **({"Authorization": token} if token else {})}
     options: dict[str, Any] = {"header": header, "suppress_origin": True, **_proxy(settings, base)}
