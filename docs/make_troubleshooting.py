@@ -27,7 +27,7 @@ A job waits, at most for a day (`pending_timeout_s`), while its trouble may end 
 _IN_CALLS = frozenset((Seen.CONNECTION, Seen.API))
 """Where an error ends a call, and no job."""
 
-_SOMETIMES = ("claim_said", "cluster_has", "last_said", "position", "queue_said")
+_SOMETIMES = ("claim_said", "last_said", "position", "queue_said")
 """Facts that bring their own words, and often are none."""
 
 _SHOWN = {"pod_name": "pod"}

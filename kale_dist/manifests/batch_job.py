@@ -28,7 +28,6 @@ class BatchJob(Kind):
     install = "kubectl version  # every cluster has Jobs: this one's API server is not what it should be"
     is_automatic = True
     makes_services = True
-    own_manager = "kubernetes.io/job-controller"
 
     def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
         """Completions and a template."""
@@ -77,10 +76,8 @@ class BatchJob(Kind):
         """Its conditions; that it runs, its number of active pods says."""
         status, condition = made.get("status") or {}, last_condition(made)
         finished: Any = {"Complete": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
-        is_late = finished == "failed" and condition.get("reason") == "DeadlineExceeded"
         return ObjectState(
             finished=finished,
-            limit="deadline" if is_late else "",
             message=str(condition.get("message") or "") if finished == "failed" else "",
             is_running=bool(status.get("active")),
             is_known=bool(status),

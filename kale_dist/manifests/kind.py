@@ -36,8 +36,6 @@ class ObjectState:
     """What an object says of its job. The head's word comes before it."""
 
     finished: Literal["", "succeeded", "failed"] = ""
-    limit: Literal["", "deadline", "backoff"] = ""
-    """A limit of the object itself that ended it, where its controller deletes the pods with their logs."""
     message: str = ""
     """The controller's words about a failure."""
     is_running: bool = False
@@ -90,8 +88,6 @@ class Kind(abc.ABC):
     """Whether each pod has a Service, which quotas count."""
     clashes_with: ClassVar[str] = ""
     """Another version of the same name, of another controller, which cannot be served beside it."""
-    own_manager: ClassVar[str] = ""
-    """The value of `managedBy` that stands for the usual controller."""
 
     @property
     def api(self) -> tuple[str, str]:
@@ -192,7 +188,7 @@ class Kind(abc.ABC):
         return {"spec": {"suspend": value}}
 
     def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of the object that holds `suspend` and `managedBy`."""
+        """The part of the object that holds `suspend`."""
         return made.get("spec") or {}
 
     def is_suspended(self, made: Mapping[str, Any]) -> bool:

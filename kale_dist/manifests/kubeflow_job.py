@@ -16,7 +16,6 @@ class KubeflowJob(Kind):
 
     replicas_field: ClassVar[str]
     """The field of its `spec` that holds them."""
-    own_manager = "kubeflow.org/training-operator"
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
         """Each replica type. The API fills in a number that is left out."""
@@ -32,14 +31,10 @@ class KubeflowJob(Kind):
         """Its last condition."""
         condition, status = last_condition(made), made.get("status") or {}
         word, message = condition.get("type"), str(condition.get("message") or "")
-        limit: Any = ""
-        for words, name in (("longer than specified deadline", "deadline"), ("backoff limit", "backoff")):
-            limit = name if word == "Failed" and words in message.lower() else limit
         was_suspended = any(item.get("type") == "Suspended" for item in status.get("conditions") or ())
         finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(word), "")
         return ObjectState(
             finished=finished,
-            limit=limit,
             message=message if word == "Failed" else "",
             is_running=word == "Running",
             is_known=bool(condition),

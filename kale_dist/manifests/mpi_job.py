@@ -29,7 +29,6 @@ class MPIJob(KubeflowJob):
         "kubectl apply --server-side -f "
         "https://raw.githubusercontent.com/kubeflow/mpi-operator/v0.6.0/deploy/v2beta1/mpi-operator.yaml"
     )
-    own_manager = "kubeflow.org/mpi-operator"
     clashes_with = "v1"
 
     def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class TrainJob(Kind):
         "the runtimes by -k 'github.com/kubeflow/trainer.git/manifests/overlays/runtimes?ref=v2.1.0'"
     )
     is_automatic = True
-    own_manager = "trainer.kubeflow.org/trainjob-controller"
 
     def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
         """Runtime, trainer and patches."""
@@ -101,7 +100,6 @@ class TrainJob(Kind):
         finished: Any = {"Complete": "succeeded", "Failed": "failed"}.get(str(end.get("type")), "")
         return ObjectState(
             finished=finished,
-            limit="deadline" if end.get("reason") == "DeadlineExceeded" else "",
             message=str(end.get("message") or "") if finished == "failed" else "",
             is_running=not finished
             and any(job.get("active") or job.get("ready") for job in status.get("jobsStatus") or ()),

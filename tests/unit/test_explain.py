@@ -17,7 +17,6 @@ from kale_dist.backends.kubernetes.views import (  # noqa: E402
     ContainerView,
     EventView,
     JobView,
-    NodeView,
     PodView,
     event_view,
     pod_view,
@@ -29,7 +28,6 @@ from kale_dist.spec import JobSpec, Topology  # noqa: E402
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 ROOT = pathlib.Path(__file__).parents[2]
-NODES = (NodeView(name="kd-node", allocatable=(("cpu", "2"), ("memory", "8137236Ki"), ("nvidia.com/gpu", "4"))),)
 
 
 def recorded(name):
@@ -44,7 +42,6 @@ def recorded(name):
         job=job,
         pods=tuple(map(pod_view, data["pods"])),
         events=tuple(events),
-        nodes=NODES,
     )
     spec = JobSpec(
         name=name,
@@ -74,11 +71,11 @@ SAID = [
     ("no-python", FAILS, "there is no python3 in the image localhost:5000/other/no-python:1"),
     ("workdir", FAILS, "cannot start the container pytorch"),
     ("root", FAILS, "must not run as root"),
-    ("cpu", WAITS, "it asks for 500 cpu and no node has that much free; the cluster has 2 in all"),
-    ("memory", WAITS, "it asks for 9000Gi memory and no node has that much free; the cluster has 7.76 GiB in all"),
-    ("gpu", WAITS, "it asks for 5 nvidia.com/gpu and no node has that many free; the cluster has 4 in all"),
+    ("cpu", WAITS, "it asks for 500 cpu and no node has that much free (0/"),
+    ("memory", WAITS, "it asks for 9000Gi memory and no node has that much free (0/"),
+    ("gpu", WAITS, "it asks for 5 nvidia.com/gpu and no node has that many free (0/"),
     ("node-selector", WAITS, "no free node fits its node selector or affinity"),
-    ("taint", WAITS, "1 has a taint that the pod does not tolerate"),
+    ("taint", WAITS, "untolerated taint"),
     ("claim-missing", WAITS, "there is no claim nope in the namespace team"),
     ("claim-pending", WAITS, "its claim pend has no volume yet"),
     (
@@ -103,12 +100,12 @@ SAID = [
     ("sa-missing", WAITS, "there is no service account nope"),
     ("priority-missing", WAITS, "there is no priority class nope"),
     ("crash-loop", FAILS, "ended with exit code 3"),
-    ("operator-dead", WAITS, "left to kueue.x-k8s.io/multikueue"),
+    ("operator-dead", WAITS, "Kubeflow's Training Operator has not looked at the job for 30 s"),
     ("suspended", WAITS, "The job is suspended"),
     ("oom", FAILS, "more memory than its limit of 60Mi"),
     ("evicted", FAILS, 'was evicted from node kd-node: Usage of EmptyDir volume "v" exceeds the limit "10Mi"'),
     ("deadline", FAILS, "longer than its deadline"),
-    ("deadline-job", FAILS, "activeDeadlineSeconds"),
+    ("deadline-job", FAILS, "has failed because it was active longer than specified deadline"),
     ("exec-format", FAILS, "ended with exit code 1 before its agent could say why"),
     ("exit-1", FAILS, "bad"),
     ("sidecar", WAITS, "its container proxy still runs"),
@@ -128,16 +125,6 @@ def test_a_recorded_trouble_is_told_in_one_sentence(name, heals, part):
 
 def test_every_recording_has_its_sentence():
     assert sorted(path.stem for path in RECORDED.glob("*.json")) == sorted(name for name, _, _ in SAID)
-
-
-def test_without_the_right_to_list_nodes_the_sentence_leaves_the_cluster_out():
-    assert "it asks for 5 nvidia.com/gpu and no node has that many free (of 2 nodes" in str(
-        look_of("gpu", nodes=None).trouble
-    )
-
-
-def test_a_cluster_without_any_gpu():
-    assert "; the cluster has none at all" in str(look_of("gpu", nodes=(NodeView(name="n"),)).trouble)
 
 
 def _pod(**changes):

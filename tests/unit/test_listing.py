@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kale_dist import backends, cli
-from kale_dist.backends.kubernetes import survey
+from kale_dist.backends.kubernetes import look
 from kale_dist.backends.kubernetes.views import QueuePosition
 from kale_dist.cli import main
 from kale_dist.contract import StateName
@@ -42,14 +42,14 @@ def pytorch_job(name, *conditions, number=0, instance=None, cancelled=False, sta
     ],
 )
 def test_a_job_is_as_its_pytorch_job_says(conditions, cancelled, state):
-    (found,) = survey.statuses([(PYTORCH, pytorch_job("a", *conditions, cancelled=cancelled))])
+    (found,) = look.statuses([(PYTORCH, pytorch_job("a", *conditions, cancelled=cancelled))])
     assert (found.ref, found.state, len(found.replicas)) == ("kubernetes://team/a", state, 3)
     assert found.reason == ("a Failed" if state is StateName.FAILED else "")
 
 
 def test_the_last_run_of_a_job_says_how_it_is():
     first, last = pytorch_job("a", "Failed"), pytorch_job("a-r1", "Running", number=9, instance="a")
-    (found,) = survey.statuses([(PYTORCH, first), (PYTORCH, last)])
+    (found,) = look.statuses([(PYTORCH, first), (PYTORCH, last)])
     assert (found.ref, found.state, found.ended) == ("kubernetes://team/a", StateName.RUNNING, None)
 
 
@@ -65,7 +65,7 @@ class Cluster:
 
     def survey(self, *, namespace, labels):
         self.asked.append((namespace, labels))
-        return survey.statuses([(PYTORCH, item) for item in self.items])
+        return look.statuses([(PYTORCH, item) for item in self.items])
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_list_says_where_a_job_stands_in_its_queue(monkeypatch, capsys):
     for item in items:
         item["metadata"]["uid"] = item["metadata"]["name"]
     queued = {"waits": QueuePosition(number=2, of=3), "runs": None}
-    waits, runs = survey.statuses([(PYTORCH, item) for item in items], queued)
+    waits, runs = look.statuses([(PYTORCH, item) for item in items], queued)
     assert (waits.queue_position, waits.reason) == (2, "Queued at position 2 of the namespace's 3")
     assert runs.queue_position is None
     made = Cluster(*items)

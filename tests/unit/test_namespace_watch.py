@@ -56,7 +56,6 @@ class Server:
         self.always = {}
         """The same, for every request."""
         self.asked = []
-        self.nodes = None
         self.is_over = threading.Event()
         server = self
 
@@ -75,8 +74,6 @@ class Server:
                     self.answer(refusal[0], {"code": refusal[0], "message": "no"}, refusal[1])
                 elif is_watch:
                     self.stream(server.streams[kind])
-                elif kind == "nodes" and server.nodes is not None:
-                    self.answer(200, {"items": server.nodes})
                 elif kind in server.items:
                     first = int(options.get("continue") or 0)
                     size = int(options.get("limit") or 500)
@@ -419,21 +416,6 @@ def test_events_of_the_job_its_pods_and_claims_are_kept_and_no_others(server, wa
     watch.follow()
     view = watch.until(lambda view: len(view.events) >= 4)
     assert sorted(event.message for event in view.events) == ["0", "1", "2", "3"]
-
-
-def test_the_nodes_are_looked_at_once_when_something_is_insufficient(server, watch):
-    server.nodes = [
-        made("n", spec={}, status={"allocatable": {"nvidia.com/gpu": "4"}}),
-        made("m", spec={"unschedulable": True}),
-    ]
-    server.items[JOBS] = [made("x")]
-    server.items[PODS] = [
-        pod("x", number, f"p{number}", scheduling="0/2: Insufficient nvidia.com/gpu") for number in range(5)
-    ]
-    watch.follow()
-    view = watch.until(lambda view: view.nodes is not None)
-    assert [(node.name, dict(node.allocatable)) for node in view.nodes] == [("n", {"nvidia.com/gpu": "4"}), ("m", {})]
-    assert server.count("nodes", is_watch=False) == 1
 
 
 def test_one_watch_serves_a_process(server):

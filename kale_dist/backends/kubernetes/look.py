@@ -6,17 +6,19 @@ killed comes before the pods that ended because of it, and a refused pod before 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kale_dist.backends.base import Look, Part, Trouble
 from kale_dist.backends.kubernetes.explain import pods as explain
 from kale_dist.backends.kubernetes.explain.sentences import Found
-from kale_dist.backends.kubernetes.views import JobView, PodView, seconds
+from kale_dist.backends.kubernetes.views import JobView, PodView, QueuePosition, seconds
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.manifests import Kind, ObjectState, kind_of
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, QUEUE_LABEL
+from kale_dist.manifests.settings import CANCELLED_ANNOTATION, INSTANCE_LABEL, QUEUE_LABEL, SPEC_ANNOTATION
 from kale_dist.spec import JobSpec
+from kale_dist.status import JobStatus, ReplicaStatus
 
 _DEAD_AFTER_S = 15.0
 """An operator that works looks at a job within a second or two; a busy one may need longer."""
@@ -110,15 +112,16 @@ def _part(pod: PodView, view: JobView) -> Part:
 
 
 def _ended(view: JobView, kind: Kind, state: ObjectState) -> Found | None:
-    """What ended the run, or will: a limit of the job itself, a pod that failed, one that can never start."""
-    if state.limit:
-        return explain.of_job(f"job-{state.limit}", view, kind)
+    """What ended the run, or will: a pod that failed, one that can never start."""
     hindered = (explain.hindrance(pod, view) for pod in view.latest_pods)
     hopeless = (found for found in hindered if found is not None and not found.trouble.heals)
     sidecars = (explain.sidecar(pod, view) for pod in view.latest_pods)
     found = _first_failure(view, state) or next(hopeless, None) or next(filter(None, sidecars), None)
-    # The operator counts a relay that was lost as a failure while the head still works.
-    if found is None and state.finished == "failed" and all(pod.has_ended for pod in view.latest_pods):
+    # The operator counts a relay that was lost as a failure while the head still works. A limit of the object's own ends it
+    # with all of its pods deleted.
+    was_deleted = found is not None and found.name == "pod-deleted" and all(pod.is_gone for pod in view.latest_pods)
+    is_over = found is None and all(pod.has_ended for pod in view.latest_pods)
+    if state.finished == "failed" and (is_over or was_deleted):
         return explain.of_job("job-failed", view, kind, {"detail": state.message or "without a reason"})
     return found
 
@@ -165,9 +168,6 @@ def _untouched(view: JobView, kind: Kind, state: ObjectState, now: float) -> Fou
     if waited_s < _DEAD_AFTER_S:
         return None
     facts = {"waited": f"{waited_s:.0f}"}
-    manager = kind.policy(job).get("managedBy")
-    if manager and manager != kind.own_manager:
-        return explain.of_job("managed-elsewhere", view, kind, {**facts, "manager": manager})
     if view.lacks_events:
         return explain.of_job("no-pods", view, kind, facts)
     return None if state.is_known or view.events else explain.of_job("operator-dead", view, kind, facts)
@@ -185,3 +185,60 @@ def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble
     }
     is_too_large = said and "maximum capacity" in said[-1]
     return explain.of_job("queued-for-ever" if is_too_large else "queued", view, kind, facts).trouble
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+def statuses(
+    items: Sequence[tuple[Kind, Mapping[str, Any]]], queued: Mapping[str, QueuePosition | None] | None = None
+) -> list[JobStatus]:
+    """The status of each job by its objects alone, for lists, which follow no job.
+
+    Args:
+        items: Objects with their kinds, oldest first. The last run of a job decides; the first one names it.
+        queued: Where those stand that wait in a queue, by their UIDs.
+    """
+    jobs: dict[tuple[str, str], list[tuple[Kind, Mapping[str, Any]]]] = {}
+    for kind, item in items:
+        metadata = item["metadata"]
+        name = metadata.get("labels", {}).get(INSTANCE_LABEL, metadata["name"])
+        jobs.setdefault((metadata["namespace"], name), []).append((kind, item))
+    return [_status(namespace, name, runs, queued or {}) for (namespace, name), runs in jobs.items()]
+
+
+def _status(
+    namespace: str,
+    name: str,
+    runs: Sequence[tuple[Kind, Mapping[str, Any]]],
+    queued: Mapping[str, QueuePosition | None],
+) -> JobStatus:
+    (kind, first), (_, last) = runs[0], runs[-1]
+    said = kind.state(last)
+    state = StateName.RUNNING if said.is_running else StateName.PENDING
+    if kind.is_suspended(last):
+        state = StateName.PENDING
+    if said.finished:
+        state = StateName(said.finished)
+    if state is not StateName.RUNNING and CANCELLED_ANNOTATION in (last["metadata"].get("annotations") or {}):
+        state = StateName.CANCELLED
+    position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
+    is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+    return JobStatus(
+        ref=f"kubernetes://{namespace}/{name}",
+        state=state,
+        reason=said.message if state is StateName.FAILED else "" if position is None else f"Queued {position}",
+        queue_position=None if position is None else position.number,
+        created=seconds(first["metadata"]["creationTimestamp"]),
+        started=seconds(kind.state(first).started),
+        ended=seconds(said.ended) if is_final else None,
+        replicas=tuple(ReplicaStatus(rank=rank) for rank in range(_ranks(first))),
+    )
+
+
+def _ranks(job: Mapping[str, Any]) -> int:
+    try:
+        spec = json.loads(job["metadata"]["annotations"][SPEC_ANNOTATION])
+        return int(spec["topology"]["number_of_processes"])
+    except (KeyError, ValueError, TypeError):
+        return 0

@@ -17,13 +17,11 @@ from kale_dist.backends.base import JobRef, Look, Part, PlaceEvent, Plan, RunHan
 from kale_dist.backends.kubernetes import (
     client,
     errand,
-    events,
     port_forward,
     prepare,
     queue,
     self_pod,
     submit,
-    survey,
     watch,
 )
 from kale_dist.backends.kubernetes import look as looks
@@ -31,6 +29,7 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.port_forward import PodConnection
+from kale_dist.backends.kubernetes.views import event_view
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
@@ -236,7 +235,7 @@ class KubernetesPlace:
         found = _list_jobs(cluster, "" if where == "*" else where, selector)
         found.sort(key=lambda item: (item[1]["metadata"]["creationTimestamp"], item[1]["metadata"]["name"]))
         queued = {item["metadata"]["uid"]: queue.position(cluster, kind, item) for kind, item in found}
-        return survey.statuses(found, queued)
+        return looks.statuses(found, queued)
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find the newest run of a job on the cluster, and its key."""
@@ -289,8 +288,21 @@ class KubernetesPlace:
         return dict(found)
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
-        """What the cluster has said of the object and its pods."""
-        return events.of_job(self._cluster(handle), handle.spec.cluster.namespace, handle.object)
+        """What the cluster has said of the object and of all whose names begin with its own; it keeps that for an hour."""
+        namespace = handle.spec.cluster.namespace
+        try:
+            listed: Any = self._cluster(handle).core.list_namespaced_event(namespace, _preload_content=False)
+            found = [event_view(item) for item in listed.json()["items"]]
+        except Exception as error:
+            raise api.explain(error, Doing(verb="list", resource="events", namespace=namespace)) from error
+        return [
+            PlaceEvent(
+                time=event.time, about=f"{event.kind.lower()}/{event.name}", is_warning=event.is_warning, reason=event.reason,
+                message=" ".join(event.message.split()), count=event.count,
+            )
+            for event in sorted(found, key=lambda event: event.time)
+            if f"{event.name}-".startswith(f"{handle.object}-")
+        ]  # fmt: skip
 
     def volumes(self) -> Sequence[str]:
         """Names of the claims in the configured namespace."""

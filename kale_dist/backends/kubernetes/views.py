@@ -114,14 +114,8 @@ class EventView:
     message: str
     time: float
     """When it was said last, in seconds since 1970."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NodeView:
-    """What a node has to give."""
-
-    name: str
-    allocatable: tuple[tuple[str, str], ...] = ()
+    count: int = 1
+    """How often it was said."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +144,6 @@ class JobView:
     """Oldest first, those that are gone among them."""
     events: tuple[EventView, ...] = ()
     """About the job, its pods and their claims; oldest first."""
-    nodes: tuple[NodeView, ...] | None = None
-    """None where they were not asked for, or may not be listed."""
     is_deleted: bool = False
     """Whether its object is known to be gone."""
     healthy: bool = True
@@ -226,14 +218,8 @@ def event_view(data: Mapping[str, Any]) -> EventView:
         reason=data.get("reason") or "",
         message=(data.get("message") or "").strip(),
         time=max(seconds(time) or 0.0 for time in times),
+        count=data.get("count") or series.get("count") or 1,
     )
-
-
-def node_view(data: Mapping[str, Any]) -> NodeView:
-    """A node of the API; one that takes no pods has nothing to give."""
-    is_closed = (data.get("spec") or {}).get("unschedulable")
-    allocatable = {} if is_closed else (data.get("status") or {}).get("allocatable") or {}
-    return NodeView(name=data["metadata"]["name"], allocatable=tuple(allocatable.items()))
 
 
 def seconds(text: str | None) -> float | None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import http
-import json
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,10 +25,8 @@ from kale_dist.backends.kubernetes.resource_watch import ResourceWatch
 from kale_dist.backends.kubernetes.views import (
     EventView,
     JobView,
-    NodeView,
     PodView,
     event_view,
-    node_view,
     pod_view,
     seconds,
 )
@@ -43,8 +40,6 @@ _QUOTAS = "resourcequotas"
 _QUOTA_REFUSAL = "exceeded quota"
 _EVENTS_AN_OBJECT = 20
 _OBJECTS_WITH_EVENTS = 4096
-_NODES_S = 60.0
-_NODES = 200
 _TIMEOUT_S = 10.0
 
 Object = dict[str, Any]
@@ -68,7 +63,6 @@ class NamespaceWatch:
         self._watches: dict[str, ResourceWatch] = {}
         self._state = _State(self.namespace, kind)
         self._views: dict[str, JobView] = {}
-        self._nodes_looked_at = -_NODES_S
 
     def subscribe(self, job_name: str, callback: Callable[[], None]) -> Callable[[], None]:
         """Have `callback` called whenever something about the job has changed.
@@ -104,7 +98,6 @@ class NamespaceWatch:
         state = self._state = _State(namespace, self.kind)
         state.followed = self._callbacks.keys()
         self._views.clear()
-        self._nodes_looked_at = -_NODES_S
         jobs = functools.partial(custom.list_namespaced_custom_object, *self._path, label_selector=SELECTOR)
         pods = functools.partial(core.list_namespaced_pod, namespace, label_selector=SELECTOR)
         events = functools.partial(core.list_namespaced_event, namespace)
@@ -148,8 +141,6 @@ class NamespaceWatch:
                 for name in self._callbacks:
                     if name not in state.jobs:
                         self._look_up(name)
-            if kind == "pods" and state.lacks_resources(names):
-                self._look_at_nodes()
             if kind == "events" and _QUOTAS not in self._watches and state.waiting_for_quota():
                 self._watch_quotas(state)
             for name in names:
@@ -172,27 +163,6 @@ class NamespaceWatch:
                     self.take(state, "one job", lambda: state.is_missing(name))
 
         _in_background(f"look up {name}", ask)
-
-    def _look_at_nodes(self) -> None:
-        """How much the cluster has, where this user may see it; few may, so that a refusal is no trouble."""
-        state, now = self._state, time.monotonic()
-        if now - self._nodes_looked_at < _NODES_S:
-            return
-        self._nodes_looked_at = now
-
-        def ask() -> None:
-            response: Any = self._cluster.core.list_node(
-                limit=_NODES, _preload_content=False, _request_timeout=_TIMEOUT_S
-            )
-            nodes = tuple(node_view(item) for item in json.loads(response.data)["items"])
-
-            def keep() -> set[str]:
-                state.nodes = nodes
-                return set(self._callbacks)
-
-            self.take(state, "nodes", keep)
-
-        _in_background("list nodes", ask)
 
     def _watch_quotas(self, state: _State) -> None:
         call = functools.partial(self._cluster.core.list_namespaced_resource_quota, self.namespace)
@@ -265,7 +235,6 @@ class _State:
         self.namespace = namespace
         self.kind = kind
         self._told_kinds = {"Pod", "PersistentVolumeClaim", "Workload", *(told for told, _ in kind.told_by(""))}
-        self.nodes: tuple[NodeView, ...] | None = None
         self.followed: Collection[str] = ()
         """Jobs whose deleted pods are remembered."""
         self.problems: dict[str, str] = {}
@@ -300,7 +269,6 @@ class _State:
             job=job,
             pods=tuple(sorted(pods, key=lambda pod: pod.created)),
             events=tuple(sorted(events, key=lambda event: event.time)),
-            nodes=self.nodes,
             is_deleted=name in self.deleted,
             healthy=not problem,
             is_complete={JOBS, "pods"} <= self.listed,
@@ -368,10 +336,6 @@ class _State:
             return set()
         pods[pod.uid] = pod
         return {name}
-
-    def lacks_resources(self, names: Collection[str]) -> bool:
-        """Whether pods of these jobs find no node with enough of something."""
-        return any("Insufficient" in pod.scheduling for name in names for pod in self._pods.get(name, {}).values())
 
     def _lose_pod(self, name: str, pod: PodView) -> None:
         pods = self._pods.setdefault(name, {})

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist import quantities
 from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
 from kale_dist.backends.kubernetes.explain.table import Seen
@@ -23,18 +22,7 @@ _TOLD_TO_END = (0, 137, 143)
 ends have reached the head."""
 
 _INIT = "init-pytorch"
-_SCHEDULER_SAYS = re.compile(r"^\w+: \d+/(?P<all>\d+) nodes? (is|are) available: (?P<groups>.*?)(\. |\.?$)", re.DOTALL)
-_WORDS = (
-    (re.compile(r"Insufficient (\S+)"), r"too little free \1"),
-    (re.compile(r"node\(s\) had untolerated taint(\(s\))?( \{(?P<taint>.*?)\})?"), r"a taint that the pod does not tolerate"),
-    (re.compile(r"node\(s\) didn't match Pod's node affinity(/selector)?"), "other labels than asked for"),
-    (re.compile(r"node\(s\) (didn't match PersistentVolume's node affinity|had volume node affinity conflict)"),
-     "no way to the volume"),
-    (re.compile(r"node\(s\) were unschedulable"), "been closed"),
-    (re.compile(r"node\(s\) unavailable due to PersistentVolumeClaim with ReadWriteOncePod.*"), "another pod with the claim"),
-    (re.compile(r"Too many pods"), "as many pods as it can hold"),
-)  # fmt: skip
-"""The scheduler's words for a group of nodes, and what follows "n has" or "n have" in ours."""
+_PREEMPTION = re.compile(r"\.? preemption: .*", re.DOTALL)
 
 
 def hindrance(pod: PodView, view: JobView) -> Found | None:
@@ -42,7 +30,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
     if pod.has_ended or pod.is_running:
         return None
     if pod.scheduling and not pod.node:
-        return _match(Seen.SCHEDULING, pod.scheduling, pod, view, _scheduling_facts(pod))
+        return _match(Seen.SCHEDULING, pod.scheduling, pod, view, {"nodes": _nodes(pod)})
     for container in pod.containers:
         said = f"{container.reason}: {container.message}"
         if container.is_init and container.state == "running" and container.name == _INIT:
@@ -165,7 +153,8 @@ def _match(
     if found is None:
         return None
     entry, groups = found
-    wanted = _resource_facts(groups["resource"], pod, view) if "resource" in groups else {}
+    amounts = dict(pod.main.limits) | dict(pod.main.requests)
+    wanted = {"wanted": amounts.get(groups.get("resource", ""), "some")}
     return tell(entry, _pod_facts(pod, view, container) | _cut(groups | dict(facts or {})) | wanted)
 
 
@@ -210,7 +199,6 @@ def _pod_facts(pod: PodView, view: JobView, container: ContainerView | None) -> 
         "last_said": f"; it said: {_last_line(last)}" if last else "",
         "disruption": pod.disruption.partition(":")[0],
         "detail": detail(f"{container.reason}: {container.message}"),
-        "cluster_has": "",
         "nodes": "",
     }
 
@@ -225,35 +213,9 @@ def _exit(code: int | None) -> str:
     return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
 
 
-def _scheduling_facts(pod: PodView) -> dict[str, str]:
-    """The scheduler's message in words, without its second half, which is about preemption."""
-    found = _SCHEDULER_SAYS.match(pod.scheduling)
-    if found is None:
-        return {"nodes": detail(pod.scheduling)}
-    parts = []
-    for group in found["groups"].split(", "):
-        count, _, rest = group.partition(" ")
-        for words, ours in _WORDS:
-            if count.isdigit() and (said := words.match(rest)):
-                parts.append(f"{count} {'has' if count == '1' else 'have'} {said.expand(ours)}")
-                break
-        else:
-            parts.append(group)
-    return {"nodes": f"of {found['all']} node{'s' * (found['all'] != '1')}, {' and '.join(parts)}"}
-
-
-def _resource_facts(resource: str, pod: PodView, view: JobView) -> dict[str, str]:
-    """How much a pod wants of something, and how much the cluster has."""
-    wanted = dict(pod.main.requests).get(resource) or dict(pod.main.limits).get(resource) or "some"
-    if not view.nodes:
-        return {"wanted": wanted}
-    amounts = [
-        amount for node in view.nodes if (amount := quantities.amount(dict(node.allocatable).get(resource, "0")))
-    ]
-    if not amounts:
-        return {"wanted": wanted, "cluster_has": "; the cluster has none at all"}
-    total, largest = (quantities.amount_text(resource, amount) for amount in (sum(amounts), max(amounts)))
-    return {"wanted": wanted, "cluster_has": f"; the cluster has {total} in all, the largest node {largest}"}
+def _nodes(pod: PodView) -> str:
+    """What the scheduler says of the nodes, without its second half, which is about preemption."""
+    return detail(_PREEMPTION.sub("", pod.scheduling))
 
 
 def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:

@@ -440,23 +440,23 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "gpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>\S*gpu\S*?)(?=[,.;]|$|\s)",
-            "{pod} waits: it asks for {wanted} {resource} and no node has that many free{cluster_has} ({nodes})",
+            "{pod} waits: it asks for {wanted} {resource} and no node has that many free ({nodes})",
             "Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end",
         ),
         Entry(
             "memory", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory)",
-            "{pod} waits: it asks for {wanted} memory and no node has that much free{cluster_has} ({nodes})",
+            "{pod} waits: it asks for {wanted} memory and no node has that much free ({nodes})",
             "Ask for less with memory_gib in resources=, or wait until other jobs end",
         ),
         Entry(
             "cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>cpu)",
-            "{pod} waits: it asks for {wanted} cpu and no node has that much free{cluster_has} ({nodes})",
+            "{pod} waits: it asks for {wanted} cpu and no node has that much free ({nodes})",
             "Ask for less with cpu in resources=, or wait until other jobs end",
         ),
         Entry(
             "resource", (Seen.SCHEDULING,),
             r"Insufficient (?P<resource>[^,;\s]+?)(?=[,.;]|$|\s)",
-            "{pod} waits: it asks for {wanted} {resource} and no node has that much free{cluster_has} ({nodes})",
+            "{pod} waits: it asks for {wanted} {resource} and no node has that much free ({nodes})",
             "Ask for less in resources=, or wait until other jobs end",
         ),
         Entry(
@@ -655,11 +655,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Have the administrator look at it: '{find_controller}'",
         ),
         Entry(
-            "managed-elsewhere", (Seen.STRUCTURE,), "",
-            "the job is left to {manager} (managedBy), which has done nothing with it for {waited} s",
-            "Take managedBy out of the patch, or check that controller",
-        ),
-        Entry(
             "no-pods", (Seen.STRUCTURE,), "",
             "the job has no pods after {waited} s, and you may not list and watch the events that say why",
             "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
@@ -681,17 +676,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "sidecar", (Seen.STRUCTURE,), "",
             "the ranks of {pod} have ended, but its container {sidecar} still runs",
             'Keep the sidecar away (for Istio the annotation sidecar.istio.io/inject: "false" on the pods), or delete the job',
-        ),
-        Entry(
-            "job-deadline", (Seen.STRUCTURE,), "",
-            "the operator ended the job because it was active longer than activeDeadlineSeconds, and deleted its "
-            "pods with their logs",
-            "Use timeout_s= instead, which keeps the logs", heals=False, cause=FailureCause.TIMEOUT,
-        ),
-        Entry(
-            "job-backoff", (Seen.STRUCTURE,), "",
-            "the operator ended the job because it had failed more often than backoffLimit allows",
-            "Take backoffLimit and restartPolicy out of the patch", heals=False, cause=_DIED,
         ),
         Entry(
             "job-failed", (Seen.STRUCTURE,), "",
