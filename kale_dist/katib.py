@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import blobs, kfp
 from kale_dist.errors import ConfigError
+from kale_dist.manifests.pod_template import CONTAINER_SECURITY, identity_of, pod_security
 from kale_dist.manifests.settings import INPUT_BYTES
 from kale_dist.manifests.yaml_text import to_yaml
-from kale_dist.quantities import cpu_text, memory_text
 from kale_dist.resources import resources as resources_of
 from kale_dist.runtime import loading
 from kale_dist.snapshot.capture import capture
@@ -116,7 +116,7 @@ def export(
         raise ConfigError(
             "image", f"{image!r} is not the name of an image", "Name one with torch, kale-dist and Optuna"
         )
-    asked = _asked(resources)
+    asked = resources_of(resources).of_container()
     parameters = _parameters(search)
     algorithm = _algorithm(search, parameters)
     stopping = _early_stopping(search.pruner)
@@ -142,13 +142,18 @@ def export(
         "image": image,
         # Katib's collector joins these words with spaces into a line for a shell.
         "command": ["python", "-m", "kale_dist.katib", f"{_MOUNT}/{_FILE}", snapshot.digest],
-        "env": [{"name": VARIABLE, "value": json.dumps({name: f"${{trialParameters.{name}}}" for name in parameters})}],
+        "env": [
+            *({"name": name, "value": value} for name, value in identity_of("/tmp").items()),  # noqa: S108 - in the pod
+            {"name": VARIABLE, "value": json.dumps({name: f"${{trialParameters.{name}}}" for name in parameters})},
+        ],
         **({"resources": asked} if asked else {}),
         "volumeMounts": [{"name": "call", "mountPath": _MOUNT, "readOnly": True}],
+        "securityContext": CONTAINER_SECURITY,
     }
     pod = {
         "restartPolicy": "Never",
         **({"serviceAccountName": service_account} if service_account else {}),
+        "securityContext": pod_security(None),
         "containers": [container],
         "volumes": [{"name": "call", "secret": {"secretName": f"{search.name}-call"}}],
     }
@@ -193,16 +198,6 @@ def export(
         },
     }
     return to_yaml(secret, experiment)
-
-
-def _asked(resources: Any) -> dict[str, Any]:
-    asked = resources_of(resources)
-    whole = {**({asked.gpu_resource: str(asked.gpus)} if asked.gpus else {}), **dict(asked.extended)}
-    if asked.memory_gib:
-        whole["memory"] = memory_text(asked.memory_gib)
-    requests = {**({"cpu": cpu_text(asked.cpu)} if asked.cpu else {}), **whole}
-    limits = {**({"cpu": cpu_text(asked.cpu_limit)} if asked.cpu_limit else {}), **whole}
-    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 
 def _metric(name: str) -> str:

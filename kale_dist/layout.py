@@ -13,7 +13,7 @@ from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.checks import Options
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import PodSettings, kind_of
+from kale_dist.manifests import kind_of
 from kale_dist.places import Docker, Kubernetes, Local, Place
 from kale_dist.spec import JobSpec, Topology
 from kale_dist.trackers import Tracker
@@ -25,7 +25,6 @@ PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes)
 _ELSEWHERE_PROCESSES = 2
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
 
-_MADE_UP = "xxxxx"
 _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20
 """Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
@@ -234,8 +233,7 @@ def _check_manifest(spec: JobSpec) -> None:
         if variable in given:
             problem = f"{variable} is in `environment`, too"
             raise ConfigError("secret_environment", problem, "Leave it out of one of them")
-    namespace = spec.cluster.namespace or _MADE_UP
-    kind.make(spec, PodSettings(namespace=namespace, image=spec.image or _MADE_UP))
+    kind.make(spec)
 
 
 def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool) -> None:

@@ -181,7 +181,7 @@ class ClusterOptions:
     metrics_port: int | None = None
     """Port of the first pod at which Prometheus finds `/metrics`, such as 9090, with the usual `prometheus.io/` annotations; None for none."""
     patch: str = ""
-    """A dict is merged into the object strategically, a list is a JSON patch. Applied last."""
+    """A dict that is merged into the object strategically, as `kubectl patch` does it. Applied last."""
 
     def __post_init__(self) -> None:
         _settle(
@@ -320,7 +320,7 @@ class Kubernetes(ClusterOptions):
             input_wait_s: float = ...,
             collect_wait_s: float = ...,
             metrics_port: int | None = None,
-            patch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | None = None,
+            patch: Mapping[str, Any] | str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -503,7 +503,7 @@ def _json(field: str, given: Any) -> str:
     if field == "tolerations" and isinstance(given, Mapping):
         given = [given]
     wanted, what = {
-        "tolerations": ((list, tuple), "list"), "affinity": ((Mapping,), "dict"), "patch": ((list, tuple, Mapping), "dict or a list")
+        "tolerations": ((list, tuple), "list"), "affinity": ((Mapping,), "dict"), "patch": ((Mapping,), "dict")
     }[field]  # fmt: skip
     if not isinstance(given, wanted):
         raise ConfigError(field, f"{show(given)} is not a {what}", "Write it as in a pod's YAML")

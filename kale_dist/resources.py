@@ -77,6 +77,18 @@ class Resources:
             object.__setattr__(self, name, value)
         self._check()
 
+    def of_container(self, ranks: int = 1) -> dict[str, dict[str, str]]:
+        """Requests and limits of a container with so many ranks, as Kubernetes writes them; without what is not asked for."""
+        whole = {"memory": quantities.memory_text(self.memory_gib * ranks)} if self.memory_gib else {}
+        whole |= {self.gpu_resource: str(self.gpus * ranks)} if self.gpus else {}
+        whole |= {name: str(int(amount) * ranks) for name, amount in self.extended}
+        cores = {"requests": self.cpu, "limits": self.cpu_limit}
+        asked = {
+            key: {**({"cpu": quantities.cpu_text(number * ranks)} if number else {}), **whole}
+            for key, number in cores.items()
+        }
+        return {key: amounts for key, amounts in asked.items() if amounts}
+
     def _check(self) -> None:
         for field in ("cpu", "cpu_limit", "memory_gib", "shm_gib"):
             value = getattr(self, field)

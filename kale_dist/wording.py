@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 40
 EXTRAS = {
     "docker": ("docker<8",),
     "images": ("isal<2", "packaging", "urllib3<3", "uv<0.14"),
-    "kubernetes": ("kubernetes<38", "jsonpatch<2"),
+    "kubernetes": ("kubernetes<38",),
     "notebook": ("anywidget<0.12", "ipykernel<8", "nbclient<0.12"),
 }
 """What parts of this library need, by the names of its extras; their other packages come with these."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kale_dist.manifests.batch_job import BatchJob
-from kale_dist.manifests.kind import Kind, ObjectState, PodGroup
-from kale_dist.manifests.mpi_job import MPIJob
-from kale_dist.manifests.objects import input_secret, owner_of
-from kale_dist.manifests.pytorch_job import PyTorchJob
-from kale_dist.manifests.settings import PodSettings, StoreMount, input_secret_name, object_name
-from kale_dist.manifests.tf_job import TFJob
+from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, input_secret, owner_of
+from kale_dist.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
+from kale_dist.manifests.settings import RunSettings, claim_of, input_secret_name, object_name
 from kale_dist.manifests.train_job import TrainJob
 from kale_dist.manifests.yaml_text import to_yaml
 from kale_dist.spec import JobSpec
@@ -20,8 +17,8 @@ __all__ = [
     "Kind",
     "ObjectState",
     "PodGroup",
-    "PodSettings",
-    "StoreMount",
+    "RunSettings",
+    "claim_of",
     "input_secret",
     "input_secret_name",
     "kind_of",

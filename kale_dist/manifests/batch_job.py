@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, last_condition
-from kale_dist.manifests.objects import headless_service
+from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.manifests.pod_template import pod_template
-from kale_dist.manifests.settings import COMPLETION_INDEX, PodSettings, object_name
+from kale_dist.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
 from kale_dist.spec import JobSpec
 
 
@@ -29,7 +28,7 @@ class BatchJob(Kind):
     is_automatic = True
     makes_services = True
 
-    def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
+    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
         """Completions and a template."""
         if spec.cluster.gang:
             remedy = "Leave it out; with queue= Kueue starts all pods together"
@@ -67,7 +66,7 @@ class BatchJob(Kind):
         """A name that the headless Service gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
 
-    def beside(self, spec: JobSpec, settings: PodSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def beside(self, spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """The headless Service; one pod needs none."""
         has_relays = spec.topology.number_of_pods > 1
         return (headless_service(spec, settings, owner),) if has_relays else ()

@@ -51,10 +51,6 @@ os.execv(sys.executable, [sys.executable, "-P", "-c", run])
 """Text for `python3 -c`."""
 
 
-def command(python: str) -> list[str]:
-    """A container's command.
-
-    Args:
-        python: The interpreter, found on the image's PATH, or an absolute path.
-    """
-    return [python, "-c", BOOTSTRAP]
+def command() -> list[str]:
+    """A container's command, with the `python3` of the image's PATH."""
+    return ["python3", "-c", BOOTSTRAP]

@@ -1,10 +1,10 @@
 """What this library has to know of a kind of object: how a job is written as one, and how its state is read. Pure.
 
-Each kind is one file beside this one, with one class, whose instance stands in `kale_dist.manifests.KINDS`. Everything
+Each kind is a class, whose instance stands in `kale_dist.manifests.KINDS`. Everything
 else (head and relays, logs, explanations, results, cancelling, lost pods, rights, dry runs) is the same for all kinds and
 asks the kind of a job for what differs. To add a kind:
 
-1. Write its file: derive from `Kind`, fill in the class variables, and write `body`, `pod_groups`, `pod_names` and
+1. Write its class: derive from `Kind`, fill in the class variables, and write `body`, `pod_groups`, `pod_names` and
    `head_host`; the rest only where the kind differs from what is here.
 2. Make each pod's template with `pod_template`. It labels the pods with the object's name (`OBJECT_LABEL`) and with the
    number of their type's first pod (`FIRST_POD_LABEL`), by which they are found and numbered, and tells the agents the same.
@@ -18,17 +18,30 @@ asks the kind of a job for what differs. To add a kind:
 from __future__ import annotations
 
 import abc
+import base64
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.manifests.objects import metadata
 from kale_dist.manifests.patching import apply_patch
 from kale_dist.manifests.pod_template import roles_of
-from kale_dist.manifests.settings import PodSettings
+from kale_dist.manifests.settings import (
+    OBJECT_LABEL,
+    QUEUE_LABEL,
+    RUN_LABEL,
+    SPEC_ANNOTATION,
+    SUBMITTED_BY_ANNOTATION,
+    RunSettings,
+    input_secret_name,
+    object_name,
+    own_labels,
+)
 from kale_dist.spec import JobSpec
+
+_LARGEST_ANNOTATION = 200_000
+"""Characters; all annotations of an object together may have 256 KiB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +110,7 @@ class Kind(abc.ABC):
     # -- the object -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
+    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
         """The object's `spec`."""
 
     @abc.abstractmethod
@@ -112,21 +125,22 @@ class Kind(abc.ABC):
     def head_host(self, spec: JobSpec, run: int = 1) -> str:
         """Host name of pod 0 within the namespace."""
 
-    def beside(self, spec: JobSpec, settings: PodSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        """Services to create after the object; `owner` is what `objects.owner_of` gives for it."""
+    def beside(self, spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        """Services to create after the object; `owner` is what `owner_of` gives for it."""
         del spec, settings, owner
         return ()
 
-    def make(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
+    def make(self, spec: JobSpec, settings: RunSettings | None = None) -> dict[str, Any]:
         """The object to create. The same arguments give the same object, with its keys in the same order.
 
         Args:
             spec: The job.
-            settings: What the backend has settled.
+            settings: Of the run; None for the first.
 
         Raises:
             ConfigError: The patch cannot be applied, or changes what the job depends on.
         """
+        settings = settings or RunSettings()
         for role in roles_of(spec):
             if role not in self.roles:
                 there = f"It has: {', '.join(self.roles)}" if self.roles else "Its pods are all alike: use resources="
@@ -134,12 +148,12 @@ class Kind(abc.ABC):
         made = {
             "apiVersion": "/".join(self.api),
             "kind": self.name,
-            "metadata": metadata(spec, settings),
+            "metadata": _metadata(spec, settings),
             "spec": self.body(spec, settings),
         }
         if not spec.cluster.patch or settings.command:
             return made
-        patched: dict[str, Any] = apply_patch(made, json.loads(spec.cluster.patch))
+        patched = apply_patch(made, json.loads(spec.cluster.patch))
         self._check_patched(made, patched)
         return patched
 
@@ -208,3 +222,101 @@ def last_condition(made: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last condition that holds; empty if there is none."""
     conditions = (made.get("status") or {}).get("conditions") or ()
     return next((item for item in reversed(conditions) if item.get("status") == "True"), {})
+
+
+# -- what stands beside the object, and what all of them say ------------------------------------------------------------
+
+
+def _spec_annotation(spec: JobSpec) -> str:
+    """The specification as JSON, for `attach` from another machine: without the variables' values.
+
+    The digests of the blobs are left out where there are so many that an annotation could not hold them; they are in
+    the job's order, too.
+    """
+    hidden = dataclasses.replace(spec, environment=tuple((name, "") for name, _ in spec.environment))
+    for shown in (hidden, dataclasses.replace(hidden, blobs=())):
+        text = json.dumps(shown.to_json(), separators=(",", ":"))
+        if len(text) <= _LARGEST_ANNOTATION:
+            break
+    return text
+
+
+def input_secret(
+    spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any], data: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """The Secret that a run's pods wait for. It is deleted with the run's object.
+
+    Args:
+        spec: The job.
+        settings: As for the object.
+        owner: From `owner_of`.
+        data: Bytes by the names of `contract.InputFiles`.
+    """
+    name = input_secret_name(object_name(spec.name, settings.run))
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _beside(spec, owner, name),
+        "type": "Opaque",
+        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
+    }
+
+
+def headless_service(spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
+    """The Service that gives the pods of a run their host names, also before they are ready.
+
+    Args:
+        spec: The job.
+        settings: As for the object.
+        owner: From `owner_of`.
+    """
+    name = object_name(spec.name, settings.run)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _beside(spec, owner, name),
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {OBJECT_LABEL: name}},
+    }
+
+
+def owner_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference by which other objects belong to an object that was created; empty before it has a UID."""
+    meta = made["metadata"]
+    if "uid" not in meta:
+        return {}
+    return {
+        "apiVersion": made["apiVersion"],
+        "kind": made["kind"],
+        "name": meta["name"],
+        "uid": meta["uid"],
+        "blockOwnerDeletion": False,
+    }
+
+
+def _beside(spec: JobSpec, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": spec.cluster.namespace,
+        "labels": own_labels(spec.name),
+        **({"ownerReferences": [dict(owner)]} if owner else {}),
+    }
+
+
+def _metadata(spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    """Name, labels and annotations of a run's object."""
+    cluster, is_errand = spec.cluster, bool(settings.command)
+    labels = {
+        **own_labels(spec.name, is_errand=is_errand),
+        **({QUEUE_LABEL: cluster.queue} if cluster.queue else {}),
+        **({RUN_LABEL: str(settings.run)} if settings.run > 1 else {}),
+        **dict(cluster.labels),
+    }
+    described = {} if is_errand else {SPEC_ANNOTATION: _spec_annotation(spec)}
+    submitter = {SUBMITTED_BY_ANNOTATION: settings.submitter} if settings.submitter else {}
+    annotations = {**dict(cluster.annotations), **submitter, **described}
+    return {
+        "name": object_name(spec.name, settings.run),
+        "namespace": cluster.namespace,
+        "labels": labels,
+        "annotations": annotations,
+    }

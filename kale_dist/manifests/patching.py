@@ -1,4 +1,4 @@
-"""Patches of manifests: JSON patches (RFC 6902), and strategic merges as `kubectl patch` does them. Pure.
+"""Patches of manifests: strategic merges, as `kubectl patch` does them. Pure.
 
 The API server merges strategically into its own kinds only, not into a PyTorchJob: it does not know that a PyTorchJob
 holds pods. Here the lists of a pod are merged by the key that Kubernetes gives them; all other lists are replaced.
@@ -10,7 +10,6 @@ import copy
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.wording import install
 
 _ARGUMENT = "patch"
 _DIRECTIVE = "$patch"
@@ -31,37 +30,18 @@ _MERGE_KEYS = {
 """Lists that are merged item by item, and the field that tells which items are the same."""
 
 
-def apply_patch(target: dict[str, Any], patch: dict[str, Any] | list[Any]) -> Any:
+def apply_patch(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     """A patched copy.
 
     Args:
         target: The object.
-        patch: A dict is merged strategically: None deletes a key; a dict with `$patch: delete` deletes the item of a
-            list, or the dict, that it stands for; with `$patch: replace` it takes its place. A list is a JSON patch.
+        patch: None deletes a key; a dict with `$patch: delete` deletes the item of a list, or the dict, that it stands for;
+            with `$patch: replace` it takes its place.
 
     Raises:
         ConfigError: The patch is wrong, or cannot be applied to this object.
     """
-    if isinstance(patch, list):
-        return _apply_operations(target, patch)
     return _merge_dict(copy.deepcopy(target), patch, "")
-
-
-def _apply_operations(target: dict[str, Any], operations: list[Any]) -> Any:
-    try:
-        import jsonpatch
-        import jsonpointer
-    except ModuleNotFoundError as error:
-        remedy = f"Install it: {install('kubernetes')}"
-        raise ConfigError(_ARGUMENT, f"a JSON patch needs the package {error.name}", remedy) from None
-    done: Any = target
-    for number, operation in enumerate(operations):
-        try:
-            done = jsonpatch.apply_patch(done, [operation])
-        except (jsonpatch.JsonPatchException, jsonpointer.JsonPointerException, TypeError, KeyError) as error:
-            problem = f"operation {number} of the JSON patch cannot be applied: {error}"
-            raise ConfigError(_ARGUMENT, problem, "See the object as render() prints it") from None
-    return done
 
 
 def _merge_dict(target: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
@@ -75,7 +55,7 @@ def _merge_dict(target: dict[str, Any], patch: dict[str, Any], path: str) -> dic
         if key == _DIRECTIVE:
             continue
         if key.startswith("$"):
-            raise _refusal(inner, "this directive is not supported", "Use $patch, or a JSON patch")
+            raise _refusal(inner, "this directive is not supported", "Use $patch")
         if value is None or (isinstance(value, dict) and value.get(_DIRECTIVE) == "delete"):
             target.pop(key, None)
         elif isinstance(value, dict):

@@ -19,12 +19,13 @@ from kale_dist.manifests.settings import (
     START_WAIT_S,
     STORE_FOLDER,
     WORK_FOLDER,
-    PodSettings,
+    RunSettings,
+    claim_of,
     input_secret_name,
     object_name,
     own_labels,
 )
-from kale_dist.quantities import cpu_text, memory_text
+from kale_dist.quantities import memory_text
 from kale_dist.spec import JobSpec, Volume, VolumeKind
 
 _USER = "kale-dist"
@@ -39,15 +40,24 @@ _DEADLINE_MARGIN_S = 600
 ERRAND_S = 600
 """An errand ends by itself after so long."""
 
+DEFAULT_USER = 1000
+"""User and group of the processes where none is given."""
+
+AS_CLUSTER_LIKES = -1
+"""As `run_as_user`: no user is asked for; OpenShift gives one itself."""
+
+CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""What Pod Security "restricted" asks of a container."""
+
 
 def pod_template(
-    spec: JobSpec, settings: PodSettings, *, container: str, first_pod: int, ranks: int, index: str = "", role: str = ""
+    spec: JobSpec, settings: RunSettings, *, container: str, first_pod: int, ranks: int, index: str = "", role: str = ""
 ) -> dict[str, Any]:
     """The template of one replica type's pods.
 
     Args:
         spec: The job.
-        settings: What the backend has settled.
+        settings: Of the run.
         container: The name that the agent's container has in this kind of object.
         first_pod: Number of the type's first pod.
         ranks: Ranks of each of these pods.
@@ -61,9 +71,9 @@ def pod_template(
     has_metrics = bool(cluster.metrics_port) and first_pod == 0 and not settings.command
     main = {
         "name": container,
-        "image": settings.image,
+        "image": spec.image,
         **_if("imagePullPolicy", cluster.image_pull_policy),
-        "command": list(settings.command) or bootstrap.command(settings.python),
+        "command": list(settings.command) or bootstrap.command(),
         "env": _environment(spec, first_pod, index, container),
         # The Training Operator gives a port of this name to its Services, or adds its own.
         "ports": [
@@ -74,7 +84,7 @@ def pod_template(
         ],
         "resources": _resources(spec, ranks),
         "volumeMounts": mounts,
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": CONTAINER_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     pod = {
@@ -84,7 +94,7 @@ def pod_template(
         # Otherwise each Service of the namespace adds seven variables.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 1 if settings.command else _GRACE_S,
-        "securityContext": _security(settings),
+        "securityContext": pod_security(spec.cluster.run_as_user),
         **_if("imagePullSecrets", [{"name": name} for name in cluster.image_pull_secrets]),
         **_if("nodeSelector", dict(cluster.node_selector)),
         **_if("tolerations", json.loads(cluster.tolerations or "[]")),
@@ -135,32 +145,41 @@ def _deadline_s(spec: JobSpec) -> int | None:
     return math.ceil(spec.policy.timeout_s + waits + _DEADLINE_MARGIN_S)
 
 
-def _security(settings: PodSettings) -> dict[str, Any]:
-    """What Pod Security "restricted" asks of a pod."""
-    user, group = settings.run_as_user, settings.fs_group
+def pod_security(run_as_user: int | None) -> dict[str, Any]:
+    """What Pod Security "restricted" asks of a pod.
+
+    Args:
+        run_as_user: User of the processes and group of the volumes' files, as `kd.Kubernetes(run_as_user=...)` has it.
+    """
+    user = DEFAULT_USER if run_as_user is None else run_as_user
+    whose = {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "fsGroupChangePolicy": "OnRootMismatch"}
     return {
         "runAsNonRoot": user != 0,
-        **({} if user is None else {"runAsUser": user}),
-        **({} if group is None else {"runAsGroup": group, "fsGroup": group}),
-        **({} if group is None else {"fsGroupChangePolicy": "OnRootMismatch"}),
+        **({} if user == AS_CLUSTER_LIKES else whose),
         "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def identity_of(home: str) -> dict[str, str]:
+    """Variables of a user that is only a number, with neither a name nor a home: torch.compile asks for both.
+
+    Args:
+        home: A folder that the user can write into.
+    """
+    return {
+        "HOME": home,
+        "USER": _USER,
+        "LOGNAME": _USER,
+        "XDG_CACHE_HOME": f"{home}/.cache",
+        "TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/torchinductor",
+        "TRITON_CACHE_DIR": f"{home}/.cache/triton",
     }
 
 
 def _environment(spec: JobSpec, first_pod: int, index: str, container: str) -> list[dict[str, Any]]:
     given = dict(spec.environment)
     secret = {variable for variable, _, _ in spec.cluster.secret_environment}
-    # A user that is only a number has no name and no home; torch.compile asks for both.
-    fixed = {
-        "HOME": HOME_FOLDER,
-        "USER": _USER,
-        "LOGNAME": _USER,
-        "TMPDIR": "/tmp",  # noqa: S108 - a volume of the pod's own
-        "XDG_CACHE_HOME": f"{HOME_FOLDER}/.cache",
-        "TORCHINDUCTOR_CACHE_DIR": f"{HOME_FOLDER}/.cache/torchinductor",
-        "TRITON_CACHE_DIR": f"{HOME_FOLDER}/.cache/triton",
-        "PYTHONUNBUFFERED": "1",
-    }
+    fixed = {**identity_of(HOME_FOLDER), "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # noqa: S108 - a volume of the pod's own
     told = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
     number = {"valueFrom": {"fieldRef": {"fieldPath": index}}} if index else {"value": "0"}
     request = {"resourceFieldRef": {"containerName": container, "resource": "requests.cpu", "divisor": "1m"}}
@@ -182,22 +201,15 @@ def _environment(spec: JobSpec, first_pod: int, index: str, container: str) -> l
 def _resources(spec: JobSpec, ranks: int) -> dict[str, Any]:
     asked = spec.resources
     cores = asked.cpu or min(_DEFAULT_CPU, asked.cpu_limit or _DEFAULT_CPU)
-    memory = memory_text(_memory_gib(spec) * ranks)
     gpus = asked.gpus if asked.gpus is not None else int(spec.cuda)
-    whole = {**({asked.gpu_resource: str(gpus * ranks)} if gpus else {})}
-    whole.update((name, str(int(amount) * ranks)) for name, amount in asked.extended)
-    limit = asked.cpu_limit
-    return {
-        "requests": {"cpu": cpu_text(cores * ranks), "memory": memory, **whole},
-        "limits": {**({"cpu": cpu_text(limit * ranks)} if limit else {}), "memory": memory, **whole},
-    }
+    return dataclasses.replace(asked, cpu=cores, memory_gib=_memory_gib(spec), gpus=gpus).of_container(ranks)
 
 
 def _memory_gib(spec: JobSpec) -> float:
     return spec.resources.memory_gib or max(_DEFAULT_MEMORY_GIB, spec.resources.shm_gib or 0.0)
 
 
-def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(spec: JobSpec, settings: RunSettings, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes and mounts: those that every pod has, then the user's. Mounts of one source share a volume."""
     shm = min(_LARGEST_SHM_GIB, _memory_gib(spec) * ranks / 2)
     if spec.resources.shm_gib is not None:
@@ -219,7 +231,7 @@ def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dic
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
     ]
     names: dict[str, str] = {}
-    for number, volume in enumerate((*spec.volumes, *_store(settings))):
+    for number, volume in enumerate((*spec.volumes, *_store(spec, settings))):
         source = _source(volume)
         shared = json.dumps(source) if volume.kind is not VolumeKind.EMPTY_DIR else f"empty {number}"
         if shared not in names:
@@ -230,11 +242,10 @@ def _volumes(spec: JobSpec, settings: PodSettings, ranks: int) -> tuple[list[dic
     return volumes, mounts
 
 
-def _store(settings: PodSettings) -> tuple[Volume, ...]:
-    if settings.store is None:
-        return ()
-    store, read_only = settings.store, bool(settings.command)
-    return (Volume(mount_path=STORE_FOLDER, source=store.claim, sub_path=store.sub_path, read_only=read_only),)
+def _store(spec: JobSpec, settings: RunSettings) -> tuple[Volume, ...]:
+    """The whole claim: a folder of it that the kubelet has to make belongs to root, so that pods cannot write into it."""
+    claim, _ = claim_of(spec)
+    return (Volume(mount_path=STORE_FOLDER, source=claim, read_only=bool(settings.command)),) if claim else ()
 
 
 def _source(volume: Volume) -> dict[str, Any]:

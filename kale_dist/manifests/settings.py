@@ -1,8 +1,10 @@
-"""What a backend has found out before a manifest can be made, and the names that follow from it. Pure."""
+"""Names, labels, folders and sizes that manifests and those who look for their objects share. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from kale_dist.spec import JobSpec
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Of every object of a job: its name."""
@@ -48,37 +50,21 @@ INPUT_FOLDER = "/kale-dist/input"
 WORK_FOLDER = "/kale-dist/work"
 HOME_FOLDER = "/kale-dist/home"
 STORE_FOLDER = "/kale-dist/store"
-"""Where pods see the volume of `StoreMount`."""
+"""Where pods see the claim that is the job's store."""
+
+
+CLAIM_SCHEME = "pvc://"
+"""Of a store that is a claim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StoreMount:
-    """A claim that pods see at `STORE_FOLDER`."""
+class RunSettings:
+    """What the object of a run says beyond the job's specification."""
 
-    claim: str
-    sub_path: str = ""
-    """Folder in the claim that is there already: one that is missing is made by the kubelet, and belongs to root, so that
-    pods cannot write into it. Empty for all of the claim."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PodSettings:
-    """What a specification leaves open and the backend has settled."""
-
-    namespace: str
-    image: str
-    """Reference of the image."""
-    run_as_user: int | None = 1000
-    """None: left to the cluster, as on OpenShift."""
-    fs_group: int | None = 1000
-    """Group of the processes, and of the volumes' files; None: left to the cluster."""
-    python: str = "python3"
-    """The interpreter, as a command."""
-    store: StoreMount | None = None
-    annotations: tuple[tuple[str, str], ...] = ()
-    """Annotations of the job besides the user's own and that of the specification."""
     run: int = 1
     """Which run of the job; each has an object of its own."""
+    submitter: str = ""
+    """Who creates it, as the API server names them."""
     command: tuple[str, ...] = ()
     """In the place of the agent: an errand of this library, which has no input and is listed nowhere."""
 
@@ -108,3 +94,11 @@ def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
         INSTANCE_LABEL: job,
         "app.kubernetes.io/component": "training",
     }
+
+
+def claim_of(spec: JobSpec) -> tuple[str, str]:
+    """Claim and folder of a job's store; empty if its store is no claim."""
+    if not spec.store.startswith(CLAIM_SCHEME):
+        return "", ""
+    claim, _, folder = spec.store.removeprefix(CLAIM_SCHEME).partition("/")
+    return claim, folder

@@ -12,7 +12,7 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.manifests.kind import Kind, ObjectState, PodGroup
 from kale_dist.manifests.pod_template import pod_template
-from kale_dist.manifests.settings import COMPLETION_INDEX, PodSettings, object_name
+from kale_dist.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
 from kale_dist.spec import JobSpec
 
 _API_GROUP = "trainer.kubeflow.org"
@@ -45,7 +45,7 @@ class TrainJob(Kind):
     )
     is_automatic = True
 
-    def body(self, spec: JobSpec, settings: PodSettings) -> dict[str, Any]:
+    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
         """Runtime, trainer and patches."""
         options, topology = spec.cluster, spec.topology
         if not settings.command:

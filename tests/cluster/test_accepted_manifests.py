@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kale_dist import manifests
-from kale_dist.manifests import KINDS, PodSettings, StoreMount
+from kale_dist.manifests import KINDS, RunSettings
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
 GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("*.yaml"))
@@ -193,9 +193,9 @@ def test_workers_start_where_pod_security_is_strictest(restricted):
         name="strict", label="x", kind="call", snapshot="ab" * 32, topology=Topology(number_of_processes=2),
         resources=Resources(cpu=0.05, memory_gib=0.25), environment=(("TEXT", "a$(HOME)"),),
         volumes=(Volume(mount_path="/scratch", kind=VolumeKind.EMPTY_DIR, size_gib=0.01),),
-        cluster=ClusterOptions(master=False),
+        cluster=ClusterOptions(namespace=restricted, master=False), image=IMAGE, store="pvc://results",
     )  # fmt: skip
-    settings = PodSettings(namespace=restricted, image=IMAGE, store=StoreMount(claim="results"))
+    settings = RunSettings()
     text = manifests.to_yaml(KINDS["pytorch"].make(spec, settings))
     job = json.loads(kubectl("create", "-o", "json", "-f", "-", text=text))
     secret = manifests.input_secret(spec, settings, manifests.owner_of(job), {"runtime.zip": a_runtime(), "key": b"\0"})

@@ -21,7 +21,7 @@ from rank_work import (
 )
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import client, roles, served
+from kale_dist.backends.kubernetes import client, objects, roles
 from kale_dist.contract import StateName
 from kale_dist.errors import JobCancelledError, JobFailedError, KaleDistWarning
 from kale_dist.manifests import KINDS
@@ -35,7 +35,7 @@ OTHERS = [word for word in KINDS if word != "pytorch"]
 
 @pytest.fixture
 def on(word, namespace, cluster):
-    if not served.is_served(cluster, KINDS[word]):
+    if not objects.is_served(cluster, KINDS[word]):
         pytest.skip(f"the cluster has no {KINDS[word].name}")
     # The same image with an Open MPI.
     image = {"image": "localhost:5000/kale-dist/mpi-cpu:1"} if word == "mpi" else {}
@@ -161,12 +161,12 @@ def test_a_job_that_is_suspended_resumes_in_the_same_object(on, word, namespace)
 
 @pytest.mark.nightly
 def test_with_the_runtime_of_the_docs_a_train_job_that_fails_is_failed_at_once(namespace, cluster):
-    if not served.is_served(cluster, KINDS["train"]):
+    if not objects.is_served(cluster, KINDS["train"]):
         pytest.skip("the cluster has no TrainJob")
     page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds" / "trainjob.md").read_text()
     runtime = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1].replace("ClusterTrainingRuntime", "TrainingRuntime")
     run_kubectl("-n", namespace, "apply", "-f", "-", text=runtime)
-    assert "TrainingRuntime/torch-once" in served.runtimes(cluster)
+    assert "TrainingRuntime/torch-once" in objects.runtimes(cluster)
     job = kd.launch(
         fails_on_1, number_of_processes=2, on=pods_in(namespace, kind="train", runtime="TrainingRuntime/torch-once")
     )

@@ -9,7 +9,7 @@ from rank_work import summed, waits_the_first_time
 
 import kale_dist as kd
 from kale_dist import cli
-from kale_dist.backends.kubernetes import served
+from kale_dist.backends.kubernetes import objects
 from kale_dist.contract import StateName
 from kale_dist.errors import KaleDistWarning
 from kale_dist.manifests import KINDS
@@ -48,7 +48,7 @@ def hold(queue, policy):
 
 @pytest.fixture
 def on(word, namespace, cluster):
-    if not served.is_served(cluster, KINDS[word]):
+    if not objects.is_served(cluster, KINDS[word]):
         pytest.skip(f"the cluster has no {KINDS[word].name}")
     image = {"image": "localhost:5000/kale-dist/mpi-cpu:1"} if word == "mpi" else {}
     return pods_in(namespace, kind=word, queue="team", volumes={"/kept": "kept"}, **image)

@@ -8,7 +8,7 @@ from on_cluster import pods_in, run_kubectl
 from rank_work import rank_and, summed
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import client, submit
+from kale_dist.backends.kubernetes import client, objects
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, KaleDistWarning
 from kale_dist.manifests import KINDS
 
@@ -133,7 +133,7 @@ def test_a_name_that_another_machine_has_taken(namespace, monkeypatch, tmp_path)
         with pytest.raises(JobExistsError, match=r"pytorchjobs/there exists already. Give another name="):
             kd.launch(summed, 1, number_of_processes=1, name="there", on=on)
     job.delete()
-    assert submit.find(client.connect(namespace), KINDS["pytorch"], namespace, "there") is None
+    assert objects.find(client.connect(namespace), KINDS["pytorch"], namespace, "there") is None
 
 
 def test_without_an_image_the_call_says_where_to_name_one(namespace, kubeconfig, monkeypatch, tmp_path):

@@ -72,7 +72,7 @@ def test_a_notebook_with_the_least_role(namespace, home):
     assert (found["identity"], found["namespace"]) == (f"system:serviceaccount:{namespace}:jo", namespace)
     assert found["in"]
     pod = found["pod"]
-    assert (pod["name"], pod["container"], pod["run_as_user"], pod["fs_group"]) == ("jo", "notebook", 1234, 4321)
+    assert (pod["name"], pod["container"], pod["run_as_user"]) == ("jo", "notebook", 1234)
     assert pod["image"].startswith("localhost:5000/kale-dist/torch-cpu")
     assert "@sha256:" in pod["image"] or "pull a newer one" in pod["image_warning"]
     (claim,) = pod["claims"]
@@ -84,5 +84,5 @@ def test_a_notebook_with_the_least_role(namespace, home):
 def test_a_notebook_that_may_not_read_its_own_pod(namespace, home):
     found = look(namespace, "blind", [right for right in roles.rights(KINDS["pytorch"]) if right.resource != "pods"])
     pod = found["pod"]
-    assert (pod["name"], pod["run_as_user"], pod["fs_group"]) == ("blind", 1234, 99)
+    assert (pod["name"], pod["run_as_user"]) == ("blind", 1234)
     assert (pod["image"], pod["claims"]) == ("", [])

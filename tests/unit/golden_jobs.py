@@ -1,12 +1,14 @@
 """The jobs of the golden files, for tests of their text and for those that show them to an API server."""
 
+import dataclasses
 import json
 
 from kale_dist import manifests
-from kale_dist.manifests import PodSettings, StoreMount
+from kale_dist.manifests import RunSettings
 from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 
-SETTINGS = PodSettings(namespace="team-a", image="registry.example.com/team/train:1")
+SETTINGS = RunSettings()
+IMAGE = "registry.example.com/team/train:1"
 
 VOLUMES = (
     Volume(mount_path="/data", source="datasets", kind=VolumeKind.CLAIM),
@@ -20,11 +22,13 @@ VOLUMES = (
 
 
 def a_spec(**changes):
-    """Two processes; `changes` replaces fields."""
+    """Two processes, in the namespace team-a if no other is given; `changes` replaces fields."""
+    cluster = changes.pop("cluster", ClusterOptions())
+    cluster = dataclasses.replace(cluster, namespace=cluster.namespace or "team-a")
     return JobSpec(
         **{
             "name": "train-net", "label": "train Net", "kind": "training", "snapshot": "ab" * 32,
-            "blobs": ("ab" * 32,), "topology": Topology(number_of_processes=2), **changes,
+            "blobs": ("ab" * 32,), "topology": Topology(number_of_processes=2), "image": IMAGE, "cluster": cluster, **changes,
         }
     )  # fmt: skip
 
@@ -62,11 +66,6 @@ _PATCH = {
     }
 }
 
-_OPERATIONS = [
-    {"op": "add", "path": "/spec/pytorchReplicaSpecs/Worker/template/spec/hostAliases", "value": [{"ip": "10.0.0.1", "hostnames": ["nas"]}]},
-    {"op": "add", "path": "/metadata/labels/example.com~1team", "value": "a"},
-]  # fmt: skip
-
 JOBS = {
     "default": (a_spec(), SETTINGS),
     "workers_only": (
@@ -82,12 +81,8 @@ JOBS = {
         ),
         SETTINGS,
     ),
-    "volumes": (
-        a_spec(volumes=VOLUMES),
-        PodSettings(namespace="team-a", image=SETTINGS.image, store=StoreMount(claim="results")),
-    ),
+    "volumes": (a_spec(volumes=VOLUMES, store="pvc://results"), SETTINGS),
     "patched": (a_spec(cluster=ClusterOptions(patch=json.dumps(_PATCH))), SETTINGS),
-    "patched_by_operations": (a_spec(cluster=ClusterOptions(patch=json.dumps(_OPERATIONS))), SETTINGS),
     "roles": (
         a_spec(
             resources=Resources(cpu=1, memory_gib=4),
@@ -127,14 +122,14 @@ JOBS = {
             seed=1,
             volumes=VOLUMES,
             environment=(("GREETING", "grüß dich,\n$(HOME)"), ("LEARNING_RATE", "1e3"), ("OMP_NUM_THREADS", "2")),
-            image=SETTINGS.image,
+            image=IMAGE,
             resources=Resources(
                 cpu=0.5, cpu_limit=2, memory_gib=1.5, gpus=2, shm_gib=0.25, extended=(("rdma/hca", "1"),)
             ),
             store="pvc://results/kale",
             policy=Policy(timeout_s=3600.5),
             cluster=ClusterOptions(
-                namespace="team-a",
+                run_as_user=1234,
                 labels=(("example.com/project", "p1"),),
                 annotations=(("example.com/note", "a note: of any form"),),
                 metrics_port=9090,
@@ -153,14 +148,7 @@ JOBS = {
                 ttl_s=86400,
             ),
         ),
-        PodSettings(
-            namespace="team-a",
-            image=SETTINGS.image,
-            run_as_user=1234,
-            fs_group=100,
-            store=StoreMount(claim="results", sub_path="kale"),
-            annotations=(("kale-dist.dev/submitted-by", "system:serviceaccount:team-a:notebook"),),
-        ),
+        RunSettings(submitter="system:serviceaccount:team-a:notebook"),
     ),
 }
 

@@ -114,7 +114,7 @@ def quota(hard, used):
 )
 def test_sums_over_all_pods_are_compared_with_quotas(hard, used, expected):
     kind = manifests.KINDS["pytorch"]
-    groups = kind.pod_groups(kind.make(a_spec(), checks.submit.settings_of(a_spec())))
+    groups = kind.pod_groups(kind.make(a_spec()))
     assert [(item.name, item.is_fatal) for item in checks.quota_sums([quota(hard, used)], kind, groups)] == expected
 
 

@@ -155,17 +155,17 @@ class Cluster:
 )
 def test_the_first_kind_that_a_cluster_serves_is_chosen(words, asked, expected):
     pytest.importorskip("kubernetes")
-    from kale_dist.backends.kubernetes import served
+    from kale_dist.backends.kubernetes import objects
 
-    assert served.choose(Cluster(*words), asked).word == expected
+    assert objects.choose(Cluster(*words), asked).word == expected
 
 
 def test_a_kind_that_a_cluster_does_not_serve_is_refused_with_those_it_has_and_how_to_install_it():
     pytest.importorskip("kubernetes")
-    from kale_dist.backends.kubernetes import served
+    from kale_dist.backends.kubernetes import objects
 
     with pytest.raises(ConfigError) as caught:
-        served.choose(Cluster("job"), "pytorch")
+        objects.choose(Cluster("job"), "pytorch")
     assert caught.value.argument == "kind"
     assert "serves no PyTorchJob of kubeflow.org/v1" in caught.value.problem
     assert "It serves 'job'" in caught.value.remedy
@@ -183,12 +183,12 @@ class OldMPI(Cluster):
 
 def test_the_other_mpijob_is_told_apart():
     pytest.importorskip("kubernetes")
-    from kale_dist.backends.kubernetes import served
+    from kale_dist.backends.kubernetes import objects
 
     with pytest.raises(
         ConfigError, match=r"serves another MPIJob, of kubeflow.org/v1 .* not that of kubeflow.org/v2beta1"
     ):
-        served.choose(OldMPI("job"), "mpi")
+        objects.choose(OldMPI("job"), "mpi")
 
 
 def tf(processes, servers):

@@ -279,12 +279,12 @@ def test_options_of_a_cluster_as_users_write_them():
     made = spec(
         namespace="team-a", labels={"b": "2", "a": "1"}, tolerations=[toleration], affinity="nodeAffinity: {}",
         secret_environment={"TOKEN": "tokens/hub"}, image_pull_secrets="registry", queue=None, gang=True,
-        patch=[{"op": "add", "path": "/metadata/labels/x", "value": "y"}],
+        patch={"metadata": {"labels": {"x": "y"}}},
     ).cluster  # fmt: skip
     assert made == ClusterOptions(
         namespace="team-a", labels=(("a", "1"), ("b", "2")), tolerations=json.dumps([toleration], separators=(",", ":")),
         affinity='{"nodeAffinity":{}}', secret_environment=(("TOKEN", "tokens", "hub"),), image_pull_secrets=("registry",), gang=True,
-        patch='[{"op":"add","path":"/metadata/labels/x","value":"y"}]',
+        patch='{"metadata":{"labels":{"x":"y"}}}',
     )  # fmt: skip
     assert kd.Kubernetes(labels=made.labels, affinity=made.affinity).labels == made.labels
     for same in (toleration, "[{key: gpu, operator: Exists}]", "key: gpu\noperator: Exists"):
@@ -303,9 +303,9 @@ def test_options_of_a_cluster_as_users_write_them():
         ({"annotations": {"kale-dist.dev/spec": "x"}}, "annotations", "set by kale_dist"),
         ({"tolerations": "["}, "tolerations", "YAML"), ({"tolerations": "gpu"}, "tolerations", "not a list"),
         ({"tolerations": ["gpu"]}, "tolerations", "list of dicts"), ({"affinity": []}, "affinity", "not a dict"),
-        ({"affinity": {"a": {1, 2}}}, "affinity", "JSON"), ({"patch": 3}, "patch", "not a dict or a list"),
+        ({"affinity": {"a": {1, 2}}}, "affinity", "JSON"), ({"patch": 3}, "patch", "not a dict"),
         ({"patch": {"spec": {"runPolicy": float("nan")}}}, "patch", "JSON"), ({"patch": {"kind": "Pod"}}, "patch", "kind"),
-        ({"patch": [{"op": "remove", "path": "/none"}]}, "patch", "operation 0"), ({"gang": "yes"}, "gang", "'yes'"),
+        ({"patch": [{"op": "remove", "path": "/none"}]}, "patch", "not a dict"), ({"gang": "yes"}, "gang", "'yes'"),
         ({"master": 1}, "master", "1"), ({"secret_environment": {"A": "s"}}, "secret_environment", "'secret/key'"),
         ({"image_pull_secrets": 3}, "image_pull_secrets", "not a list"), ({"image_pull_secrets": [3]}, "image_pull_secrets", "3"),
         ({"ttl_s": "1d"}, "ttl_s", "'1d'"), ({"run_as_user": "root"}, "run_as_user", "'root'"),

@@ -27,7 +27,7 @@ def test_a_spec_survives_json():
         strategy=DDP(bucket_mib=1.0), policy=Policy(timeout_s=1.5, detach=True),
         image="train:1", store="pvc://results/a", resources=Resources(cpu=0.5, gpus=1, extended=(("rdma/hca", "1"),)),
         cluster=ClusterOptions(
-            labels=(("a", "b"),), tolerations="[]", patch='[{"op":"remove"}]', image_pull_secrets=("a", "b"), gang=True,
+            labels=(("a", "b"),), tolerations="[]", patch='{"spec":null}', image_pull_secrets=("a", "b"), gang=True,
             secret_environment=(("A", "b", "c"),), min_available=1, run_as_user=-1, master=False, ttl_s=0,
         ),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_resources_fit_each_other(fields, said):
         ("image_pull_policy", "always", "Did you mean 'always'?"), ("image_pull_policy", "Sometimes", "'IfNotPresent'"),
         ("queue", "a b", "'a b'"), ("min_available", 0, "0"), ("min_available", 2, "`gang`"), ("ttl_s", -1, "-1"), ("ttl_s", 1.5, "1.5"),
         ("run_as_user", -2, "-2"), ("run_as_user", True, "True"), ("pending_timeout_s", 0, "0"), ("input_wait_s", -1, "-1"),
-        ("collect_wait_s", "1h", "'1h'"), ("tolerations", "3", "list"), ("affinity", "[", "YAML"), ("patch", "3", "list"),
+        ("collect_wait_s", "1h", "'1h'"), ("tolerations", "3", "list"), ("affinity", "[", "YAML"), ("patch", "3", "dict"),
         ("secret_environment", (("A B", "s", "k"),), "'A B'"), ("secret_environment", (("A", "S", "k"),), "'S/k'"),
         ("secret_environment", (("A", "s", "k k"),), "'s/k k'"),
     ],

@@ -12,6 +12,7 @@ from kale_dist.contract import Order, PodVariable, Source
 from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
 from kale_dist.manifests import bootstrap
+from kale_dist.manifests.pod_template import identity_of
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.orders import order_of
 from kale_dist.spec import JobSpec, Volume, VolumeKind
@@ -35,7 +36,6 @@ INPUT_BYTES = 8 << 20
 """A snapshot up to this size goes into each container; a larger one into the first, from which the others fetch it."""
 
 _TERMINATION_VARIABLE = "KALE_DIST_TERMINATION_LOG"
-_USER = "kale-dist"
 _GIB = 1 << 30
 _SHM_GIB_PER_RANK = 1.0
 _LARGEST_SHM_GIB = 8.0
@@ -127,7 +127,7 @@ def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, A
     return {
         "Image": spec.image,
         # Not as the command: the image's entry point would get it as arguments.
-        "Entrypoint": bootstrap.command("python3"),
+        "Entrypoint": bootstrap.command(),
         "Cmd": [],
         "Hostname": host,
         "Env": [f"{name}={value}" for name, value in _environment(spec, number, facts)],
@@ -156,16 +156,7 @@ def render(spec: JobSpec) -> str:
 
 
 def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, str]]:
-    # A user that is only a number has no name and no home; torch.compile asks for both.
-    fixed = {
-        "HOME": HOME_FOLDER,
-        "USER": _USER,
-        "LOGNAME": _USER,
-        "XDG_CACHE_HOME": f"{HOME_FOLDER}/.cache",
-        "TORCHINDUCTOR_CACHE_DIR": f"{HOME_FOLDER}/.cache/torchinductor",
-        "TRITON_CACHE_DIR": f"{HOME_FOLDER}/.cache/triton",
-        "PYTHONUNBUFFERED": "1",
-    }
+    fixed = {**identity_of(HOME_FOLDER), "PYTHONUNBUFFERED": "1"}
     told = {
         PodVariable.INPUT: INPUT_FOLDER,
         PodVariable.WORK: WORK_FOLDER,

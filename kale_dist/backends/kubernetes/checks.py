@@ -19,13 +19,14 @@ from kubernetes import client
 
 from kale_dist import manifests, quantities
 from kale_dist.backends.base import Trouble
-from kale_dist.backends.kubernetes import queue, roles, served, submit
+from kale_dist.backends.kubernetes import objects, queue, roles
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api, sentences
 from kale_dist.backends.kubernetes.explain.api import Doing
+from kale_dist.backends.kubernetes.self_pod import NODE_REQUIRED
 from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
-from kale_dist.manifests import Kind, PodGroup, kind_of
+from kale_dist.manifests import Kind, PodGroup, RunSettings, kind_of
 from kale_dist.spec import JobSpec
 
 _TIMEOUT_S = 10.0
@@ -40,7 +41,6 @@ _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-e
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
 """Those that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
 
-NODE_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 HOST_LABEL = "kubernetes.io/hostname"
 _WORDS = {"cpu": "cores", "memory": "of memory"}
 """What follows an amount of a resource."""
@@ -129,7 +129,7 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
         BackendError: The cluster cannot be reached.
     """
     kind = kind_of(spec)
-    job = kind.make(spec, submit.settings_of(spec, submitter=cluster.identity))
+    job = kind.make(spec, RunSettings(submitter=cluster.identity))
     groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
     looks: tuple[Callable[[], list[Finding]], ...] = (
@@ -225,7 +225,7 @@ def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Ite
 
 def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) -> list[Finding]:
     """The object and its Secret, as they would be created."""
-    namespace, settings = cluster.namespace, submit.settings_of(spec)
+    namespace, settings = cluster.namespace, RunSettings()
     secret: Any = manifests.input_secret(spec, settings, {}, {InputFiles.KEY: b"0" * 32})
     create_job = functools.partial(
         cluster.custom.create_namespaced_custom_object_with_http_info, *kind.api, namespace, kind.plural, job
@@ -479,7 +479,7 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
 def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
     """The runtime that a TrainJob names; only few users may read those of the whole cluster."""
     wanted = job["spec"].get("runtimeRef")
-    there = served.runtimes(cluster) if wanted else ()
+    there = objects.runtimes(cluster) if wanted else ()
     if not there or not wanted:
         return []
     prefix = "TrainingRuntime/" if wanted["kind"] == "TrainingRuntime" else ""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist.backends.kubernetes import port_forward, submit
+from kale_dist.backends.kubernetes import objects, port_forward
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain import pods as explain
@@ -24,7 +24,7 @@ from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.views import JobView, PodView, pod_view
 from kale_dist.errors import BackendError, ImageError
 from kale_dist.following.client import HttpSocket, writing
-from kale_dist.manifests import kind_of
+from kale_dist.manifests import RunSettings, claim_of, kind_of
 from kale_dist.manifests.pod_template import ERRAND_S
 from kale_dist.manifests.settings import OBJECT_LABEL, STORE_FOLDER
 from kale_dist.resources import Resources
@@ -96,7 +96,7 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
     Raises:
         BackendError: The pod could not be run or reached; the message names the claim and the folder.
     """
-    claim, folder = submit.claim_of(spec)
+    claim, folder = claim_of(spec)
     inside = f"{STORE_FOLDER}/{folder}/jobs/{object_}".replace("//", "/")
     # With HTTP/1.0 http.client would close the connection when it has read the headers, and a tunnel ends with that.
     command = (
@@ -151,12 +151,12 @@ def _running(
     """The name of an errand and its pod that has started; deleted at the end."""
     kind, job = kind_of(spec), make(spec, image, command, environment)
     namespace, name = spec.cluster.namespace, job["metadata"]["name"]
-    submit.create_object(cluster, kind, job)
+    objects.create(cluster, kind, job)
     try:
         yield name, _await(cluster, namespace, name)
     finally:
         with contextlib.suppress(BackendError):
-            submit.delete(cluster, kind, namespace, name)
+            objects.delete(cluster, kind, namespace, name)
 
 
 def make(spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -176,8 +176,7 @@ def make(spec: JobSpec, image: str, command: Sequence[str], environment: Mapping
         volumes=(), environment=tuple(environment.items()), resources=Resources(cpu=0.1, memory_gib=0.5),
         policy=Policy(), cluster=options,
     )  # fmt: skip
-    settings = dataclasses.replace(submit.settings_of(small), command=tuple(command))
-    return kind_of(small).make(small, settings)
+    return kind_of(small).make(small, RunSettings(command=tuple(command)))
 
 
 def _await(cluster: Cluster, namespace: str, job: str) -> PodView:

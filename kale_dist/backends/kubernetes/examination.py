@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kale_dist import config
-from kale_dist.backends.kubernetes import checks, client, roles, self_pod, served
+from kale_dist.backends.kubernetes import checks, client, objects, roles, self_pod
 from kale_dist.backends.kubernetes.checks import Finding, Namespace
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.config import Config
@@ -36,14 +36,14 @@ def examine(namespace: str = "", context: str = "") -> tuple[Said, ...]:
         return (("connection", FAILED, *_split(error)),)
     said = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
     try:
-        there = [kind for kind in KINDS.values() if served.is_served(cluster, kind)]
-        kind = served.choose(cluster, "")
+        there = [kind for kind in KINDS.values() if objects.is_served(cluster, kind)]
+        kind = objects.choose(cluster, "")
         others = ", ".join(f"{one.name}s (kind={one.word!r})" for one in there if one is not kind) or "no others"
         said.append(
             ("kind", OK, f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}", "")
         )
         if KINDS["train"] in there:
-            names = ", ".join(served.runtimes(cluster)) or "none that you may list"
+            names = ", ".join(objects.runtimes(cluster)) or "none that you may list"
             said.append(("runtimes", OK, f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}", ""))
         found = checks.look_at_namespace(cluster, kind)
         said += _findings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import getpass
@@ -17,14 +16,14 @@ from kale_dist.backends.base import JobRef, Look, Part, PlaceEvent, Plan, RunHan
 from kale_dist.backends.kubernetes import (
     client,
     errand,
+    objects,
     port_forward,
-    prepare,
     queue,
     self_pod,
-    submit,
     watch,
 )
 from kale_dist.backends.kubernetes import look as looks
+from kale_dist.backends.kubernetes import submit as submission
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
@@ -34,7 +33,7 @@ from kale_dist.blobs import FolderStore
 from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
 from kale_dist.following.client import HeadClient, writing
-from kale_dist.manifests import KINDS, Kind, kind_of
+from kale_dist.manifests import kind_of
 from kale_dist.manifests.settings import (
     INSTANCE_LABEL,
     PORT,
@@ -67,11 +66,11 @@ class KubernetesPlace:
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
         """Settle image, namespace, form of the job and its user; look whether the job could run."""
-        return prepare.prepare(spec, submits=submit)
+        return submission.prepare(spec, submits=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
         """The objects of the first run, as YAML."""
-        return Plan(backend=self.name, spec=spec, text=submit.render(spec))
+        return Plan(backend=self.name, spec=spec, text=submission.render(spec))
 
     def object_name(self, spec: JobSpec, run: int) -> str:
         """Name of the object of a run."""
@@ -81,9 +80,7 @@ class KubernetesPlace:
         """Create the object of a run, then its Secret."""
         spec = plan.spec
         cluster = client.connect(spec.cluster.namespace, spec.cluster.context, secret=spec.cluster.cluster_secret)
-        source = prepare.place_bytes(cluster, spec, says=run == 1)
-        data = submit.input_data(spec, key, source, run=run, checkpoint=checkpoint)
-        made = submit.create(cluster, spec, data, run=run)
+        made, source = submission.create(cluster, spec, key, run=run, checkpoint=checkpoint)
         return self._handle(cluster, spec, made, source, run)
 
     def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
@@ -186,7 +183,7 @@ class KubernetesPlace:
 
     def _from_store(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
         spec, kept = handle.spec, f"jobs/{handle.object}/{name}"
-        claim, _ = submit.claim_of(spec)
+        claim, _ = manifests.claim_of(spec)
         if not claim:
             store = UrlStore(spec.store)
             if not store.exists(kept):
@@ -194,7 +191,7 @@ class KubernetesPlace:
             store.get_file(kept, target)
             return True
         cluster = self._cluster(handle)
-        folder = prepare.claim_here(spec, self_pod.find(cluster))
+        folder = self_pod.claim_here(spec, self_pod.find(cluster))
         if folder is None:
             return errand.read_store(cluster, spec, handle.object, name, target)
         if not (folder / kept).exists():
@@ -205,15 +202,15 @@ class KubernetesPlace:
     def kill(self, handle: RunHandle, grace_s: float) -> None:
         """Mark the object as cancelled and suspend it: its controller ends its pods, which have their own grace."""
         del grace_s
-        submit.cancel(
+        objects.cancel(
             self._cluster(handle), kind_of(handle.spec), handle.spec.cluster.namespace, handle.object, _person()
         )
 
     def remove(self, handle: RunHandle) -> None:
         """Delete the object and its Secret, and wait until its pods are gone."""
         cluster = self._cluster(handle)
-        submit.delete(cluster, kind_of(handle.spec), handle.spec.cluster.namespace, handle.object)
-        submit.wait_until_gone(cluster, handle, _GONE_S)
+        objects.delete(cluster, kind_of(handle.spec), handle.spec.cluster.namespace, handle.object)
+        objects.wait_until_gone(cluster, handle, _GONE_S)
 
     # -- jobs of other machines -----------------------------------------------------------------------------------------
 
@@ -232,7 +229,7 @@ class KubernetesPlace:
         cluster = client.connect()
         where = cluster.namespace if namespace is None else namespace
         selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
-        found = _list_jobs(cluster, "" if where == "*" else where, selector)
+        found = objects.list_all(cluster, "" if where == "*" else where, selector)
         found.sort(key=lambda item: (item[1]["metadata"]["creationTimestamp"], item[1]["metadata"]["name"]))
         queued = {item["metadata"]["uid"]: queue.position(cluster, kind, item) for kind, item in found}
         return looks.statuses(found, queued)
@@ -242,7 +239,7 @@ class KubernetesPlace:
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
         namespace = cluster.namespace
-        found = _list_jobs(cluster, namespace, f"{SELECTOR},{INSTANCE_LABEL}={name}")
+        found = objects.list_all(cluster, namespace, f"{SELECTOR},{INSTANCE_LABEL}={name}")
         if not found:
             raise JobNotFoundError(
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. "
@@ -257,7 +254,7 @@ class KubernetesPlace:
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
-        data = _read_input(cluster, namespace, job["metadata"]["name"])
+        data = objects.read_input(cluster, namespace, job["metadata"]["name"])
         key: bytes | None = None if trust is None else data.get(InputFiles.KEY) or None
         submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
         if key is not None and submitter != cluster.identity and not trust:
@@ -282,7 +279,7 @@ class KubernetesPlace:
             JobNotFoundError: It was deleted.
         """
         kind = kind_of(handle.spec)
-        found = submit.find(self._cluster(handle), kind, handle.spec.cluster.namespace, handle.object)
+        found = objects.find(self._cluster(handle), kind, handle.spec.cluster.namespace, handle.object)
         if found is None:
             raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} no longer exists")
         return dict(found)
@@ -354,37 +351,6 @@ def _write(target: pathlib.Path, data: bytes) -> None:
 
 def _run_of(job: Mapping[str, Any]) -> int:
     return int((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
-
-
-def _list_jobs(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind, Any]]:
-    """Objects of all kinds that the cluster serves and this user may list; an error if that is none."""
-    found: list[tuple[Kind, Any]] = []
-    refusals: list[Exception] = []
-    for kind in KINDS.values():
-        try:
-            listed: Any = (
-                cluster.custom.list_namespaced_custom_object(*kind.api, namespace, kind.plural, label_selector=selector)
-                if namespace
-                else cluster.custom.list_cluster_custom_object(*kind.api, kind.plural, label_selector=selector)
-            )
-        except Exception as error:
-            explained = api.explain(error, Doing(verb="list", resource=kind.plural, namespace=namespace))
-            if api.status_of(error) not in (api.NOT_FOUND, api.FORBIDDEN):
-                raise explained from error
-            refusals.append(explained)
-            continue
-        found += [(kind, item) for item in listed["items"]]
-    if len(refusals) == len(KINDS):
-        raise refusals[0]
-    return found
-
-
-def _read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:
-    """A run's Secret; empty if this user may not read it."""
-    with contextlib.suppress(Exception):
-        secret = cluster.core.read_namespaced_secret(manifests.input_secret_name(name), namespace)
-        return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
-    return {}
 
 
 def _check_selection(namespace: Any, labels: Any) -> None:

@@ -1,9 +1,10 @@
-"""The pod that this process runs in, if it is a notebook in the cluster: its image, its user, its volumes."""
+"""The pod that this process runs in, if it is a notebook in the cluster: its image, its user, its volumes, and what jobs take over of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -11,6 +12,13 @@ import socket
 from typing import Any
 
 from kale_dist.backends.kubernetes.client import Cluster, own_namespace
+from kale_dist.manifests import claim_of
+from kale_dist.manifests.settings import CLAIM_SCHEME
+from kale_dist.places import ClusterOptions
+from kale_dist.spec import JobSpec
+from kale_dist.volumes import Volume, VolumeKind, hidden_by
+
+NODE_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 _MOUNTS = pathlib.Path("/proc/self/mountinfo")
 _HOST_NAME = pathlib.Path("/etc/hostname")
@@ -48,8 +56,6 @@ class SelfPod:
     name: str
     run_as_user: int
     """User of this process."""
-    fs_group: int
-    """Group of the pod's volumes, or else of this process."""
     container: str = ""
     """Empty, as is all that follows, where the pod cannot be read."""
     image: str = ""
@@ -68,7 +74,7 @@ def find(cluster: Cluster) -> SelfPod | None:
         return None
     uid, container = _from_mounts()
     name = _own_name()
-    plain = SelfPod(namespace=namespace, name=name, run_as_user=os.getuid(), fs_group=os.getgid())
+    plain = SelfPod(namespace=namespace, name=name, run_as_user=os.getuid())
     with contextlib.suppress(Exception):
         pod: Any = cluster.core.read_namespaced_pod(name, namespace)
         # The kubeconfig may be that of another cluster, where a pod of this name is another user's.
@@ -92,8 +98,6 @@ def describe(pod: Any, container: str, plain: SelfPod, cluster: Cluster) -> Self
     statuses = {status.name: status for status in (pod.status.container_statuses or ())}
     status = statuses.get(found.name)
     image, warning = _image(found.image, getattr(status, "image_id", "") or "")
-    security = pod.spec.security_context
-    group = getattr(security, "fs_group", None)
     secrets = tuple(secret.name for secret in pod.spec.image_pull_secrets or () if secret.name)
     return dataclasses.replace(
         plain,
@@ -101,10 +105,123 @@ def describe(pod: Any, container: str, plain: SelfPod, cluster: Cluster) -> Self
         image=image,
         image_warning=warning,
         image_pull_secrets=secrets,
-        fs_group=plain.fs_group if group is None else group,
         claims=_claims(pod, found, plain.namespace, cluster),
         node=pod.spec.node_name or "",
     )
+
+
+# -- what jobs take over of it ------------------------------------------------------------------------------------------
+
+
+def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Volume, ...]:
+    """The notebook's ReadWriteMany claims, which pods of all nodes can mount: a path then means the same in both.
+
+    Args:
+        spec: The job, whose own volumes go first.
+        own: This process's pod; None outside of the cluster.
+        namespace: Where the job runs: a claim is its namespace's.
+    """
+    taken = {volume.mount_path for volume in spec.volumes}
+    return tuple(
+        Volume(
+            mount_path=claim.path, source=claim.claim, kind=VolumeKind.CLAIM, sub_path=claim.sub_path, read_only=claim.read_only
+        )
+        for claim in _own_claims(own, namespace)
+        if "ReadWriteMany" in claim.access_modes and claim.path not in taken and not hidden_by(claim.path)
+    )  # fmt: skip
+
+
+def beside_notebook(spec: JobSpec, own: SelfPod | None) -> JobSpec:
+    """Hold the pods to the notebook's node if the call names a ReadWriteOnce claim of its pod.
+
+    Only that node can mount it. A call that chooses nodes itself is left as it is.
+
+    Args:
+        spec: The job, settled in all else.
+        own: This process's pod; None outside of the cluster.
+    """
+    options = spec.cluster
+    named = {volume.source for volume in spec.volumes if volume.kind is VolumeKind.CLAIM}
+    if own is None or not own.node or _chooses_nodes(options):
+        return spec
+    if not any(claim.is_of_one_node and claim.claim in named for claim in _own_claims(own, options.namespace)):
+        return spec
+    field = {"key": "metadata.name", "operator": "In", "values": [own.node]}
+    terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
+    affinity = json.dumps({"nodeAffinity": {NODE_REQUIRED: terms}})
+    return dataclasses.replace(spec, cluster=dataclasses.replace(options, affinity=affinity))
+
+
+def about_claims(spec: JobSpec, settled: JobSpec, own: SelfPod | None) -> list[str]:
+    """What the log says of the claims of the notebook's pod: which the pods mount, and which they do not.
+
+    Args:
+        spec: The job as the call gave it.
+        settled: The same, with the claims and the node that were added.
+        own: This process's pod; None outside of the cluster.
+    """
+    lines = []
+    for volume in settled.volumes[len(spec.volumes) :]:
+        where = f"pvc://{volume.source}/{volume.sub_path}".rstrip("/")
+        lines.append(
+            f"The pods mount {where} at {volume.mount_path}, as this notebook's own pod does. "
+            f"volumes={{{volume.mount_path!r}: 'emptydir://'}} leaves it out"
+        )
+    named = {volume.source for volume in spec.volumes if volume.kind is VolumeKind.CLAIM}
+    taken = {volume.mount_path for volume in spec.volumes}
+    is_held = settled.cluster.affinity != spec.cluster.affinity
+    first: dict[str, MountedClaim] = {}
+    for claim in _own_claims(own, settled.cluster.namespace):
+        if claim.is_of_one_node and (claim.claim in named or not (claim.path in taken or hidden_by(claim.path))):
+            first.setdefault(claim.claim, claim)
+    for name, claim in first.items():
+        if name not in {*named, claim_of(settled)[0]}:
+            source = f"pvc://{name}/{claim.sub_path}" if claim.sub_path else name
+            then = "" if _chooses_nodes(settled.cluster) and not is_held else ", and then all pods run on this node"
+            lines.append(
+                f"The claim {name} of this notebook is ReadWriteOnce and not mounted. "
+                f"volumes={{{claim.path!r}: {source!r}}} mounts it{then}"
+            )
+        elif name in named and is_held and own is not None:
+            lines.append(f"All pods run on this notebook's node {own.node}, as the claim {name} is ReadWriteOnce")
+    return lines
+
+
+def _own_claims(own: SelfPod | None, namespace: str | None) -> tuple[MountedClaim, ...]:
+    return own.claims if own is not None and own.namespace == namespace else ()
+
+
+def _chooses_nodes(options: ClusterOptions) -> bool:
+    """Whether the call says on which nodes the pods run, itself or by a queue with nodes of its own."""
+    is_patched = any(field in options.patch for field in ("nodeSelector", "nodeName", "affinity"))
+    return bool(options.node_selector or options.affinity or options.queue or is_patched)
+
+
+def own_store(own: SelfPod | None) -> str:
+    """A volume of the notebook's pod that other pods can write into, too."""
+    shared = [claim for claim in (own.claims if own is not None else ()) if claim.is_shared]
+    if not shared:
+        return ""
+    return f"{CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist"
+
+
+def claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
+    """The store's folder as this process sees it, if the claim is mounted in its own pod.
+
+    Args:
+        spec: The job.
+        own: This process's pod; None outside of the cluster.
+    """
+    claim, folder = claim_of(spec)
+    for mounted in own.claims if own is not None and claim else ():
+        inside = pathlib.PurePosixPath("/", folder)
+        root = pathlib.PurePosixPath("/", mounted.sub_path)
+        if mounted.claim == claim and not mounted.read_only and inside.is_relative_to(root):
+            return pathlib.Path(mounted.path) / inside.relative_to(root)
+    return None
+
+
+# -- inside --------------------------------------------------------------------------------------------------------------
 
 
 def _from_mounts() -> tuple[str, str]:
