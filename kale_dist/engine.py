@@ -174,20 +174,15 @@ def explain(error: BaseException, doing: str) -> BackendError:
     if isinstance(error, BackendError):
         return error
     text = _said(error)
-    if isinstance(error, docker.errors.APIError):
-        for pattern, sentence, remedy, retryable in _MEANINGS:
-            if re.search(pattern, text, re.IGNORECASE):
-                return BackendError(f"The Docker engine failed while {doing}: {sentence} ({text}). {remedy}", retryable)
-        retryable = bool(error.status_code and error.status_code >= 500)  # noqa: PLR2004 - HTTP's server errors
-        return BackendError(f"The Docker engine failed while {doing}: {text}", retryable)
-    if isinstance(error, requests.RequestException | urllib3.exceptions.HTTPError | OSError):
+    status = error.status_code or 0 if isinstance(error, docker.errors.APIError) else None
+    if status is None and isinstance(error, requests.RequestException | urllib3.exceptions.HTTPError | OSError):
         return BackendUnavailableError(
             f"The connection to the Docker engine was cut while {doing}: {text}. Is it still running?", retryable=True
         )
     for pattern, sentence, remedy, retryable in _MEANINGS:
         if re.search(pattern, text, re.IGNORECASE):
             return BackendError(f"The Docker engine failed while {doing}: {sentence} ({text}). {remedy}", retryable)
-    return BackendError(f"The Docker engine failed while {doing}: {text}")
+    return BackendError(f"The Docker engine failed while {doing}: {text}", (status or 0) >= 500)  # noqa: PLR2004 - HTTP's server errors
 
 
 @contextlib.contextmanager

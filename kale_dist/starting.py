@@ -100,7 +100,7 @@ def start(call: Call, run: Run) -> Job[Any]:
             targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
         elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
             targets = weights.remember(together(models), None)
-        ref = run.backend.submit(run.backend.plan(spec), key)
+        ref = run.backend.submit(spec, key)
     _say_started(ref, spec)
     job = handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
     tracking.begin(job, run.track, tracking.params_of(call.kwargs) if call.kind == "training" else {})
@@ -196,7 +196,7 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
         if not all(store.exists(digest) for digest in spec.blobs):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
         spec = backend.prepare(spec, submit=True)
-        ref = backend.submit(backend.plan(spec), key)
+        ref = backend.submit(spec, key)
     _say_started(ref, spec)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
 

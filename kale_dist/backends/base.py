@@ -53,7 +53,7 @@ class JobRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Exactly what `submit` would send. Same spec, same plan."""
+    """What `submit` would send. Same spec, same plan."""
 
     backend: str
     spec: JobSpec
@@ -111,7 +111,7 @@ class Backend(abc.ABC):
             submit: Whether a submission follows. Otherwise what cannot be reached is left open.
 
         Returns:
-            The specification of which `plan` makes a request.
+            The specification that `submit` takes.
 
         Raises:
             ConfigError: Something is left open that only the user can settle.
@@ -125,11 +125,11 @@ class Backend(abc.ABC):
         """The request for a spec. Pure: reads no clock, no environment, no disk."""
 
     @abc.abstractmethod
-    def submit(self, plan: Plan, key: bytes) -> JobRef:
+    def submit(self, spec: JobSpec, key: bytes) -> JobRef:
         """Start a job and return at once.
 
         Args:
-            plan: From `plan`.
+            spec: From `prepare`.
             key: The job's 32 secret bytes, which sign its outcomes.
 
         Raises:
@@ -362,7 +362,8 @@ class Connection(Protocol):
 class Place(Protocol):
     """Where containers of jobs run: a Docker engine, a Kubernetes cluster.
 
-    Everything may raise `BackendError`; `retryable` says that the same call may succeed later.
+    Everything may raise `BackendError`; `retryable` says that the same call may succeed later. What has a body here is what a
+    place does that derives from this class.
     """
 
     name: str
@@ -373,17 +374,17 @@ class Place(Protocol):
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
         """Fill in what the specification leaves open, and check whether the job could run; see `Backend`."""
 
-    def plan(self, spec: JobSpec) -> Plan:
-        """What `start` creates. Pure."""
+    def render(self, spec: JobSpec) -> str:
+        """What `start` creates, for people. Pure."""
 
     def object_name(self, spec: JobSpec, run: int) -> str:
         """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
 
-    def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create a run's objects and their input.
 
         Args:
-            plan: From `plan`.
+            spec: The job, from `prepare`.
             key: The job's secret bytes.
             run: Which run of the job; 2 and up are named `<name>-2`.
             checkpoint: From which the run resumes; None to start from the beginning.
@@ -400,12 +401,18 @@ class Place(Protocol):
             key: The job's secret bytes.
             on_progress: Called with a sentence such as `sent 120 of 200 MB`.
         """
+        del handle, key, on_progress
 
     def look(self, handle: RunHandle) -> Look:
         """How the run is now. Cheap: may be called several times a second."""
 
     def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call `changed` whenever `look` may have a new answer, from any thread. Returns the end of the subscription."""
+        """Call `changed` whenever `look` may have a new answer, from any thread. Returns the end of the subscription.
+
+        A place without news of its own is looked at once a second.
+        """
+        del handle, changed
+        return lambda: None
 
     def head_output(self, handle: RunHandle, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
         """What the head's container printed, from its beginning or what the place still has of it.
@@ -466,9 +473,13 @@ class Place(Protocol):
 
     def describe(self, handle: RunHandle) -> dict[str, Any]:
         """The object itself, as its API shows it; empty where a run is no single object."""
+        del handle
+        return {}
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
         """What the place has said of a run's parts, oldest first; empty where it says nothing."""
+        del handle
+        return ()
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have, as the values of `volumes=` take them."""

@@ -68,7 +68,7 @@ class LocalBackend(FolderBackend):
         """What would run: one line for each thing that the ranks get."""
         return Plan(backend=self.name, spec=spec, text=_plan_text(spec))
 
-    def submit(self, plan: Plan, key: bytes) -> JobRef:
+    def submit(self, spec: JobSpec, key: bytes) -> JobRef:
         """Write the job down and hand it to the agent. Returns before any rank has started.
 
         Raises:
@@ -76,7 +76,6 @@ class LocalBackend(FolderBackend):
             StoreError: The job's folder cannot be written.
             BackendUnavailableError: No agent can be started.
         """
-        spec = plan.spec
         ref = JobRef(self.name, spec.name)
         files = records.create(spec.name, key)
         try:

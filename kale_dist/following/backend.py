@@ -46,9 +46,9 @@ class FollowedBackend(FolderBackend):
 
     def plan(self, spec: JobSpec) -> Plan:
         """What would be created."""
-        return self.place.plan(spec)
+        return Plan(backend=self.name, spec=spec, text=self.place.render(spec))
 
-    def submit(self, plan: Plan, key: bytes) -> JobRef:
+    def submit(self, spec: JobSpec, key: bytes) -> JobRef:
         """Create the job's objects, write the job down, and begin to follow it.
 
         Raises:
@@ -56,12 +56,11 @@ class FollowedBackend(FolderBackend):
             StoreError: The job's folder cannot be written.
             BackendError: The place cannot be reached or refused.
         """
-        spec = plan.spec
         name = f"{spec.cluster.namespace}/{spec.name}" if spec.cluster.namespace else spec.name
         ref = JobRef(self.name, name)
         records.create(ref.record_name, key)
         try:
-            handle = self.place.start(plan, key)
+            handle = self.place.start(spec, key)
             try:
                 self._write_record(handle, created=time.time())
             except BaseException:

@@ -509,7 +509,7 @@ class Follower:
             self._place.remove(handle_of(self._place, self._record, runs[-2]))
             try:
                 self._handle = self._place.start(
-                    self._place.plan(spec),
+                    spec,
                     self._key,
                     run=self._run.number,
                     checkpoint=checkpoints[-1] if checkpoints else None,

@@ -22,7 +22,7 @@ def plain_image(engine, image):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left():
-    """After the last test the engine has no container or network of a job that this session has made."""
+    """After the last test the engine has no container of a job that this session has made."""
     yield
     from kale_dist import backends, records
     from kale_dist.backends.base import JobRef

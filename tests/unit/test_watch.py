@@ -30,7 +30,7 @@ class Waking(FakeBackend):
 
 def submit(backend, name="job"):
     spec = JobSpec(name=name, label="f", kind="call", snapshot="0" * 64, topology=Topology(number_of_processes=1))
-    return backend.submit(backend.plan(spec), secrets.token_bytes(32))
+    return backend.submit(spec, secrets.token_bytes(32))
 
 
 def until_cancelled(run):

@@ -6,16 +6,15 @@ import contextlib
 import dataclasses
 import io
 import pathlib
+import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import IO
 
 from kale_dist.errors import StoreError
 from kale_dist.following.client import writing
 
 _PIECE_BYTES = 1 << 20
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes that have arrived and with the total."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,28 +55,22 @@ def read_file(stream: Iterable[bytes]) -> bytes:
     Raises:
         StoreError: There is no file in it.
     """
-    with _opened(stream) as (file, _):
+    with _opened(stream) as file:
         return file.read()
 
 
-def save_file(stream: Iterable[bytes], path: pathlib.Path, on_progress: OnProgress | None = None) -> None:
+def save_file(stream: Iterable[bytes], path: pathlib.Path) -> None:
     """Write the one file of an archive, so that it appears whole or not at all.
 
     Args:
         stream: The archive.
         path: Where to.
-        on_progress: Called with the progress.
 
     Raises:
         StoreError: There is no file in it, it was cut, or the disk is full.
     """
-    with _opened(stream) as (source, size), writing(path) as target:
-        done = 0
-        while piece := source.read(_PIECE_BYTES):
-            target.write(piece)
-            done += len(piece)
-            if on_progress is not None:
-                on_progress(done, size)
+    with _opened(stream) as source, writing(path) as target:
+        shutil.copyfileobj(source, target, _PIECE_BYTES)
 
 
 class _Stream(io.RawIOBase):
@@ -103,14 +96,14 @@ class _Stream(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _opened(stream: Iterable[bytes]) -> Iterator[tuple[io.BufferedIOBase, int]]:
+def _opened(stream: Iterable[bytes]) -> Iterator[IO[bytes]]:
     pieces = iter(stream)
     try:
         with tarfile.open(fileobj=io.BufferedReader(_Stream(pieces), _PIECE_BYTES), mode="r|") as packed:
             for member in packed:
                 file = packed.extractfile(member) if member.isfile() else None
                 if file is not None:
-                    yield file, member.size  # type: ignore[misc]
+                    yield file
                     # Read to its end, for only then is the connection free for the next request.
                     for _ in pieces:
                         pass

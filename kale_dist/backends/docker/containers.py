@@ -25,7 +25,6 @@ RUN_LABEL = "kale-dist.run"
 POD_LABEL = "kale-dist.pod"
 SPEC_LABEL = "kale-dist.spec"
 SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
-NETWORK_LABEL = "kale-dist.network"
 GPUS_LABEL = "kale-dist.gpus"
 """Of containers with GPUs: their numbers, with commas between."""
 

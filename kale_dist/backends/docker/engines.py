@@ -16,7 +16,7 @@ from kale_dist import engine, records
 from kale_dist.backends.docker import containers
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.engine import Engine, explained
-from kale_dist.errors import BackendError, BackendUnavailableError, StoreError
+from kale_dist.errors import StoreError
 from kale_dist.spec import JobSpec
 
 _HOLDING = ("created", "running", "paused", "restarting")
@@ -50,26 +50,6 @@ def connect(url: str = "") -> Engine:
         return found
 
 
-def connect_again(url: str, identifier: str) -> Engine:
-    """The engine of a job.
-
-    Args:
-        url: Where it answered when the job was submitted.
-        identifier: Its own; an engine that is reached by another way now (a tunnel, say) is known by it.
-
-    Raises:
-        BackendUnavailableError: It cannot be reached.
-    """
-    try:
-        return connect(url)
-    except BackendUnavailableError:
-        with contextlib.suppress(BackendError):
-            other = connect()
-            if identifier and other.info.get("ID") == identifier:
-                return other
-        raise
-
-
 def disconnect() -> None:
     """Close all connections; the next call makes new ones."""
     with _lock:
@@ -93,7 +73,7 @@ def facts_of(engine: Engine) -> Facts:
 
 
 def ensure_network(engine: Engine) -> None:
-    """Have the network that all jobs share.
+    """Have the network that all jobs share. It stays: a job that is just being started may need it.
 
     Raises:
         BackendError: The engine has none and makes none.
@@ -103,21 +83,10 @@ def ensure_network(engine: Engine) -> None:
             engine.api.inspect_network(containers.NETWORK)
             return
         try:
-            engine.api.create_network(
-                containers.NETWORK, driver="bridge", check_duplicate=True, labels={containers.NETWORK_LABEL: "true"}
-            )
+            engine.api.create_network(containers.NETWORK, driver="bridge", check_duplicate=True)
         except docker.errors.APIError as error:
             if error.status_code != _CONFLICT:
                 raise
-
-
-def remove_unused_network(engine: Engine) -> None:
-    """Remove the network, unless a container still has it. Another user's network of the name is left."""
-    with contextlib.suppress(docker.errors.APIError):
-        used = engine.api.containers(all=True, filters={"network": containers.NETWORK})
-        found = engine.api.networks(filters={"label": containers.NETWORK_LABEL, "name": f"^{containers.NETWORK}$"})
-        if found and not used:
-            engine.api.remove_network(found[0]["Id"])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records
-from kale_dist.backends.base import Connection, JobRef, Look, Part, PlaceEvent, Plan, RunHandle
+from kale_dist.backends.base import Connection, JobRef, Look, Part, Place, RunHandle
 from kale_dist.backends.docker import archive, containers, engines, preparation
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
@@ -36,7 +36,6 @@ _AT_ONCE = 8
 _CONNECT_S = 1.0
 """A container on this machine answers or refuses within milliseconds; where none does, the engine carries the bytes."""
 
-_NETWORK_TRIES = 3
 _CONFLICT = 409
 _ENDED = ("exited", "dead", "removing")
 _WORDS = 20
@@ -58,7 +57,7 @@ while data := port.recv(1 << 17):
 """A program for the first container, run by exec: it joins its standard streams to the port in its first argument."""
 
 
-class DockerPlace:
+class DockerPlace(Place):
     """Containers on a Docker engine, rootless Docker or Podman. Safe to use from threads."""
 
     name = "docker"
@@ -73,9 +72,9 @@ class DockerPlace:
         """Settle the image and have it on the engine; look whether the job could run."""
         return preparation.prepare(spec, submit=submit)
 
-    def plan(self, spec: JobSpec) -> Plan:
+    def render(self, spec: JobSpec) -> str:
         """The command lines that would do the same."""
-        return Plan(backend=self.name, spec=spec, text=containers.render(spec))
+        return containers.render(spec)
 
     def volumes(self) -> Sequence[str]:
         """Names of the engine's volumes."""
@@ -93,14 +92,14 @@ class DockerPlace:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create a run's containers with their input in them, and start them. If one cannot be, none is left.
 
         Raises:
             JobExistsError: The name is taken.
             BackendError: The engine refused.
         """
-        spec, engine = plan.spec, engines.connect()
+        engine = engines.connect()
         order = containers.make_order(spec, run, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
             InputFiles.RUNTIME: payload.runtime_zip(),
@@ -112,32 +111,15 @@ class DockerPlace:
         if checkpoint is not None:
             files[InputFiles.CHECKPOINT] = checkpoint
         facts = engines.facts_of(engine)
-        for attempt in range(1, _NETWORK_TRIES + 1):
-            engines.ensure_network(engine)
-            made: list[str] = []
-            try:
-                with engines.gpus_held(engine, spec, facts) as settled:
-                    _start_all(engine, spec, run, settled, files, made)
-                break
-            except BaseException as error:
-                _remove(engine, made)
-                # Between two requests the last job of another process may have taken the network with it.
-                lost_network = isinstance(error, BackendError) and "network" in f"{error}" and "not found" in f"{error}"
-                if lost_network and attempt < _NETWORK_TRIES:
-                    continue
-                engines.remove_unused_network(engine)
-                raise
-        place = (("engine", engine.url), ("engine_id", str(engine.info.get("ID") or "")))
-        return RunHandle(
-            ref=JobRef(self.name, spec.name),
-            object=containers.object_name(spec.name, run),
-            run=run,
-            spec=spec,
-            place=place,
-        )
-
-    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
-        """Nothing: all input was put into the containers before they were started."""
+        engines.ensure_network(engine)
+        made: list[str] = []
+        try:
+            with engines.gpus_held(engine, spec, facts) as settled:
+                _start_all(engine, spec, run, settled, files, made)
+        except BaseException:
+            _remove(engine, made)
+            raise
+        return _handle(engine, spec, run)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -163,18 +145,6 @@ class DockerPlace:
         # What killed a container explains more than what ended because of it.
         first = min(troubles, key=lambda part: (part.lost != "out of memory", not part.lost, part.number), default=None)
         return Look(parts=tuple(parts), trouble=first.trouble if first is not None else None, gone=not parts)
-
-    def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002 - as Place has it
-        """Nothing: the follower looks once a second, and the end of its stream wakes it."""
-        return lambda: None
-
-    def describe(self, handle: RunHandle) -> dict[str, Any]:  # noqa: ARG002 - as Place has it
-        """Nothing: a run is some containers, and no object of its own."""
-        return {}
-
-    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:  # noqa: ARG002 - as Place has it
-        """Nothing: what the engine says of a container is in the job's status."""
-        return ()
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
         """How the jobs on the engine are, oldest first: the first container of a job's newest run decides."""
@@ -281,10 +251,9 @@ class DockerPlace:
                     engine.api.kill(item["Id"], signal="SIGKILL")
 
     def remove(self, handle: RunHandle) -> None:
-        """Remove the run's containers with what they wrote, and the network with the last of all jobs."""
+        """Remove the run's containers with what they wrote."""
         engine = _engine(handle)
         _remove(engine, [item["Id"] for item in _list(engine, handle, every=True)])
-        engines.remove_unused_network(engine)
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 
@@ -309,8 +278,7 @@ class DockerPlace:
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
-        place = (("engine", engine.url), ("engine_id", str(engine.info.get("ID") or "")))
-        handle = RunHandle(ref=ref, object=containers.object_name(spec.name, run), run=run, spec=spec, place=place)
+        handle = _handle(engine, spec, run)
         if trust is None:
             return handle, None
         submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
@@ -375,7 +343,17 @@ class _Bridge:
 
 
 def _engine(handle: RunHandle) -> Engine:
-    return engines.connect_again(handle.get("engine"), handle.get("engine_id"))
+    return engines.connect(handle.get("engine"))
+
+
+def _handle(engine: Engine, spec: JobSpec, run: int) -> RunHandle:
+    return RunHandle(
+        ref=JobRef("docker", spec.name),
+        object=containers.object_name(spec.name, run),
+        run=run,
+        spec=spec,
+        place=(("engine", engine.url),),
+    )
 
 
 def _list(engine: Engine, handle: RunHandle, *, every: bool) -> Sequence[dict[str, Any]]:

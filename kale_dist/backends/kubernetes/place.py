@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import blobs, manifests, names, records
-from kale_dist.backends.base import JobRef, Look, Part, PlaceEvent, Plan, RunHandle
+from kale_dist.backends.base import JobRef, Look, Part, PlaceEvent, RunHandle
 from kale_dist.backends.kubernetes import (
     client,
     errand,
@@ -68,17 +68,16 @@ class KubernetesPlace:
         """Settle image, namespace, form of the job and its user; look whether the job could run."""
         return submission.prepare(spec, submits=submit)
 
-    def plan(self, spec: JobSpec) -> Plan:
+    def render(self, spec: JobSpec) -> str:
         """The objects of the first run, as YAML."""
-        return Plan(backend=self.name, spec=spec, text=submission.render(spec))
+        return submission.render(spec)
 
     def object_name(self, spec: JobSpec, run: int) -> str:
         """Name of the object of a run."""
         return manifests.object_name(spec.name, run)
 
-    def start(self, plan: Plan, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
         """Create the object of a run, then its Secret."""
-        spec = plan.spec
         cluster = client.connect(spec.cluster.namespace, spec.cluster.context, secret=spec.cluster.cluster_secret)
         made, source = submission.create(cluster, spec, key, run=run, checkpoint=checkpoint)
         return self._handle(cluster, spec, made, source, run)

@@ -11,7 +11,7 @@ import time
 import uuid
 
 from kale_dist import contract, records
-from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, Plan, RunHandle
+from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, RunHandle
 from kale_dist.contract import EventKind, FailureCause, StateName, Stream
 from kale_dist.errors import BackendError, JobExistsError
 from kale_dist.following.head_reader import Clock
@@ -218,22 +218,22 @@ class ScriptedPlace:
     def prepare(self, spec, *, submit):
         return spec
 
-    def plan(self, spec):
-        return Plan(backend=self.name, spec=spec, text="")
+    def render(self, spec):
+        return ""
 
     def object_name(self, spec, run):
         return spec.name if run == 1 else f"{spec.name}-{run}"
 
-    def start(self, plan, key, *, run=1, checkpoint=None):
+    def start(self, spec, key, *, run=1, checkpoint=None):
         if run in self.taken:
-            raise JobExistsError(f"{self.object_name(plan.spec, run)} is there")
-        others = [running_part(number) for number in range(1, plan.spec.topology.number_of_pods)]
-        made = ScriptedRun([ScriptedHead()], others, max_restarts=plan.spec.policy.max_restarts)
+            raise JobExistsError(f"{self.object_name(spec, run)} is there")
+        others = [running_part(number) for number in range(1, spec.topology.number_of_pods)]
+        made = ScriptedRun([ScriptedHead()], others, max_restarts=spec.policy.max_restarts)
         made.checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
         self.runs[run] = made
         self.taken.add(run)
         return RunHandle(
-            ref=JobRef(self.name, plan.spec.name), object=self.object_name(plan.spec, run), run=run, spec=plan.spec,
+            ref=JobRef(self.name, spec.name), object=self.object_name(spec, run), run=run, spec=spec,
             place=(("where", "here"),),
         )  # fmt: skip
 

@@ -48,7 +48,7 @@ def backend(place, clock, monkeypatch):
 @pytest.fixture
 def submit(backend, place):
     def start(**given):
-        ref = backend.submit(backend.plan(spec_of(**given)), KEY)
+        ref = backend.submit(spec_of(**given), KEY)
         return ref, place.head()
 
     return start
