@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 
 from kale_dist import config, image_checks, records
 from kale_dist.blobs import FolderStore
@@ -40,15 +39,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         )
     build.add_argument("--requirements", metavar="FILE", help="a requirements file")
     build.add_argument("--platform", default=Recipe().platform, help="of the cluster (%(default)s)")
-    build.add_argument(
-        "--base-packages",
-        metavar="FILE",
-        help="what the base answered to `question` elsewhere; it is not run here then",
-    )
     build.add_argument("--allow-torch-change", action="store_true", help="let packages replace the base's torch")
     build.add_argument("--rebuild", action="store_true", help="make it although it is there")
-    asked = inner.add_parser("question", help="print the program that a base is asked with, to run where it can be run")
-    asked.set_defaults(command=_question)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -72,32 +64,14 @@ def _build(options: argparse.Namespace) -> int:
         resolved = resolve(
             for_job.keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
             pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(),
-            base_packages=_answer(options.base_packages), say=for_job.say, progress=for_job.Progress(),
+            say=for_job.say, progress=for_job.Progress(),
         )  # fmt: skip
     for_job.say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
     print(resolved.reference)
     return 0
 
 
-def _question(_options: argparse.Namespace) -> int:
-    from kale_dist.image import base
-
-    print(base.PROGRAM.strip())
-    return 0
-
-
 # -- inside ----------------------------------------------------------------------------------------------------------
-
-
-def _answer(path: str | None) -> bytes | None:
-    """What a base answered, from a file."""
-    if path is None:
-        return None
-    try:
-        return pathlib.Path(path).read_bytes()
-    except OSError as error:
-        remedy = "Name the file with what the program of `kale-dist image question` printed"
-        raise ConfigError("--base-packages", f"{path} cannot be read: {error.strerror}", remedy) from None
 
 
 def _place(options: argparse.Namespace, settings: config.Config) -> str:

@@ -1,8 +1,7 @@
 """What a job's image is built on: pinned by its digest, and asked what it has.
 
 A container of the base runs `PROGRAM` with the Python that a job would run with, and answers in JSON: its version, where it
-looks for packages, its platform, and the packages it has. The answer is kept by the image's digest. Images that are made
-here say it themselves in a label.
+looks for packages, its platform, and the packages it has. The answer is kept by the image's digest.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from packaging.utils import canonicalize_name
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
 
 RECIPE_LABEL = "dev.kale-dist.recipe"
 """Of images that were made here: what they are made of, as JSON."""
-
-FACTS_LABEL = "dev.kale-dist.base"
-"""Of images that were made here: what they would answer, and the layers for which that is true."""
 
 BASE_LABEL = "org.opencontainers.image.base.name"
 BASE_DIGEST_LABEL = "org.opencontainers.image.base.digest"
@@ -181,13 +176,12 @@ class Base:
     named: str
     """As the user named it, pinned where it can be: what a cluster's nodes are asked to run."""
 
-    def labels(self, recipe: Recipe, facts: Facts | None = None, diff_ids: Sequence[str] = ()) -> dict[str, str]:
-        """Labels of the image that is made of this base: what it is made of, and what it would answer."""
-        identity = dataclasses.replace(recipe, rebuild=False).to_json()
-        told = {BASE_LABEL: str(self.reference), BASE_DIGEST_LABEL: self.digest, RECIPE_LABEL: _compact(identity)}
-        if facts is not None:
-            told[FACTS_LABEL] = _compact({"layers": _layers_digest(diff_ids), "facts": facts.to_json()})
-        return told
+    def labels(self, recipe: Recipe) -> dict[str, str]:
+        """Labels of the image that is made of this base: what it is made of."""
+        identity = json.dumps(
+            dataclasses.replace(recipe, rebuild=False).to_json(), sort_keys=True, separators=(",", ":")
+        )
+        return {BASE_LABEL: str(self.reference), BASE_DIGEST_LABEL: self.digest, RECIPE_LABEL: identity}
 
 
 def name_of(recipe: Recipe, base: str) -> Reference:
@@ -248,9 +242,7 @@ def facts_of(
     base: Base,
     recipe: Recipe,
     *,
-    config: Mapping[str, Any] | None,
     ask: Ask | None,
-    said: bytes | None = None,
     python: str = "",
     say: Callable[[str], None],
 ) -> Facts:
@@ -259,9 +251,7 @@ def facts_of(
     Args:
         base: The image.
         recipe: What goes on top, and for which platform.
-        config: Its configuration in the registry, whose label may tell.
         ask: Runs it; None: this machine's Docker engine does.
-        said: What it answered elsewhere (`--base-packages`); then it is not asked.
         python: The minor that its Python must have, such as `3.11`; empty for any.
         say: Takes a line for the user.
 
@@ -272,15 +262,11 @@ def facts_of(
     version = hashlib.sha256(PROGRAM.encode()).hexdigest()[:8]
     kept = cache.folder() / "bases" / f"{base.digest.replace(':', '-')}-{recipe.platform.replace('/', '-')}-{version}"
     facts = None
-    if said is None:
-        facts = _from_label(config) or _recall(kept)
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        facts = Facts.from_json(json.loads(kept.read_bytes()))
     if facts is None:
-        if said is None:
-            say(f"Asking the base image {base.reference} what it has: once on this machine.")
-            try:
-                said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
-            except ImageError as error:
-                raise ImageError(f"{str(error).rstrip('.')}. Or {_ANSWER_ELSEWHERE}", error.retryable) from error
+        say(f"Asking the base image {base.reference} what it has: once on this machine.")
+        said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
         facts = read(said, base.named)
         cache.write(kept, json.dumps(facts.to_json()).encode())
     _check(facts, base, recipe, python)
@@ -301,20 +287,12 @@ def read(said: bytes, image: str) -> Facts:
     if _OTHER_PROCESSOR.search(text):
         raise ImageError(
             f"The base image {image} is made for another processor than that of the machine that was asked to run it. "
-            f"Name a base for this one (platform=), or {_ANSWER_ELSEWHERE}"
+            f"Name a base for this one (platform=), or call where that processor is."
         )
     if _NO_PYTHON.search(text):
         raise ImageError(f"The base image {image} has no python3 on its PATH. Name a base image with Python and torch.")
     words = " ".join(text.split())[-400:] or "it wrote nothing"
-    raise ImageError(
-        f"The base image {image} did not say what it has: {words}. Try its python3, or {_ANSWER_ELSEWHERE}"
-    )
-
-
-_ANSWER_ELSEWHERE = (
-    "ask it where it runs, and give the answer: kale-dist image question | docker run -i --rm --entrypoint python3 IMAGE - > "
-    "base.txt, then kale-dist image build --base-packages base.txt"
-)
+    raise ImageError(f"The base image {image} did not say what it has: {words}. Try its python3.")
 
 
 def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
@@ -422,7 +400,8 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
                     engine.api.remove_container(container, force=True, v=True)
     except BackendError as error:
         raise ImageError(
-            f"The base image {image} has to be asked what it has, and no container of it could be run: {error}",
+            f"The base image {image} has to be asked what it has, and no container of it could be run: "
+            f"{str(error).rstrip('.')}. A call with on='kubernetes' asks it in a pod.",
             error.retryable,
         ) from error
 
@@ -457,33 +436,8 @@ def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str],
 # -- inside ----------------------------------------------------------------------------------------------------------
 
 
-def _from_label(config: Mapping[str, Any] | None) -> Facts | None:
-    """What an image that was made here says itself. Others may have built on it: then it counts no more."""
-    if config is None:
-        return None
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        label = json.loads(((config.get("config") or {}).get("Labels") or {})[FACTS_LABEL])
-        if label["layers"] == _layers_digest(config["rootfs"]["diff_ids"]):
-            return Facts.from_json(label["facts"])
-    return None
-
-
-def _recall(path: pathlib.Path) -> Facts | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return Facts.from_json(json.loads(path.read_bytes()))
-    return None
-
-
-def _layers_digest(diff_ids: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(diff_ids).encode()).hexdigest()
-
-
 def _is_of(entry: str, base: Reference) -> bool:
     """Whether one of the engine's digests is that of this repository."""
     with contextlib.suppress(ConfigError):
         return Reference.parse(entry).name == base.name
     return False
-
-
-def _compact(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -22,7 +22,6 @@ from kale_dist.blobs import FolderStore
 from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
 from kale_dist.image import base as bases
-from kale_dist.image.auth import Credentials
 from kale_dist.image.base import Base, Facts
 from kale_dist.image.layer import Entry, Layer, make_layer
 from kale_dist.image.reference import Reference
@@ -96,12 +95,11 @@ def build(
         layers, facts = _layers(
             recipe, facts, folder, blobs_dir, lambda digest: registry.has_blob(repository, digest), say
         )
-        diff_ids = (*image.config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers))
         settings = image.config.get("config") or {}
         there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
         manifest_bytes, config_bytes = manifest.put_on_top(
             image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, facts, there),
-            labels=base.labels(recipe, facts, diff_ids),
+            labels=base.labels(recipe),
         )  # fmt: skip
         config_digest = manifest.digest_of(config_bytes)
         configured = threads.submit(registry.upload, repository, config_bytes, config_digest, look=False)
@@ -163,7 +161,7 @@ def build_in_engine(
             engine.api.remove_container(container, force=True, v=True)
 
 
-def push(engine: Engine, target: Reference, credentials: Credentials | None, say: Say) -> str:
+def push(engine: Engine, target: Reference, say: Say) -> str:
     """Have the engine push an image; gives the digest of its manifest.
 
     Raises:
@@ -173,7 +171,7 @@ def push(engine: Engine, target: Reference, credentials: Credentials | None, say
 
     from kale_dist import engine as engines
 
-    shown = credentials or auth.find(target.registry, repository=target.repository)
+    shown = auth.find(target.registry, repository=target.repository)
     say(f"Pushing {target}.")
     doing, digest = f"pushing {target}", ""
     with engines.explained(doing):

@@ -1,7 +1,7 @@
 """Files kept on this machine between builds, in `$XDG_CACHE_HOME/kale-dist/` (or `~/.cache/kale-dist/`).
 
-bases/ manifests/ packed/   what bases answered, manifests by digest, names of layers; all of it can be made again
-locks/<tag>                 held while an image is made
+bases/ packed/   what bases answered, names of layers; all of it can be made again
+locks/<tag>      held while an image is made
 """
 
 from __future__ import annotations

@@ -62,10 +62,6 @@ _SCHEME = re.compile(r"(?:^|,)\s*(basic|bearer)(?=\s|,|$)", re.IGNORECASE)
 _PARAMETER = re.compile(r'([a-z_]+)=(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))', re.IGNORECASE)
 
 
-class CutError(ImageError):
-    """The connection ended within a request."""
-
-
 class RefusedError(ImageError):
     """The registry refused. Its status and code are there for those who know another way.
 
@@ -171,9 +167,9 @@ class Connection:
             repeat: Whether the same request may be sent again after the connection has ended, or while it is busy.
 
         Raises:
-            CutError: The connection ended, each time where it may be repeated.
             RefusedError: Another answer.
-            ImageError: The registry cannot be reached, or is busy for longer than one should wait.
+            ImageError: The registry cannot be reached, is busy for longer than one should wait, or the connection ended, each
+                time where it may be repeated.
         """
         url, moves, asked = self.absolute(url), 0, False
         start = body.tell() if body is not None and not isinstance(body, bytes) else 0
@@ -395,7 +391,7 @@ class Connection:
         if isinstance(error, _UNREACHED):
             text = f"{problem}: {server} cannot be reached ({_reason(error)}). Is it up, and is its name right?"
             return ImageError(text, retryable=True)
-        return CutError(f"{problem}: the connection to {server} ended ({_reason(error)}). Try again.", retryable=True)
+        return ImageError(f"{problem}: the connection to {server} ended ({_reason(error)}). Try again.", retryable=True)
 
 
 def _is_here(host: str) -> bool:

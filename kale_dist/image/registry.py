@@ -5,7 +5,6 @@ https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md, and wha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -18,9 +17,9 @@ from urllib.parse import quote
 from urllib3.exceptions import HTTPError
 
 from kale_dist.errors import ConfigError, ImageError
-from kale_dist.image import cache, manifest
+from kale_dist.image import manifest
 from kale_dist.image.auth import Credentials
-from kale_dist.image.connection import BLOCK_BYTES, Connection, CutError, RefusedError
+from kale_dist.image.connection import BLOCK_BYTES, Connection, RefusedError
 from kale_dist.image.reference import is_digest, is_registry, is_repository, is_tag
 
 Progress = Callable[[int, int], None]
@@ -98,23 +97,15 @@ class Registry:
         return digest if is_digest(digest) else self.manifest(repository, reference)[1]
 
     def manifest(self, repository: str, reference: str) -> tuple[dict[str, Any], str]:
-        """A manifest or an index with its digest, by tag or digest; its bytes have been checked against the digest.
-
-        What is named by a digest is kept on this machine, and not asked for again.
-        """
+        """A manifest or an index with its digest, by tag or digest; its bytes have been checked against the digest."""
         doing = f"read the manifest of {_shown(repository, reference)}"
         path = _manifest_path(repository, reference)
-        data = _recall(reference)
-        if data is not None:
-            return self._json(data, doing), reference
         accept = {"Accept": ", ".join(manifest.ACCEPTED)}
         answer = self._connection.send("GET", path, doing=doing, access=_pull(repository), headers=accept)
         data = self._connection.read(answer, doing)
         said = reference if is_digest(reference) else answer.headers.get("Docker-Content-Digest", "")
         digest = self._check(data, said, doing) if is_digest(said) else manifest.digest_of(data)
-        body = self._json(data, doing)
-        _keep(digest, data)
-        return body, digest
+        return self._json(data, doing), digest
 
     def image(self, repository: str, reference: str, platform: str = "linux/amd64") -> ImageManifest:
         """The image for a platform, chosen from the index where there are several.
@@ -189,7 +180,7 @@ class Registry:
                     text = (
                         f"Could not {doing} at the registry {self.host}: the connection ended {cuts} times. Try again."
                     )
-                    raise CutError(text, retryable=True) from error
+                    raise ImageError(text, retryable=True) from error
                 time.sleep(_BETWEEN_S * cuts)
             else:
                 break
@@ -310,12 +301,9 @@ class Registry:
         doing = f"read the configuration of {what}"
         if not is_digest(digest):
             raise ImageError(f"The manifest of {what} names no configuration. It is damaged: push it again.")
-        data = _recall(digest)
-        if data is None:
-            answer = self._connection.send("GET", _blob_path(repository, digest), doing=doing, access=_pull(repository))
-            data = self._connection.read(answer, doing)
-            self._check(data, digest, doing)
-            _keep(digest, data)
+        answer = self._connection.send("GET", _blob_path(repository, digest), doing=doing, access=_pull(repository))
+        data = self._connection.read(answer, doing)
+        self._check(data, digest, doing)
         return self._json(data, doing)
 
     def _json(self, data: bytes, doing: str) -> dict[str, Any]:
@@ -359,18 +347,6 @@ class _Counted(io.BufferedIOBase):
 
     def tell(self) -> int:
         return self._file.tell()
-
-
-def _recall(digest: str) -> bytes | None:
-    """Small content that was kept under its digest; None if it was not, or has been changed."""
-    with contextlib.suppress(OSError):
-        data = (cache.folder() / "manifests" / digest.replace(":", "-")).read_bytes()
-        return data if manifest.digest_of(data) == digest else None
-    return None
-
-
-def _keep(digest: str, data: bytes) -> None:
-    cache.write(cache.folder() / "manifests" / digest.replace(":", "-"), data)
 
 
 def _check_repository(repository: str) -> None:

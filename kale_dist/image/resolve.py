@@ -13,7 +13,6 @@ from kale_dist import records
 from kale_dist.errors import ConfigError
 from kale_dist.image import auth, builder, cache
 from kale_dist.image import base as bases
-from kale_dist.image.auth import Credentials
 from kale_dist.image.base import Ask
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
@@ -48,10 +47,8 @@ def resolve(
     registry: str,
     pull: str = "",
     python: str = "",
-    credentials: Credentials | None = None,
     pull_secret_jsons: tuple[str, ...] = (),
     ask: Ask | None = None,
-    base_packages: bytes | None = None,
     say: Say,
     progress: Progress = lambda _done, _total: None,
 ) -> Resolved:
@@ -64,11 +61,8 @@ def resolve(
             no TLS.
         pull: The same place as nodes reach it; empty: the same name.
         python: The minor that the image's Python must have, such as `3.11`; empty for any.
-        credentials: What the registry of images is shown; None: what docker or podman are configured for, else the pull
-            secrets.
         pull_secret_jsons: Texts of Kubernetes pull secrets, for the registries of base and image.
         ask: Runs the base to learn what it has; None: this machine's Docker engine does.
-        base_packages: What the base answered elsewhere; then it is not asked.
         say: Takes a line for the user.
         progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
 
@@ -81,10 +75,9 @@ def resolve(
     named = bases.name_of(recipe, base)
     reachable = _as_pushed(named, home, pulled)
     is_plain, is_home = registry.startswith(_PLAIN), reachable.registry == home.registry
-    known = credentials if is_home else None
     with (
-        _opened(home, credentials, pull_secret_jsons, plain=is_plain) as ours,
-        _opened(reachable, known, pull_secret_jsons, plain=is_plain and is_home) as theirs,
+        _opened(home, pull_secret_jsons, plain=is_plain) as ours,
+        _opened(reachable, pull_secret_jsons, plain=is_plain and is_home) as theirs,
     ):
         pinned = bases.pin(recipe, named, reachable, theirs)
         target = home.with_tag(recipe.tag(pinned.digest, python))
@@ -96,9 +89,7 @@ def resolve(
             say(f"Making the image {target} on {pinned.reference}.")
             if recipe.apt:
                 # The base may lie in the engine alone, which therefore is asked.
-                facts = bases.facts_of(
-                    pinned, recipe, config=None, ask=None, said=base_packages, python=python, say=say
-                )
+                facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
                 with bases.connected(recipe) as engine:
                     builder.build_in_engine(
                         engine,
@@ -109,11 +100,9 @@ def resolve(
                         blobs_dir=records.blobs_dir(),
                         say=say,
                     )
-                    return builder.push(engine, target, credentials, say)
+                    return builder.push(engine, target, say)
             image = theirs.image(pinned.reference.repository, pinned.reference.target, recipe.platform)
-            facts = bases.facts_of(
-                pinned, recipe, config=image.config, ask=ask, said=base_packages, python=python, say=say
-            )
+            facts = bases.facts_of(pinned, recipe, ask=ask, python=python, say=say)
             return builder.build(
                 recipe, target=target, registry=ours, base=pinned, base_registry=theirs, image=image, facts=facts,
                 blobs_dir=records.blobs_dir(), say=say, progress=progress,
@@ -152,7 +141,7 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
 
     def make() -> str:
         say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
-        facts = bases.facts_of(pinned, recipe, config=None, ask=None, python=python, say=say)
+        facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
         with bases.connected() as engine:
             return builder.build_in_engine(
                 engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(), say=say
@@ -234,8 +223,6 @@ def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference
     return base
 
 
-def _opened(
-    place: Reference, known: Credentials | None = None, pull_secret_jsons: tuple[str, ...] = (), *, plain: bool = False
-) -> Registry:
-    found = known or auth.find(place.registry, repository=place.repository, pull_secret_jsons=pull_secret_jsons)
+def _opened(place: Reference, pull_secret_jsons: tuple[str, ...] = (), *, plain: bool = False) -> Registry:
+    found = auth.find(place.registry, repository=place.repository, pull_secret_jsons=pull_secret_jsons)
     return Registry(place.registry, credentials=found, insecure=plain or None)

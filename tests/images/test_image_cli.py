@@ -9,7 +9,7 @@ from resolving import DIGEST, use_own_folders, with_base
 from kale_dist import records
 from kale_dist.blobs import FolderStore
 from kale_dist.cli import main
-from kale_dist.image import for_job
+from kale_dist.image import base, for_job
 from kale_dist.image.for_job import keep_files
 from kale_dist.recipe import Recipe
 from kale_dist.spec import JobSpec, Topology
@@ -52,17 +52,8 @@ def test_the_command_line_makes_an_image_once(place, tmp_path, capsys, monkeypat
     monkeypatch.setenv("KALE_DIST_REGISTRY_PULL", f"nodes.example.com/{place.team}")
     monkeypatch.setenv("KALE_DIST_IMAGE", place.base)
     (tmp_path / "x.txt").write_text("one")
-    (tmp_path / "base.txt").write_bytes(bases.answer())
-    build = [
-        "image",
-        "build",
-        "--base-packages",
-        str(tmp_path / "base.txt"),
-        "--file",
-        f"/opt/x.txt={tmp_path}/x.txt",
-        "--env",
-        "MODE=a=b",
-    ]
+    monkeypatch.setattr(base, "ask_engine", lambda *_: bases.answer())
+    build = ["image", "build", "--file", f"/opt/x.txt={tmp_path}/x.txt", "--env", "MODE=a=b"]
     assert main(build) == 0
     made = capsys.readouterr()
     assert re.fullmatch(rf"nodes\.example\.com/{place.repository}@{DIGEST}\n", made.out)
@@ -82,7 +73,6 @@ def test_the_command_line_makes_an_image_once(place, tmp_path, capsys, monkeypat
         (["build", "--package", "-e ."], "it has an option of pip"),
         (["build", "--requirements", "gone.txt"], "gone.txt cannot be read"),
         (["build", "--env=A=b", "--base=x", "--registry", "https://x"], "--registry: "),
-        (["build", "--env=A=b", "--base=x", "--registry=x.y/z", "--base-packages=gone.txt"], "--base-packages: gone.txt cannot be read"),
     ],
 )  # fmt: skip
 def test_a_wrong_word_on_the_command_line_is_named(words, said, capsys):
