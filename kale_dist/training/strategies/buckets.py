@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.training.group import Group
-from kale_dist.training.strategies.exchanges import Exchange
+from kale_dist.training.strategies.exchanges import AllReduce
 
 
 class Bucket:
@@ -25,7 +25,7 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], group: Group, exchange: Exchange, index: int, extra: int = 0
+        self, parameters: Sequence[torch.nn.Parameter], group: Group, exchange: AllReduce, index: int, extra: int = 0
     ) -> None:
         self.parameters = list(parameters)
         self.index = index
@@ -101,7 +101,7 @@ class Bucket:
 
 
 def fill_buckets(
-    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int, group: Group, exchange: Exchange
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int, group: Group, exchange: AllReduce
 ) -> tuple[list[Bucket], Tensor]:
     """Lay parameters out in buckets, last parameter first, as backward passes make gradients in about that order.
 

@@ -29,7 +29,7 @@ from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.training.strategies.buckets import Bucket, average_sparse, fill_buckets, real, sparse_parameters
 from kale_dist.training.strategies.compression import Half, PowerSGD
-from kale_dist.training.strategies.exchanges import AllReduce, Driver, Exchange, Ring
+from kale_dist.training.strategies.exchanges import AllReduce, Driver, Ring
 from kale_dist.training.strategies.protocol import Parts
 from kale_dist.training.strategies.replica import Replica
 from kale_dist.training.strategies.shared_memory import SharedMemory, SharedSum
@@ -65,7 +65,7 @@ class DataParallel(Replica):
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self.average_buffers = self.settings.average_buffers
-        self._exchange: Exchange | None = None
+        self._exchange: AllReduce | None = None
         self._sum: SharedSum | None = None
         self._shares_memory = False
         self._told_bytes = 0.0

@@ -11,30 +11,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.training.group import Group
-
-
-class Exchange(Protocol):
-    """Sums or averages buckets over the ranks of a group."""
-
-    averages: bool
-    """Whether the outcome is the mean; otherwise the sum, exact but for rounding."""
-    bytes_sent: float
-
-    def start(self, bucket: Any) -> Any:
-        """Begin the exchange of `bucket.flat`; gives an object whose `wait()` returns when it is done."""
-
-    def state(self) -> dict[str, Any]:
-        """What later exchanges need of earlier ones."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
 
 
 class _Done:
@@ -47,26 +30,31 @@ DONE = _Done()
 
 
 class AllReduce:
-    """`torch.distributed.all_reduce`: gloo, or NCCL on GPUs."""
+    """`torch.distributed.all_reduce`: gloo, or NCCL on GPUs. Other ways to sum derive from it.
+
+    Args:
+        group: The ranks.
+    """
 
     averages = False
+    """Whether the outcome is the mean; otherwise the sum, exact but for rounding."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.bytes_sent = 0.0
 
     def start(self, bucket: Any) -> Any:
-        """Begin to sum."""
+        """Begin the exchange of `bucket.flat`; gives an object whose `wait()` returns when it is done."""
         world = self.group.world_size
         self.bytes_sent += 2 * (world - 1) / world * bucket.flat.numel() * bucket.flat.element_size()
         return dist.all_reduce(bucket.flat, group=self.group.world, async_op=True)
 
     def state(self) -> dict[str, Any]:
-        """None."""
+        """What later exchanges need of earlier ones."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """The inverse of `state`."""
 
 
 class Ring(AllReduce):

@@ -1,8 +1,8 @@
 """What the training loop asks of a strategy. All that ranks exchange because they train together is behind this.
 
 To add a strategy: settings in `kale_dist.strategies` (one file, listed in its `ALL`), and a class with these methods in a
-module of this folder, which the settings name as their `home`. The class is made with `(settings, layout)`. Most derive from `Base`,
-which does what one plain replica does, or from `Replica` (replica.py), which adds the hooks on gradients.
+module of this folder, which the settings name as their `home`. The class is made with `(settings, layout)`. It derives from `Strategy`,
+or from `Replica` (replica.py), which adds the hooks on gradients.
 `tests/strategies/` has the harness that compares a strategy with one process.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.training.group import Buffers, Group
 from kale_dist.training.sharding import Pace
 
-__all__ = ["Base", "FullState", "Layout", "Parts", "Strategy"]
+__all__ = ["FullState", "Layout", "Parts", "Strategy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,28 +57,35 @@ class FullState:
     """As `optimizer.state_dict()`."""
 
 
-class Strategy(Protocol):
-    """One way in which ranks share a training. Unless it says otherwise, all ranks call a method at the same place."""
+class Strategy:
+    """One way in which ranks share a training: by itself, what one plain replica does.
 
-    layout: Layout
+    Unless it says otherwise, all ranks call a method at the same place.
 
-    levels: frozenset[str]
+    Args:
+        settings: The strategy's.
+        layout: This rank's.
+    """
+
+    levels: frozenset[str] = frozenset()
     """Those of `metrics` that are not added up over epochs, such as a distance."""
+    average_buffers = True
+    """Whether floating-point buffers are averaged over shards after each epoch."""
 
-    @property
-    def has_pending(self) -> bool:
+    def __init__(self, settings: Settings, layout: Layout) -> None:
+        self.settings: Any = settings
+        self.layout = layout
+        self.has_pending = False
         """Whether gradients of an unfinished accumulation window are there, which `zero_grad` must not clear."""
 
-    @property
-    def average_buffers(self) -> bool:
-        """Whether floating-point buffers are averaged over shards after each epoch."""
-
-    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:  # noqa: ARG002
         """Alter model and optimizer in place; the stack undoes it.
 
         Called when the objects are on the rank's device, a checkpoint was loaded into them and all ranks hold the same
         values, and before the loop takes over `optimizer.step` and the loaders.
         """
+        self.parts = parts
+        self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
         """Take in parameters that came later: those of lazy modules, or of an optimizer that the step made.
@@ -132,18 +139,24 @@ class Strategy(Protocol):
             gradients: Those that this rank has of the parameters that are clipped; maybe none.
             kind: The p of the p-norm, may be inf.
         """
+        return _get_total_norm(gradients, kind)
 
     def stepped(self) -> None:
         """After a real step of the optimizer: averaging, gossip, push and pull."""
+        self.has_pending = False
 
     def end_epoch(self) -> None:
         """After the user's train_step, and the last held-back step: bring all shards to one state, buffers too."""
+        self._buffers.synchronise()
 
     def end_evaluation(self) -> None:
         """After the user's eval_step, in which ranks may have taken different numbers of batches."""
 
     def full_state(self) -> FullState | None:
         """Rank 0: the states of one process; other ranks: None. Called between epochs, and before all is undone."""
+        if self.parts.group.rank:
+            return None
+        return FullState(model=self.parts.model.state_dict(), optimizer=self.parts.optimizer.state_dict())
 
     def own_state(self) -> dict[str, Any]:
         """What this rank needs to resume and `full_state` lacks: residuals, an outer momentum.
@@ -151,12 +164,14 @@ class Strategy(Protocol):
         Returns:
             Tensors, numbers, lists and dicts.
         """
+        return {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """The inverse of `own_state`, after `prepare`."""
 
     def metrics(self) -> dict[str, float]:
         """Numbers since the last call, such as `bytes_sent`, which the loop sums over ranks after each epoch."""
+        return {}
 
     def serve(self) -> None:
         """All that a rank without data does after `prepare`; returns when the training is over.
@@ -164,75 +179,3 @@ class Strategy(Protocol):
         Such a rank takes part in no collective, so that the others can do without it. Call `context.mark_progress()`
         while it serves, or the rank counts as stalled.
         """
-
-
-class Base:
-    """What one plain replica does: nothing is exchanged but buffers.
-
-    Args:
-        settings: The strategy's.
-        layout: This rank's.
-    """
-
-    average_buffers = True
-    levels: frozenset[str] = frozenset()
-
-    def __init__(self, settings: Settings, layout: Layout) -> None:
-        self.settings: Any = settings
-        self.layout = layout
-        self.has_pending = False
-
-    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:  # noqa: ARG002
-        """Keep the parts as `self.parts`."""
-        self.parts = parts
-        self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
-
-    def adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Nothing."""
-
-    def begin_batch(self, *, weight: float, due: bool) -> None:
-        """Nothing."""
-
-    def end_batch(self, *, left: bool) -> None:
-        """Nothing."""
-
-    def check_held(self) -> None:
-        """Nothing."""
-
-    def complete(self, correction: float) -> None:
-        """Nothing."""
-
-    def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        """The norm of what this rank has, which is the whole."""
-        return _get_total_norm(gradients, kind)
-
-    def stepped(self) -> None:
-        """A real step ends the window."""
-        self.has_pending = False
-
-    def end_epoch(self) -> None:
-        """Average the buffers over shards."""
-        self._buffers.synchronise()
-
-    def end_evaluation(self) -> None:
-        """Nothing."""
-
-    def full_state(self) -> FullState | None:
-        """Rank 0's own."""
-        if self.parts.group.rank:
-            return None
-        return FullState(model=self.parts.model.state_dict(), optimizer=self.parts.optimizer.state_dict())
-
-    def own_state(self) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def serve(self) -> None:
-        """Every rank has data."""

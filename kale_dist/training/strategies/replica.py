@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
-from kale_dist.training.strategies.protocol import Base, Parts
+from kale_dist.training.strategies.protocol import Parts, Strategy
 
 
-class Replica(Base):
+class Replica(Strategy):
     """One replica and its gradients. Strategies derive from it and exchange in `reduce`, or after steps.
 
     Args:

@@ -30,7 +30,7 @@ from kale_dist.strategies.server import DEFAULT_STALENESS
 from kale_dist.training.strategies.buckets import sparse_parameters
 from kale_dist.training.strategies.flat import Flat
 from kale_dist.training.strategies.pairs import LostPeerError, Pair, open_pairs
-from kale_dist.training.strategies.protocol import Base, Parts
+from kale_dist.training.strategies.protocol import Parts, Strategy
 
 HEAD = 4
 """Whole numbers at the beginning of a request: kind, batch, bytes of the options, and the bits of p of a p-norm. A 1 or 0
@@ -124,7 +124,7 @@ def open_shards(parts: Parts, servers: int, workers: int) -> tuple[list[Shard], 
     return divide(parameters, servers), open_pairs(parts.group, wanted)
 
 
-class Server(Base):
+class Server(Strategy):
     """One rank without data: it holds a shard, steps the optimizer for it, and answers workers until they leave.
 
     It takes part in nothing else, so that workers can do without it.
