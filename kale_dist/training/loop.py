@@ -171,7 +171,7 @@ def train(
         if eval_data_loader is not None:
             step = eval_step or supervised.eval_epoch
             call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
-        session.watch((train_step, eval_step), {"train_args": train_args, "eval_args": eval_args})
+        session.watch((train_step, eval_step))
         every = checkpoint_every or 0
         progress = session.resumption.progress
         for epoch in range(progress.epochs + 1, epochs + 1):
@@ -378,19 +378,20 @@ class Session:
             self.group.say(reason)
         return merge(values, evaluated), stop or bool(reason)
 
-    def watch(self, steps: Iterable[Any], arguments: dict[str, Any]) -> None:
+    def watch(self, steps: Iterable[Any]) -> None:
         """Note what the user's steps can change, so that what does not come back can be named after an epoch."""
-        parts = (
-            self.trained.model,
-            self.trained.criterion,
-            self.trained.optimizer,
-            self.trained.scheduler,
-            *self.trained.state,
-            *self.trained.loaders,
+        trained = self.trained
+        several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
+        known = (
+            trained.model,
+            *trained.model.modules(),
+            trained.criterion,
+            trained.optimizer,
+            *several,
+            *trained.state,
         )
-        optimizers = self.trained.optimizer.named.values() if isinstance(self.trained.optimizer, Optimizers) else ()
         if self.group.rank == 0:
-            self._captured = Captured(steps, arguments, (*parts, *optimizers))
+            self._captured = Captured(steps, known)
 
     def _name_what_stays(self) -> None:
         captured, self._captured = self._captured, None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
+import inspect
 import math
 import traceback
 import types
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kale_dist.training.group import Group
 
@@ -23,35 +21,28 @@ _CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has
 _NAMED = 5
 """At most this many names are listed."""
 
-_DEPTH = 6
+_DEPTH = 3
 """How far functions that call each other are followed."""
 
 _LOOKED_INTO = 32
 """Longer lists and dicts count as changed by their length alone."""
 
-_SKIPPED = (types.ModuleType, type, DataLoader, Dataset, Sampler, LRScheduler, torch.amp.GradScaler, torch.device)
-_CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (int, float, str, bool, type(None))
 
 
 class Captured:
-    """What the functions of a training can reach and change, besides what comes back by itself.
+    """The names outside of their own bodies that the functions of a training use, and may change.
 
     Only counts of changes, addresses and lengths are kept, so that ten million numbers cost no more than ten.
 
     Args:
         functions: The user's steps.
-        arguments: What else they are given, by name.
         known: Objects that come back, or that are ours.
     """
 
-    def __init__(self, functions: Iterable[Any], arguments: dict[str, Any], known: Iterable[Any]) -> None:
-        self._functions = [function for function in functions if function is not None]
-        self._arguments = arguments
+    def __init__(self, functions: Iterable[Any], known: Iterable[Any]) -> None:
+        self._functions = tuple(functions)
         self._known = {id(value) for value in known}
-        for value in known:
-            if isinstance(value, torch.nn.Module):
-                self._known |= {id(part) for part in (*value.modules(), *value.parameters(), *value.buffers())}
         self._before = self._marks()
 
     def changed(self) -> dict[str, bool]:
@@ -61,81 +52,44 @@ class Captured:
         return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
 
     def _marks(self) -> dict[str, Any]:
-        found = dict(self._arguments)
-        seen: set[int] = set()
-        for function in self._functions:
-            for name, value in _reached(function, seen, _DEPTH):
-                found.setdefault(name, value)
-        # One object under two names is listed once.
-        by_identity = {id(value): name for name, value in reversed(found.items()) if not isinstance(value, _PLAIN)}
-        wanted = {name: value for name, value in found.items() if by_identity.get(id(value), name) == name}
-        return {name: self._mark(value, 2) for name, value in wanted.items()}
+        found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
+        return {name: _mark(value, 2) for name, value in found.items() if id(value) not in self._known}
 
-    def _mark(self, value: Any, depth: int) -> Any:
-        if id(value) in self._known or isinstance(value, _SKIPPED):
-            return None
-        if isinstance(value, Tensor):
-            # Tensors of inference mode do not count their changes.
-            return None if value.is_inference() else (value.data_ptr(), value._version)  # noqa: SLF001 - no public name
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, torch.nn.Module):
-            return [self._mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers()) if _is_made(tensor)]
-        if isinstance(value, torch.optim.Optimizer):
-            return [self._mark(part, 0) for state in value.state.values() for part in state.values()]
-        if isinstance(value, _CONTAINERS):
-            if not depth or isinstance(value, set) or len(value) > _LOOKED_INTO:
-                return id(value), len(value)
-            parts = value.items() if isinstance(value, dict) else enumerate(value)
-            return id(value), [(name, self._mark(part, depth - 1)) for name, part in parts]
-        if depth and (type(value).__module__ == "__main__" or hasattr(value, "state_dict")):
-            return [(name, self._mark(part, depth - 1)) for name, part in getattr(value, "__dict__", {}).items()]
-        return (id(value),)
+
+def _mark(value: Any, depth: int) -> Any:
+    """What is another one when a value was changed in place."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        # Those without a shape have no address, and those of inference mode do not count their changes.
+        is_counted = _is_made(value) and not value.is_inference()
+        return (value.data_ptr(), value._version) if is_counted else ()  # noqa: SLF001 - no public name
+    if isinstance(value, torch.nn.Module):
+        return [_mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
+    if isinstance(value, list | dict | set):
+        parts = value.values() if isinstance(value, dict) else value
+        is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
+        return id(value), len(value), [_mark(part, depth - 1) for part in parts] if is_looked_into else ()
+    return (id(value),)
+
+
+def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the notebook's functions that it calls find outside their own bodies."""
+    if not isinstance(function, types.FunctionType) or not depth:
+        return
+    try:
+        names = inspect.getclosurevars(function)
+    except ValueError:  # a name of the enclosing function that is not bound yet
+        return
+    for name, value in (names.globals | names.nonlocals).items():
+        if not isinstance(value, types.FunctionType):
+            yield name, value
+        elif value.__module__ in ("__main__", function.__module__):
+            yield from _used(value, depth - 1)
 
 
 def _is_made(tensor: Tensor) -> bool:
     return not torch.nn.parameter.is_lazy(tensor)
-
-
-def _reached(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function and the functions it calls find outside their own bodies."""
-    if isinstance(function, functools.partial):
-        yield from ((f"argument {number} of the step", value) for number, value in enumerate(function.args))
-        yield from function.keywords.items()
-        function = function.func
-    if isinstance(function, types.MethodType):
-        yield "self", function.__self__
-        function = function.__func__
-    if not isinstance(function, types.FunctionType):
-        yield from getattr(function, "__dict__", {}).items()
-        function = getattr(type(function), "__call__", None)  # noqa: B004 - the function itself is wanted
-    if not isinstance(function, types.FunctionType) or id(function) in seen or not depth:
-        return
-    seen.add(id(function))
-    for name, value in {**_globals_of(function), **_closure_of(function)}.items():
-        if isinstance(value, types.FunctionType):
-            if value.__module__ in ("__main__", function.__module__):
-                yield from _reached(value, seen, depth - 1)
-        else:
-            yield name, value
-
-
-def _globals_of(function: types.FunctionType) -> dict[str, Any]:
-    names: set[str] = set()
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
-
-
-def _closure_of(function: types.FunctionType) -> dict[str, Any]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):  # not bound yet
-            found[name] = cell.cell_contents
-    return found
 
 
 class Losses:
