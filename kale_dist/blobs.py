@@ -4,7 +4,7 @@ A *blob* is a run of bytes whose name is its SHA-256. The name is enough to chec
 and a blob never changes: it is written under a temporary name, made read-only and renamed, and never truncated, so
 that a process which has mapped it keeps what it mapped.
 
-A *container* is one file with a JSON header and buffers at 64-byte boundaries; outcomes and checkpoints are written so:
+A *container* is one file with a JSON header and buffers at 64-byte boundaries; outcomes are written so:
 
     8 bytes   b"KALEDST1"
     8 bytes   length of the header, little endian
@@ -208,13 +208,12 @@ def open_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[m
     """
     data = map_file(path)
     try:
-        return parse_container(data)
+        return _parsed(data)
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotDamagedError(f"{os.fspath(path)} is damaged: {error}.") from error
 
 
-def parse_container(data: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
-    """The header and buffers in a container's bytes; ValueError, KeyError or TypeError if it is none."""
+def _parsed(data: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("its first bytes are not a container's")
     start = len(_MAGIC) + 8

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,10 +33,6 @@ _ROLES = {
     "epoch": ("epoch", "epochs"),
 }  # fmt: skip
 """What the arguments of steps are called, by what they are."""
-
-_KINDS: dict[type, str] = {
-    ast.List: "a list", ast.ListComp: "a list", ast.JoinedStr: "text", ast.Set: "a set", ast.GeneratorExp: "a generator",
-}  # fmt: skip
 
 _UNPREPARED = (
     "Pass the objects as they were before accelerator.prepare(), which distribute() replaces; or leave Accelerate its loop"
@@ -138,14 +132,8 @@ class Training:
                 is_local=is_local,
                 cuda=spec.cuda,
                 model=self.model,
-                criterion=self.criterion,
                 optimizer=self.optimizer,
-                scheduler=self.scheduler,
-                accumulate=self.accumulate,
                 precision=self.precision,
-                clip_norm=self.clip_norm,
-                max_restarts=spec.policy.max_restarts,
-                is_ready_made=self.train_step is None,
             )
         )
 
@@ -386,7 +374,6 @@ def _check_step(argument: str, step: Any) -> None:
         raise ConfigError(argument, f"{show(step)} cannot be called", wanted)
     check_returns(argument, step)
     _check_order(argument, step)
-    _check_returned(argument, step)
     try:
         inspect.signature(step).bind(*expected)
     except TypeError:
@@ -421,57 +408,6 @@ def _check_order(argument: str, step: Any) -> None:
         f"{describe(step)} has other arguments than ({call}), with which it is called, or another order",
         f"Write it as def {argument}({call}), or wrap it: def {argument}({call}): return {title(step)}({passed}){source}",
     )
-
-
-def _check_returned(argument: str, step: Any) -> None:
-    """Refuse a step whose source shows that it returns text or a list: found after a whole epoch otherwise."""
-    inner = inspect.unwrap(getattr(step, "func", step))
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
-    # SystemError: Python 3.11 loses count of its parser's depth after a RecursionError of other code.
-    except (OSError, TypeError, SyntaxError, SystemError):
-        return
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef):
-        return
-    own = list(_own_nodes(function))
-    made: dict[str, list[ast.expr]] = {}
-    for node in own:
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        made.setdefault(name.id, []).append(node.value if name is target else ast.Constant(0))
-    for node in own:
-        if isinstance(node, ast.Return) and node.value is not None:
-            values = made.get(node.value.id, [node.value]) if isinstance(node.value, ast.Name) else [node.value]
-            kind = _kind_of(values)
-            if kind is None and len(values) == 1 and isinstance(whole := values[0], ast.Dict | ast.Tuple):
-                parts = whole.values if isinstance(whole, ast.Dict) else whole.elts
-                each = (_kind_of(made.get(part.id, [part]) if isinstance(part, ast.Name) else [part]) for part in parts)
-                kind = next((f"{found} among its numbers" for found in each if found), None)
-            if kind:
-                shown = ast.unparse(node.value)
-                raise ConfigError(
-                    argument,
-                    f"{title(step)} returns {kind} (`return {shown[:40]}`, line {node.lineno} of it), not numbers",
-                    "Return a number, or a dict of numbers such as {'loss': 0.5}: of a list, its mean",
-                )
-
-
-def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body without those of functions inside it."""
-    for node in ast.iter_child_nodes(function):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield node
-            yield from _own_nodes(node)
-
-
-def _kind_of(values: list[ast.expr]) -> str | None:
-    """What is no number, if all that a name stands for is of one such kind."""
-    texts = (isinstance(value, ast.Constant) and isinstance(value.value, str) for value in values)
-    kinds = {"text" if is_text else _KINDS.get(type(value)) for is_text, value in zip(texts, values, strict=True)}
-    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Self
 
 from kale_dist.errors import ConfigError
@@ -65,16 +66,9 @@ class Conditions:
     cuda: bool
     model: Any
     """The model, or a dict of several."""
-    criterion: Any
     optimizer: Any
     """The optimizer, or a dict of several."""
-    scheduler: Any
-    accumulate: int
     precision: str | None
-    clip_norm: float | None
-    max_restarts: int
-    is_ready_made: bool
-    """Whether the library's own `train_step` is used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +95,7 @@ class Settings(abc.ABC):
             problem = (
                 f"{cls.__name__} has no setting {foreign!r}" if foreign else "its settings are given without names"
             )
-            near = difflib.get_close_matches(foreign or "", own, n=1)
-            said = f"Did you mean {near[0]!r}? " if near else ""
+            said = did_you_mean(foreign or "", own)
             remedy = f"Its settings are {', '.join(own)}" if own else f"Write {cls.__name__}(), which has none"
             raise ConfigError("strategy", problem, f"{said}{remedy}")
         return object.__new__(cls)
@@ -126,6 +119,12 @@ class Settings(abc.ABC):
         """What a rank does. Pure: each rank knows the layout of all."""
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question about the known word that is nearest, with a space behind; empty if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
+
+
 def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Check that a setting is one of some values.
 
@@ -134,8 +133,7 @@ def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     if value in choices and not isinstance(value, bool):
         return
-    near = difflib.get_close_matches(str(value), [one for one in choices if isinstance(one, str)], n=1)
-    said = f"Did you mean {near[0]!r}? " if near else ""
+    said = did_you_mean(str(value), [one for one in choices if isinstance(one, str)])
     raise ConfigError("strategy", f"there is no {setting}={value!r}", f"{said}Use one of: {_listed(choices)}")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings
+from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean
 from kale_dist.strategies.tensor import check_flags, check_precision, fitting_names
 
 _UNIT_BYTES = 1 << 20
@@ -49,8 +48,7 @@ class FSDP(Settings):
                 )
             object.__setattr__(self, "units", tuple(units))
         elif units not in ("blocks", "whole"):
-            near = difflib.get_close_matches(str(units), ("blocks", "whole"), n=1)
-            said = f"Did you mean {near[0]!r}? " if near else ""
+            said = did_you_mean(str(units), ("blocks", "whole"))
             remedy = f"{said}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
             raise ConfigError("strategy", f"there is no units={units!r}", remedy)
         check_flags(self, "compile", "activation_checkpointing")
@@ -133,8 +131,7 @@ def select_units(modules: Mapping[str, Any], units: Any) -> list[str]:
         for pattern in units:
             fitting = [name for name in fitting_names(modules, pattern) if name]
             if not fitting:
-                near = difflib.get_close_matches(pattern, list(modules), n=1)
-                said = f"Did you mean {near[0]!r}? " if near else ""
+                said = did_you_mean(pattern, list(modules))
                 problem = f"units names {pattern!r}, and the model has no such module"
                 raise ConfigError("strategy", problem, f"{said}Use names as in model.named_modules()")
             names += [name for name in fitting if name not in names]

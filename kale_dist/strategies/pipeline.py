@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_count
+from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean, refuse_count
 from kale_dist.strategies.recommendation import balanced, blocks_of
 from kale_dist.strategies.tensor import check_flags
 
@@ -110,8 +109,7 @@ class Pipeline(Settings):
         known = [name for name, _ in model.named_modules() if name]
         for name in self.cut:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                said = f"Did you mean {near[0]!r}? " if near else ""
+                said = did_you_mean(name, known)
                 children = ", ".join(repr(child) for child, _ in list(model.named_children())[:6])
                 raise _refusal(f"the model has no module {name!r}", f"{said}Its parts are {children}")
         for earlier, later in zip(self.cut, self.cut[1:], strict=False):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings
+from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
 """What a plan can say of a Linear or Embedding."""
@@ -85,8 +84,7 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
         if word not in WORDS:
-            near = difflib.get_close_matches(str(word), WORDS, n=1)
-            said = f"Did you mean {near[0]!r}? " if near else ""
+            said = did_you_mean(str(word), WORDS)
             raise ConfigError(
                 "strategy", f"plan has {pattern!r}: {word!r}", f"{said}Use one of {', '.join(map(repr, WORDS))}"
             )
@@ -243,6 +241,5 @@ def _unplanned(pattern: str, fitting: list[str], modules: Mapping[str, Any], wor
         yield f"Name Linear or Embedding layers: {', '.join(list(words)[:5]) or 'this model has none'}"
         return
     yield f"plan names {pattern!r}, and the model has no such layer"
-    near = difflib.get_close_matches(pattern, list(words), n=1)
-    said = f"Did you mean {near[0]!r}? " if near else ""
+    said = did_you_mean(pattern, list(words))
     yield f"{said}Its layers are {', '.join(list(words)[:8]) or 'none that could be divided'}"

@@ -1,17 +1,20 @@
-"""Checkpoints: states of model, optimizer and scheduler in one file, without pickle.
+"""Checkpoints: states of model, optimizer and scheduler in one file, as `torch.save` writes it.
 
-Tensors are buffers of a container (`blobs`); all around them is JSON. What is neither a tensor nor something that JSON
-can say (a user's own object in an optimizer's state) is left out, and named.
+It is read with `weights_only`, which runs no code. So what is neither a tensor nor a plain value (a user's own object in an
+optimizer's state) is left out, and named.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import pathlib
+import pickle
 import random
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from kale_dist import blobs
 from kale_dist.contract import EventKind
-from kale_dist.errors import SnapshotDamagedError
+from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.runtime import context
 from kale_dist.training.group import Group
 from kale_dist.training.result import load_state, state_of
@@ -44,8 +47,8 @@ class Checkpoint:
     """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
 
-class _LeftOut:
-    """Marks a value that cannot be kept."""
+_LEFT_OUT = object()
+"""In the place of a value that cannot be kept."""
 
 
 def write(
@@ -75,23 +78,24 @@ def write(
     Raises:
         StoreError: The disk is full, or the folder cannot be written.
     """
-    tensors: list[Tensor] = []
-    positions: dict[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], int] = {}
     left_out: list[str] = []
-    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    if resume is not None:
-        states["resume"] = resume
-    if callbacks:
-        states["callbacks"] = callbacks
-    tree = {name: _encode(state, name, tensors, positions, left_out) for name, state in states.items()}
-    header = {
-        "version": VERSION,
-        "epoch": epoch,
-        "tree": tree,
-        "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors],
-        "left_out": left_out,
-    }
-    blobs.write_container(path, header, [_bytes_of(tensor) for tensor in tensors])
+    copies: dict[Any, Tensor] = {}
+    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "resume": resume}
+    tree = {name: _kept(state, name, copies, left_out) for name, state in states.items()}
+    tree["callbacks"] = _kept(callbacks or {}, "callbacks", copies, left_out)
+    whole = {"version": VERSION, "epoch": epoch, "left_out": tuple(left_out), **tree}
+    before = torch.serialization.get_crc32_options()
+    # Sums take four times as long as writing.
+    torch.serialization.set_crc32_options(False)
+    try:
+        with blobs.fresh(path) as temporary:
+            torch.save(whole, temporary)
+    # Torch's own writer raises RuntimeError when a disk is full.
+    except (OSError, RuntimeError) as error:
+        reason, free = getattr(error, "strerror", None) or error, shutil.disk_usage(path.parent).free
+        raise StoreError(f"{path} could not be written: {reason}. {free:,} bytes are free on the disk") from error
+    finally:
+        torch.serialization.set_crc32_options(before)
     return tuple(left_out)
 
 
@@ -102,69 +106,46 @@ def read(path: pathlib.Path) -> Checkpoint:
         SnapshotDamagedError: The file is not a checkpoint of this version.
         OSError: The file cannot be opened.
     """
-    header, buffers = blobs.open_container(path)
-    if header.get("version") != VERSION or "tree" not in header:
-        raise SnapshotDamagedError(f"{path} is not a checkpoint of version {VERSION}")
-    return _decoded(header, buffers)
+    return _loaded(path, mmap=True)
 
 
-def _decoded(header: dict[str, Any], buffers: Sequence[memoryview]) -> Checkpoint:
-    tensors = []
-    for (dtype, shape), buffer in zip(header["tensors"], buffers, strict=True):
-        kind = getattr(torch, dtype)
-        flat = torch.frombuffer(buffer, dtype=kind) if len(buffer) else torch.empty(0, dtype=kind)
-        tensors.append(flat.view(shape))
-    tree = {name: _decode(value, tensors) for name, value in header["tree"].items()}
-    return Checkpoint(epoch=header["epoch"], left_out=tuple(header["left_out"]), **tree)
+def _loaded(file: pathlib.Path | io.BytesIO, *, mmap: bool) -> Checkpoint:
+    try:
+        found = torch.load(file, weights_only=True, mmap=mmap, map_location="cpu")
+        if found.pop("version") != VERSION:
+            raise ValueError("it is of another version")  # noqa: TRY301 - one place words the error
+        return Checkpoint(**found)
+    # What torch raises for a damaged file depends on where the damage is.
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise SnapshotDamagedError(f"{file} is not a checkpoint: {str(error).partition(chr(10))[0]}") from error
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    if not tensor.numel():
-        return memoryview(b"")
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _encode(value: Any, place: str, tensors: list[Tensor], positions: dict[Any, int], left_out: list[str]) -> Any:
-    """JSON for a value: plain ones as they are, the rest as a one-entry object that says its kind."""
-    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]) -> Any:
+    """A value without what cannot be read again; names of that are added to `left_out`."""
+    if value is None or type(value) in (bool, int, float):
         return value
+    if isinstance(value, str):
+        # Of another class (an enumeration), the text alone.
+        return str.__str__(value)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        whole = value.detach().cpu().contiguous()
-        # Tied weights are written once.
-        key = (value.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
-        if not value.numel() or key not in positions:
-            positions[key] = len(tensors)
-            tensors.append(whole)
-        return {"tensor": positions[key]}
+        # Tied weights are written once; of a view, the part that it shows.
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if not value.numel() or key not in copies:
+            whole = value.detach().cpu().as_subclass(Tensor)
+            is_part = whole.untyped_storage().nbytes() > whole.nbytes
+            copies[key] = whole.clone() if is_part else whole
+        return copies[key]
     if isinstance(value, dict):
-        pairs = []
-        for key, item in value.items():
-            encoded = _encode(item, f"{place}.{key}", tensors, positions, left_out)
-            if type(key) not in (str, int) or isinstance(encoded, _LeftOut):
-                if not isinstance(encoded, _LeftOut):
-                    left_out.append(f"{place}.{key}")
-                continue
-            pairs.append([key, encoded])
-        return {"dict": pairs}
+        kept = {key: _kept(item, f"{place}.{key}", copies, left_out) for key, item in value.items()}
+        left_out += [
+            f"{place}.{key}" for key, item in kept.items() if type(key) not in (str, int) and item is not _LEFT_OUT
+        ]
+        return {key: item for key, item in kept.items() if type(key) in (str, int) and item is not _LEFT_OUT}
     if type(value) in (list, tuple):
-        items = [_encode(item, f"{place}.{i}", tensors, positions, left_out) for i, item in enumerate(value)]
-        kept = [None if isinstance(item, _LeftOut) else item for item in items]
-        return {"list" if isinstance(value, list) else "tuple": kept}
+        items = [_kept(item, f"{place}.{i}", copies, left_out) for i, item in enumerate(value)]
+        return type(value)(None if item is _LEFT_OUT else item for item in items)
     left_out.append(place)
-    return _LeftOut()
-
-
-def _decode(value: Any, tensors: list[Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _decode(item, tensors) for key, item in content}
-    items = [_decode(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
+    return _LEFT_OUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,8 +330,9 @@ def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
         return None
     whole = torch.frombuffer(data, dtype=torch.uint8) if data is not None else torch.empty(size, dtype=torch.uint8)
     group.send_tensor(whole)
-    array: Any = whole.numpy()
-    return _decoded(*blobs.parse_container(memoryview(array)))
+    if path is not None:
+        return read(path)
+    return _loaded(io.BytesIO(whole.numpy().tobytes()), mmap=False)
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------

@@ -150,9 +150,16 @@ def train(
             loaders=tuple(data for data in loaders if data is not None),
         )
         calls = Callbacks(callbacks, epochs, model)
-        session = Session(group, trained, strategy, layouts, calls, epochs=epochs, precision=precision, profile=profile)
-        session.open(
+        session = Session(
             stack,
+            group,
+            trained,
+            strategy,
+            layouts,
+            calls,
+            epochs=epochs,
+            precision=precision,
+            profile=profile,
             accumulate=accumulate,
             clip_norm=clip_norm,
             split=split_batches,
@@ -199,15 +206,13 @@ def _seed(seed: int) -> None:
 
 
 class Session:
-    """The parts of one training, put together."""
+    """The parts of one training, put together: alters everything in place; the stack undoes it."""
 
-    control: OptimizerControl
-    strategy: Strategy
-    resumption: Resumption
     _captured: Captured | None = None
 
     def __init__(
         self,
+        stack: contextlib.ExitStack,
         group: Group,
         trained: Trained,
         settings: Settings,
@@ -217,26 +222,6 @@ class Session:
         epochs: int,
         precision: str | None,
         profile: int | None,
-    ) -> None:
-        self.group = group
-        """All ranks; from `open` on those with data."""
-        self.layout = layouts[group.rank]
-        self._layouts = layouts
-        self.callbacks = callbacks
-        self.trained = trained
-        self.epochs = epochs
-        self._settings = settings
-        self._precision = precision
-        self._profile_steps = profile
-        self._profiler: Profiler | None = None
-        self._strategy_totals: dict[str, float] = {}
-        self._structure = Structure.of(trained.model)
-        self._losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
-
-    def open(
-        self,
-        stack: contextlib.ExitStack,
-        *,
         accumulate: int,
         clip_norm: float | None,
         split: bool,
@@ -244,8 +229,17 @@ class Session:
         shard_eval: bool,
         is_ready_made: bool,
     ) -> None:
-        """Alter everything in place; the stack undoes it."""
-        group, device, trained = self.group, self.group.device, self.trained
+        self.group = group
+        """All ranks; in the end those with data."""
+        self.layout = layouts[group.rank]
+        self._layouts = layouts
+        self.callbacks = callbacks
+        self.trained = trained
+        self._precision = precision
+        self._profiler: Profiler | None = None
+        self._strategy_totals: dict[str, float] = {}
+        self._structure = Structure.of(trained.model)
+        device = group.device
         stack.enter_context(CLOCK.watching_collectives())
         train_loader, *eval_loaders = trained.loaders
         self._move()
@@ -253,10 +247,9 @@ class Session:
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
         copy_where_differing(group, list(self.named.items()), prints, "at the start")
-        layouts = self._layouts
         column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
         pace = Pace(self.layout.shards, accumulate)
-        self.strategy = _made(self._settings, self.layout)
+        self.strategy = _made(settings, self.layout)
         self.strategy.prepare(
             Parts(
                 model=trained.model,
@@ -267,11 +260,11 @@ class Session:
                 column=column,
                 row=row,
                 pace=pace,
-                precision=self._precision,
+                precision=precision,
             ),
             stack,
         )
-        if (dispensable := self._settings.dispensable(group.world_size)) and group.rank == 0:
+        if (dispensable := settings.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
             context.may_lose(dispensable)
         if self.layout.shard is None:
@@ -280,8 +273,8 @@ class Session:
             self.group = group = column
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         _follow_lazy_modules((trained.model, trained.criterion), self.strategy)
-        scaler = torch.amp.GradScaler(device.type) if is_ready_made and self._precision == "fp16" else None
-        schedules = Schedules(group=group, pace=pace, epochs=self.epochs, alone=loader.length(train_loader))
+        scaler = torch.amp.GradScaler(device.type) if is_ready_made and precision == "fp16" else None
+        schedules = Schedules(group=group, pace=pace, epochs=epochs, alone=loader.length(train_loader))
         several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
         self.control = OptimizerControl(
             next(iter(several), trained.optimizer),
@@ -291,14 +284,15 @@ class Session:
             self.strategy,
             schedules,
             clip_norm=clip_norm,
-            precision=self._precision,
+            precision=precision,
             scaler=scaler,
-            stepped=self.callbacks.stepped,
+            stepped=callbacks.stepped,
         )
         stack.enter_context(self.control.installed())
-        stack.enter_context(self._losses.watched(trained.criterion))
-        if self._profile_steps:
-            self._profiler = Profiler(self._profile_steps, device, self.strategy)
+        losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
+        stack.enter_context(losses.watched(trained.criterion))
+        if profile:
+            self._profiler = Profiler(profile, device, self.strategy)
         self.train_feed = Feed(
             name="train",
             group=column,
@@ -306,10 +300,10 @@ class Session:
             pace=pace,
             strategy=self.strategy,
             profiler=self._profiler,
-            loss=self._losses.latest,
-            epochs=self.epochs,
+            loss=losses.latest,
+            epochs=epochs,
         )
-        self.eval_feed = Feed(name="eval", group=column, row=row, loss=self._losses.latest, epochs=self.epochs)
+        self.eval_feed = Feed(name="eval", group=column, row=row, loss=losses.latest, epochs=epochs)
         divided = stack.enter_context(contextlib.ExitStack())
 
         def divide() -> None:
@@ -327,8 +321,8 @@ class Session:
 
         self._divide = divide
         divide()
-        self.callbacks.prepare(trained.model, self.strategy, layouts, group)
-        self.callbacks.load(self.resumption.callbacks)
+        callbacks.prepare(trained.model, self.strategy, layouts, group)
+        callbacks.load(self.resumption.callbacks)
         self.resumption.restore_rest(self.control.scaler, self.strategy.load_own_state)
         if not row.is_alone:
             # Peers draw alike, or their dropout would differ.
@@ -385,6 +379,7 @@ class Session:
         known = (
             trained.model,
             *trained.model.modules(),
+            *trained.model.parameters(),
             trained.criterion,
             trained.optimizer,
             *several,

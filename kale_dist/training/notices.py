@@ -81,7 +81,7 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
         names = inspect.getclosurevars(function)
     except ValueError:  # a name of the enclosing function that is not bound yet
         return
-    for name, value in (names.globals | names.nonlocals).items():
+    for name, value in {**names.globals, **names.nonlocals}.items():
         if not isinstance(value, types.FunctionType):
             yield name, value
         elif value.__module__ in ("__main__", function.__module__):

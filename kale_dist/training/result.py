@@ -110,7 +110,7 @@ def normalise(step: str, returned: Any) -> dict[str, float]:
     Args:
         step: `train_step` or `eval_step`, for the error.
         returned: A number or a tensor of one element (named `loss`), a mapping of names to such, a tuple of such
-            (`loss`, `metric_1`, ...), or None.
+            (`loss`, `metric_1`, ...), or None. A list of numbers counts as its mean.
 
     Raises:
         ConfigError: Something else was returned.
@@ -134,6 +134,8 @@ def _name(step: str, key: Any) -> str:
 def _number(step: str, place: str, value: Any) -> float:
     if isinstance(value, numbers.Real):
         return float(value)
+    if isinstance(value, list) and value:
+        return sum(_number(step, place, one) for one in value) / len(value)
     item = getattr(value, "item", None)
     if item is not None:
         shape = tuple(getattr(value, "shape", ()))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
+from kale_dist.training.batches import move
 
 
 def train_epoch(
@@ -140,6 +141,4 @@ def _call(model: Any, inputs: Any) -> Any:
 
 
 def _on(value: Any, device: Any) -> Any:
-    from kale_dist.training.batches import move
-
     return move(value, torch.device(device))

@@ -180,47 +180,6 @@ def test_a_step_with_fewer_arguments_is_refused_with_the_call_that_fits_it():
     assert "return of_the_tutorial(data_loader, model, criterion, optimizer)" in error.remedy
 
 
-def returns_a_list(model, data_loader, criterion, optimizer, device, args):
-    losses = []
-    for _ in data_loader:
-        losses.append(1.0)  # noqa: PERF401 - as it is written
-    return losses
-
-
-def returns_text(model, data_loader, criterion, optimizer, device, args):
-    return f"loss {3}"
-
-
-def returns_lists_by_name(model, data_loader, criterion, optimizer, device, args):
-    losses = []
-    return {"best": 0.5, "loss": losses}
-
-
-def returns_a_number_and_a_list(model, data_loader, criterion, optimizer, device, args):
-    best, losses = 0.5, []
-    losses = [best]
-    result = best, [loss for loss in losses]  # noqa: C416 - as it is written
-    return result  # noqa: RET504
-
-
-def returns_a_mean(model, data_loader, criterion, optimizer, device, args):
-    losses = []
-
-    def inner():
-        return []
-
-    losses = sum(losses)
-    return losses  # noqa: RET504 - as it is written
-
-
-def test_a_step_that_plainly_returns_no_number_is_refused():
-    assert "returns a list (`return losses`" in refused_training(train_step=returns_a_list).problem
-    assert "returns text" in refused_training(train_step=returns_text).problem
-    assert "returns a list among its numbers" in refused_training(train_step=returns_lists_by_name).problem
-    assert "returns a list among its numbers" in refused_training(train_step=returns_a_number_and_a_list).problem
-    Training(**arguments(train_step=returns_a_mean))
-
-
 def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine():
     assert "it is None" in str(refused_training(train_data_loader=None))
     Training(**arguments(eval_data_loader=None))

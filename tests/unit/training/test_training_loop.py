@@ -142,6 +142,8 @@ def test_ready_made_steps_take_mappings_and_refuse_what_they_do_not_know():
         (torch.tensor(0.5), {"loss": 0.5}),
         ((0.5, 2), {"loss": 0.5, "metric_1": 2.0}),
         ({"f1": torch.tensor([3.0]), "n": 2}, {"f1": 3.0, "n": 2.0}),
+        ([0.25, torch.tensor(0.75)], {"loss": 0.5}),
+        ({"loss": [1, 3]}, {"loss": 2.0}),
     ],
 )
 def test_what_a_step_may_return(returned, metrics):
@@ -152,7 +154,8 @@ def test_what_a_step_may_return(returned, metrics):
     ("returned", "problem"),
     [
         ("good", "returned 'good', a str"),
-        ({"loss": [1]}, r"returned\['loss'\] is \[1\], a list"),
+        ({"loss": []}, r"returned\['loss'\] is \[\], a list"),
+        (["good"], "returned 'good', a str"),
         ({1: 2.0}, "a metric whose name is 1"),
         (torch.ones(3), r"returned a tensor of shape \(3,\), not one element"),
     ],
