@@ -9,7 +9,6 @@ metric as Katib's collector reads it: `2026-01-01T00:00:00Z kale-eval-accuracy=0
 from __future__ import annotations
 
 import base64
-import dataclasses
 import datetime as dt
 import decimal
 import json
@@ -40,37 +39,9 @@ VARIABLE = "KALE_DIST_PARAMETERS"
 _MOUNT, _FILE = "/kale-dist", "call.zip"
 _CONTAINER = "trial"
 _MAX_VALUES = 1000
-_ALGORITHMS = {"RandomSampler": "random", "GridSampler": "grid", "CmaEsSampler": "cmaes", "QMCSampler": "sobol"}
-_TPE = {False: "tpe", True: "multivariate-tpe"}
+_ALGORITHMS = {"TPESampler": "tpe", "RandomSampler": "random", "QMCSampler": "sobol"}
 _SIMPLE = re.compile(r"[^\s\"\\$](?:[^\"\\$\x00-\x1f\x7f]*[^\s\"\\$\x00-\x1f\x7f])?")
 """Texts that stay what they are in the template, which is JSON, and in a variable of Kubernetes."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Search:
-    """What a sweep searches, and how."""
-
-    name: str
-    metric: str
-    direction: str
-    trials: int
-    parallel: int
-    failures: int
-    """The Experiment fails after so many failed trials."""
-    distributions: Mapping[str, optuna.distributions.BaseDistribution]
-    """What each trial asks for."""
-    sampler: optuna.samplers.BaseSampler
-    pruner: optuna.pruners.BasePruner
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Parameter:
-    """A parameter as Katib has it."""
-
-    type: str
-    space: dict[str, Any]
-    read: Callable[[str], Any] | dict[str, Any]
-    """Its value from Katib's text: a number's type, or each text's value."""
 
 
 def distributions_of(trials: Sequence[optuna.trial.FrozenTrial]) -> dict[str, optuna.distributions.BaseDistribution]:
@@ -99,14 +70,32 @@ def distributions_of(trials: Sequence[optuna.trial.FrozenTrial]) -> dict[str, op
 
 def export(
     call: Callable[..., Any],
-    search: Search,
+    study: optuna.Study,
+    distributions: Mapping[str, optuna.distributions.BaseDistribution],
     *,
+    metric: str,
+    trials: int,
+    parallel: int,
+    failures: int,
     image: str,
     namespace: str | None,
     service_account: str | None,
     resources: Any,
 ) -> str:
-    """The Experiment and the Secret with its call, as YAML. `Sweep.to_katib` says what the arguments are.
+    """The Experiment and the Secret with its call, as YAML. `Sweep.to_katib` says what the last four arguments are.
+
+    Args:
+        call: Makes a trial's job.
+        study: Has the sweep's name, direction, sampler and pruner.
+        distributions: What each trial asks for.
+        metric: What is optimised.
+        trials: How many there are in all.
+        parallel: How many run at the same time.
+        failures: The Experiment fails after so many failed trials.
+        image: Of the trials' pods.
+        namespace: Theirs.
+        service_account: Likewise.
+        resources: Likewise.
 
     Raises:
         ConfigError: Katib cannot search so, or the call is too large.
@@ -117,13 +106,13 @@ def export(
             "image", f"{image!r} is not the name of an image", "Name one with torch, kale-dist and Optuna"
         )
     asked = resources_of(resources).of_container()
-    parameters = _parameters(search)
-    algorithm = _algorithm(search, parameters)
-    stopping = _early_stopping(search.pruner)
+    parameters = _parameters(distributions)
+    algorithm = _algorithm(study.sampler)
+    stopping = _early_stopping(study.pruner)
+    name = study.study_name
     store = blobs.MemoryStore()
-    readers = {name: parameter.read for name, parameter in parameters.items()}
     label = getattr(call, "__name__", "call")
-    snapshot = capture(call, (search.metric, readers), {}, store=store, label=label).snapshot
+    snapshot = capture(call, (metric, dict(distributions)), {}, store=store, label=label)
     packed = blobs.pack_blobs(store, snapshot.blobs)
     if len(packed) > INPUT_BYTES:
         problem = f"with all that it uses it takes {len(packed):,} bytes, and a Secret has room for {INPUT_BYTES:,}"
@@ -132,7 +121,7 @@ def export(
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": f"{search.name}-call", **place},
+        "metadata": {"name": f"{name}-call", **place},
         "type": "Opaque",
         "immutable": True,
         "data": {_FILE: base64.b64encode(packed).decode()},
@@ -143,8 +132,8 @@ def export(
         # Katib's collector joins these words with spaces into a line for a shell.
         "command": ["python", "-m", "kale_dist.katib", f"{_MOUNT}/{_FILE}", snapshot.digest],
         "env": [
-            *({"name": name, "value": value} for name, value in identity_of("/tmp").items()),  # noqa: S108 - in the pod
-            {"name": VARIABLE, "value": json.dumps({name: f"${{trialParameters.{name}}}" for name in parameters})},
+            *({"name": one, "value": value} for one, value in identity_of("/tmp").items()),  # noqa: S108 - in the pod
+            {"name": VARIABLE, "value": json.dumps({one: f"${{trialParameters.{one}}}" for one in distributions})},
         ],
         **({"resources": asked} if asked else {}),
         "volumeMounts": [{"name": "call", "mountPath": _MOUNT, "readOnly": True}],
@@ -155,36 +144,28 @@ def export(
         **({"serviceAccountName": service_account} if service_account else {}),
         "securityContext": pod_security(None),
         "containers": [container],
-        "volumes": [{"name": "call", "secret": {"secretName": f"{search.name}-call"}}],
+        "volumes": [{"name": "call", "secret": {"secretName": f"{name}-call"}}],
     }
-    metric = _metric(search.metric)
-    trials = search.trials
-    if algorithm == "grid":
-        # Katib refuses more trials than there are combinations.
-        trials = min(trials, math.prod(len(one.space["list"]) for one in parameters.values()))
     experiment = {
         "apiVersion": "kubeflow.org/v1beta1",
         "kind": "Experiment",
-        "metadata": {"name": search.name, **place},
+        "metadata": {"name": name, **place},
         "spec": {
             "objective": {
-                "type": search.direction,
-                "objectiveMetricName": metric,
-                "metricStrategies": [{"name": metric, "value": "latest"}],
+                "type": study.direction.name.lower(),
+                "objectiveMetricName": _metric(metric),
+                "metricStrategies": [{"name": _metric(metric), "value": "latest"}],
             },
             "algorithm": {"algorithmName": algorithm},
             **stopping,
             "maxTrialCount": trials,
-            "parallelTrialCount": min(search.parallel, trials),
-            "maxFailedTrialCount": min(search.failures, trials),
-            "parameters": [
-                {"name": name, "parameterType": one.type, "feasibleSpace": one.space}
-                for name, one in parameters.items()
-            ],
+            "parallelTrialCount": min(parallel, trials),
+            "maxFailedTrialCount": min(failures, trials),
+            "parameters": parameters,
             "metricsCollectorSpec": {"collector": {"kind": "StdOut"}},
             "trialTemplate": {
                 "primaryContainerName": _CONTAINER,
-                "trialParameters": [{"name": name, "reference": name} for name in parameters],
+                "trialParameters": [{"name": one, "reference": one} for one in distributions],
                 "trialSpec": {
                     "apiVersion": "batch/v1",
                     "kind": "Job",
@@ -208,21 +189,13 @@ def _metric(name: str) -> str:
     return "kale-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
 
 
-def _algorithm(search: Search, parameters: Mapping[str, _Parameter]) -> str:
+def _algorithm(sampler: optuna.samplers.BaseSampler) -> str:
     """Katib's name of the sampler."""
-    kind = type(search.sampler).__name__
-    found = _TPE[bool(search.sampler._multivariate)] if kind == "TPESampler" else _ALGORITHMS.get(kind)  # type: ignore[attr-defined] # noqa: SLF001 - there is no other way to ask
-    if found is None:
-        remedy = f"Use one of these samplers of Optuna's, which Katib has: TPESampler, {', '.join(_ALGORITHMS)}"
-        raise ConfigError("sampler", f"Katib has nothing like {kind}", remedy)
-    if found == "cmaes" and any(
-        one.type not in ("double", "int") or "distribution" in one.space for one in parameters.values()
-    ):
-        problem = "Katib's CMA-ES wants numbers without a step and without a logarithmic scale"
-        raise ConfigError("sampler", problem, "Use optuna.samplers.TPESampler")
-    if found == "cmaes" and len(parameters) == 1:
-        raise ConfigError("sampler", "Katib's CMA-ES wants more than one parameter", "Use optuna.samplers.TPESampler")
-    return found
+    kind = type(sampler).__name__
+    if kind not in _ALGORITHMS:
+        remedy = f"Use one of these samplers of Optuna's, which Katib has: {', '.join(_ALGORITHMS)}"
+        raise ConfigError("sampler", f"there is no export of {kind} to Katib", remedy)
+    return _ALGORITHMS[kind]
 
 
 def _early_stopping(pruner: optuna.pruners.BasePruner) -> dict[str, Any]:
@@ -239,52 +212,45 @@ def _early_stopping(pruner: optuna.pruners.BasePruner) -> dict[str, Any]:
     return {"earlyStopping": {"algorithmName": "medianstop", "algorithmSettings": listed}}
 
 
-def _parameters(search: Search) -> dict[str, _Parameter]:
+def _parameters(distributions: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The search space."""
-    is_grid = type(search.sampler).__name__ == "GridSampler"
-    grid: dict[str, Sequence[Any]] = search.sampler._search_space if is_grid else {}  # type: ignore[attr-defined] # noqa: SLF001 - likewise
-    found = {}
-    for name, distribution in search.distributions.items():
+    for name in distributions:
         if not re.fullmatch(r"[\w./ -]+", name, re.ASCII):
             problem = f"a parameter of Katib's cannot be called {name!r}"
             raise ConfigError("sweep", problem, "Use letters, digits, _ and -")
-        found[name] = _parameter(name, distribution, grid.get(name))
-    if not found:
+    if not distributions:
         raise ConfigError("sweep", "its trials ask for no parameter", "Ask for one, as with trial.suggest_float")
-    return found
+    spaces = {name: _space(name, one) for name, one in distributions.items()}
+    return [{"name": name, "parameterType": kind, "feasibleSpace": space} for name, (kind, space) in spaces.items()]
 
 
-def _parameter(name: str, distribution: Any, grid: Sequence[Any] | None) -> _Parameter:
+def _space(name: str, distribution: Any) -> tuple[str, dict[str, Any]]:
+    """Katib's type of a parameter, and its values."""
     if hasattr(distribution, "choices"):
-        choices = distribution.choices if grid is None else grid
-        texts = {str(choice): choice for choice in choices}
-        if len(texts) < len(choices) or not all(map(_SIMPLE.fullmatch, texts)):
-            problem = f"Katib's choices are plain texts, and those of {name!r} are {choices!r}"
+        texts = [str(choice) for choice in distribution.choices]
+        if len(set(texts)) < len(texts) or not all(map(_SIMPLE.fullmatch, texts)):
+            problem = f"Katib's choices are plain texts, and those of {name!r} are {distribution.choices!r}"
             remedy = 'Choose among different texts without quotes, backslashes and "$", and look the value up in a dict'
             raise ConfigError("sweep", problem, remedy)
-        return _Parameter(type="categorical", space={"list": list(texts)}, read=texts)
-    read = int if isinstance(distribution.low, int) else float
-    values = grid
-    if values is None and distribution.step not in (None, 1 if read is int else None):
+        return "categorical", {"list": texts}
+    is_int = isinstance(distribution.low, int)
+    if distribution.step not in (None, 1 if is_int else None):
         # Most of Katib's algorithms pass over a step.
         low, high, step = map(_exact, (distribution.low, distribution.high, distribution.step))
         count = int((high - low) // step) + 1
         if count > _MAX_VALUES:
             remedy = f"Take a larger step, or none: up to {_MAX_VALUES} values can be listed"
             raise ConfigError("sweep", f"{name!r} has {count:,} values, and Katib passes over steps", remedy)
-        values = [low + index * step for index in range(count)]
-    if values is not None:
-        return _Parameter(type="discrete", space={"list": [_number(value) for value in values]}, read=read)
+        return "discrete", {"list": [_number(low + index * step) for index in range(count)]}
     limits = {"min": _number(distribution.low), "max": _number(distribution.high)}
-    scale = {"distribution": "logUniform"} if distribution.log else {}
-    return _Parameter(
-        type="int" if read is int else "double", space={**limits, **scale}, read=_whole if read is int else read
-    )
+    return "int" if is_int else "double", limits | ({"distribution": "logUniform"} if distribution.log else {})
 
 
-def _whole(text: str) -> int:
-    """An int that some of Katib's algorithms write as `3.0`."""
-    return int(float(text))
+def _value(distribution: Any, text: str) -> Any:
+    """A parameter's value from Katib's text. Some of its algorithms write a whole number as `3.0`."""
+    if hasattr(distribution, "choices"):
+        return next(choice for choice in distribution.choices if str(choice) == text)
+    return int(float(text)) if isinstance(distribution.low, int) else float(text)
 
 
 def _number(value: float | decimal.Decimal) -> str:
@@ -321,10 +287,8 @@ def run(file: str, digest: str, given: Mapping[str, str]) -> None:
     blobs.unpack_blobs(pathlib.Path(file), store.root)
     loading.stage_modules(store, digest, folder / "modules")
     loaded = loading.load(store, digest, modules=folder / "modules")
-    name, readers = loaded.args
-    params = {
-        key: readers[key][text] if isinstance(readers[key], dict) else readers[key](text) for key, text in given.items()
-    }
+    name, distributions = loaded.args
+    params = {key: _value(distributions[key], text) for key, text in given.items()}
     printing = threading.Lock()
     printed = 0
 

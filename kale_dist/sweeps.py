@@ -14,7 +14,7 @@ import pathlib
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kale_dist import calls, checks, interrupts, katib, names, records
@@ -44,23 +44,11 @@ class SweepError(KaleDistError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SweepTrial:
+class SweepTrial(TrialRow):
     """One trial: parameters, and the job that was run with them."""
 
-    number: int
-    """From 0, in the order in which the trials began."""
-    params: dict[str, Any]
-    """What the call asked Optuna's trial for."""
-    state: str
-    """`waiting`, `running`, `complete`, `pruned`, `failed`, or `repeated`: lost, and its parameters are tried again."""
-    value: float | None
-    """The metric's last value; None where it has not reported any."""
-    reports: int
-    """How often the metric was reported."""
     ref: str | None
     """The job's reference; None where the call returned no job."""
-    reason: str
-    """Why it failed; empty otherwise."""
 
     @property
     def job(self) -> Job[Any]:
@@ -255,14 +243,11 @@ class Sweep:
         try:
             found = _told(self.study.best_trial)
         except ValueError:
-            pruned = sum(trial.state == "pruned" for trial in self.trials)
-            reasons = "; ".join(
-                [
-                    *sorted({trial.reason for trial in self.trials if trial.reason}),
-                    *([f"{pruned} were pruned"] if pruned else []),
-                ]
-            )
-            raise SweepError(f"{self.name}: no trial has been completed{': ' if reasons else ''}{reasons}") from None
+            reasons = sorted({trial.reason for trial in self.trials if trial.reason})
+            if pruned := sum(trial.state == "pruned" for trial in self.trials):
+                reasons.append(f"{pruned} were pruned")
+            said = f": {'; '.join(reasons)}" if reasons else ""
+            raise SweepError(f"{self.name}: no trial has been completed{said}") from None
         return found
 
     def done(self) -> bool:
@@ -323,14 +308,11 @@ class Sweep:
             for trial in self.study.get_trials(deepcopy=False)
             if trial.state.name in ended or trial.user_attrs.get(_JOB)
         ]
-        search = katib.Search(
-            name=self.name, metric=self._metric, direction=self.study.direction.name.lower(), trials=self._trials,
-            parallel=self._parallel, failures=_FAILURES, distributions=katib.distributions_of(known),
-            sampler=self.study.sampler, pruner=self.study.pruner,
-        )  # fmt: skip
         return katib.export(
-            self._call, search, image=image, namespace=namespace, service_account=service_account, resources=resources
-        )
+            self._call, self.study, katib.distributions_of(known), metric=self._metric, trials=self._trials,
+            parallel=self._parallel, failures=_FAILURES, image=image, namespace=namespace,
+            service_account=service_account, resources=resources,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         """One line: the name, how many trials have ended, and the best value."""
@@ -356,7 +338,9 @@ class Sweep:
                     self._draw()
                 if not self._running:
                     break
-                self._follow()
+                # A change of a job, or none at a cancellation.
+                if (change := self._changes.get()) is not None:
+                    self._take(*change)
                 self._draw()
         except Exception as error:  # noqa: BLE001 - `wait` raises it, in the caller's thread
             self._error = error
@@ -441,12 +425,6 @@ class Sweep:
                 self._subscribe(trial, job)
                 self._running[frozen.number].values += frozen.intermediate_values.values()
                 self._running[frozen.number].is_taken_over = True
-
-    def _follow(self) -> None:
-        """Wait for a change of a job, and tell the study."""
-        change = self._changes.get()
-        if change is not None:
-            self._take(*change)
 
     def _take(self, number: int, status: JobStatus) -> None:
         """Tell the study what a job has reported, and how it ended."""
@@ -628,22 +606,11 @@ def _told(frozen: Any) -> SweepTrial:
 
 
 def _picture(study: Any, metric: str, trials: int, *, is_over: bool) -> SweepPicture:
-    told: Iterator[SweepTrial] = map(_told, study.get_trials(deepcopy=False))
     return SweepPicture(
         name=study.study_name,
         metric=metric,
         wanted=trials,
         is_maximised=study.direction.name == "MAXIMIZE",
         is_over=is_over,
-        rows=tuple(
-            TrialRow(
-                number=trial.number,
-                state=trial.state,
-                params=tuple(trial.params.items()),
-                value=trial.value,
-                reports=trial.reports,
-                reason=trial.reason,
-            )
-            for trial in told
-        ),
+        rows=tuple(map(_told, study.get_trials(deepcopy=False))),
     )

@@ -21,15 +21,17 @@ class TrialRow:
     """One trial."""
 
     number: int
+    """From 0, in the order in which the trials began."""
+    params: dict[str, Any]
+    """What the call asked Optuna's trial for."""
     state: str
-    """`waiting`, `running`, `complete`, `pruned`, `failed` or `repeated`."""
-    params: tuple[tuple[str, Any], ...]
+    """`waiting`, `running`, `complete`, `pruned`, `failed`, or `repeated`: lost, and its parameters are tried again."""
     value: float | None
-    """The metric's last value."""
+    """The metric's last value; None where it has not reported any."""
     reports: int
     """How often the metric was reported."""
     reason: str
-    """Why it failed."""
+    """Why it failed; empty otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +141,7 @@ def _left_out(picture: SweepPicture) -> list[str]:
 
 
 def _params(row: TrialRow) -> str:
-    return facts.clean(", ".join(f"{name}={_param(value)}" for name, value in row.params))
+    return facts.clean(", ".join(f"{name}={_param(value)}" for name, value in row.params.items()))
 
 
 def _param(value: Any) -> str:

@@ -58,12 +58,11 @@ def test_katibs_own_models_know_all_that_the_golden_file_has(tmp_path):
 
 
 def test_a_trial_trains_in_its_pod_and_prints_what_katib_reads(namespace):
-    search = katib.Search(
-        name="digits", metric="eval/accuracy", direction="maximize", trials=4, parallel=2, failures=3,
-        distributions={"lr": optuna.distributions.FloatDistribution(1e-3, 1.0, log=True)},
-        sampler=optuna.samplers.TPESampler(), pruner=optuna.pruners.MedianPruner(),
+    study = optuna.create_study(study_name="digits", direction="maximize")
+    text = katib.export(
+        call, study, {"lr": optuna.distributions.FloatDistribution(1e-3, 1.0, log=True)}, metric="eval/accuracy",
+        trials=4, parallel=2, failures=3, image=IMAGE, namespace=namespace, service_account=None, resources={"cpu": 0.1},
     )  # fmt: skip
-    text = katib.export(call, search, image=IMAGE, namespace=namespace, service_account=None, resources={"cpu": 0.1})
     secret, experiment = yaml.safe_load_all(text)
     run_kubectl("create", "-f", "-", text=json.dumps(secret))
     job = json.loads(
