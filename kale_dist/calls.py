@@ -32,31 +32,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _first(check: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the arguments that were given, before defaults are added."""
+def _known_words(verb: Callable[P, R]) -> Callable[P, R]:
+    """Refuse arguments that a verb does not have, with those that were probably meant."""
 
-    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(verb)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check(args, kwargs)
-            return verb(*args, **kwargs)
+    @functools.wraps(verb)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        checks.check_words(kwargs, verb)
+        return verb(*args, **kwargs)
 
-        return checked
-
-    return decorate
-
-
-def _check_words(_args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    checks.check_words(kwargs, distribute)
-
-
-def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    fn = args[0] if args else kwargs.get("fn")
-    checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in _LAUNCH_NAMES])
+    return checked
 
 
 @short_refusals
-@_first(_check_words)
+@_known_words
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -182,7 +170,6 @@ def distribute(
 
 
 @short_refusals
-@_first(_check_unambiguous)
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -259,7 +246,7 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         SnapshotError: As the call would.
     """
     call, run = _checked(args, kwargs)
-    name = run.name or names.make(call.label, "x" * starting.SUFFIX_LENGTH)
+    name = run.name or names.make(run.spec.label, "x" * starting.SUFFIX_LENGTH)
     _, spec = starting.capture_call(call, run, name, MemoryStore())
     return run.backend.plan(run.backend.prepare(spec, submit=False))
 
@@ -282,7 +269,8 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     first = args[0] if args else None
     training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
     verb: Any = distribute if training else launch
-    (_check_words if training else _check_unambiguous)(args, kwargs)
+    if training:
+        checks.check_words(kwargs, distribute)
     try:
         bound = inspect.signature(verb).bind(*args, **kwargs)
     except TypeError as error:
@@ -382,7 +370,8 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     models = training.model.values() if isinstance(training.model, dict) else [training.model]
     parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
     weights = sum(2 * one.numel() * one.element_size() for one in parameters)
-    run = layout.settle(options, rank_bytes=weights)
+    label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
+    run = layout.settle(options, rank_bytes=weights, label=label, kind="training", strategy=training.strategy)
     if run.spec.cluster.kind == "tf":
         problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
         remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
@@ -391,22 +380,20 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
     target, spec = save_to.settle(training.save_to, run.spec, run.backend.name)
     run = dataclasses.replace(run, spec=spec)
     kwargs = {**training.arguments(), "cuda": spec.cuda, "seed": spec.seed, "save_to": target}
-    label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
-    return Call(fn=None, args=(), kwargs=kwargs, label=label, kind="training", strategy=training.strategy), run
+    return Call(fn=None, args=(), kwargs=kwargs), run
 
 
 def _function_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[Call, Run]:
     """A function's call, and where and how it runs."""
+    own = [field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
+    checks.check_unambiguous(fn, args, own)
     checks.check_function(fn, args, kwargs, launch)
-    run = layout.settle(options)
-    return Call(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn), kind="call", strategy=strategies.DDP()), run
+    return Call(fn=fn, args=args, kwargs=kwargs), layout.settle(options, label=checks.title(fn), kind="call")
 
 
-_LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
-
-SETTABLE = (*sorted(_LAUNCH_NAMES), *layout.PLACE_SETTINGS)
+SETTABLE = (*sorted(field.name for field in dataclasses.fields(Options)), *layout.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
 
 

@@ -52,7 +52,7 @@ class Run:
     name: str | None
     """The job's, if the call gave one."""
     spec: JobSpec
-    """All of the job but what it runs, under a made-up name if the call gave none."""
+    """The job without its snapshot, and under a made-up name if the call gave none."""
     auto_packages: bool = False
     """Whether the packages that the call imports belong to the recipe, too."""
     warnings: tuple[str, ...] = ()
@@ -82,45 +82,43 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
 
 
-def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int = 0) -> Run:
+def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int = 0, **what: Any) -> Run:
     """Settle where and how a call runs. Nothing is written or started.
 
     Args:
         options: Of the call.
         machine: In place of this one.
         rank_bytes: Least memory that each process takes for what it is sent.
+        **what: Fields of the specification that say what runs: its label, its kind and its strategy.
 
     Raises:
         ConfigError: The first thing that is wrong.
     """
-    on = options.on
-    if isinstance(on, Local | Docker | Kubernetes):
-        return _settled(options, backends.get(places.word_of(on)), on, machine, rank_bytes)
-    if on is None or isinstance(on, str | type) or not isinstance(on, Backend):
-        word = _word(on)
-        return _settled(options, backends.get(word), _place_of(word, {}), machine, rank_bytes)
-    place = _place_of(on.name, {}) if on.name in places.KINDS else Local()
-    return _settled(options, on, place, machine, rank_bytes)
-
-
-def _settled(options: Options, backend: Backend, place: Place, machine: Machine | None, rank_bytes: int) -> Run:
+    backend, place = _where(options.on)
     place = places.filled(place, config.load().place(places.word_of(place)))
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     spec = JobSpec(
         name=options.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
-        label="",
-        kind="",
         snapshot="",
         topology=Topology(number_of_processes=1),
         threads=options.threads,
         seed=options.seed,
         environment=options.environment,
         policy=options.policy,
+        **{"label": "", "kind": "", **what},
     )
     run = Run(backend=backend, name=options.name, spec=spec, track=options.track)
     if isinstance(place, Local):
         return _on_machine(run, options, machine or _this_machine(options.cuda), rank_bytes)
     return _in_pods(run, options, place)
+
+
+def _where(on: Any) -> tuple[Backend, Place]:
+    """What starts jobs, and where, before what is configured is added."""
+    if isinstance(on, Backend) and not isinstance(on, type):
+        return on, places.KINDS.get(on.name, Local)()
+    place = on if isinstance(on, Local | Docker | Kubernetes) else places.made(_word(on), {})
+    return backends.get(places.word_of(place)), place
 
 
 def _word(on: Any) -> str:

@@ -25,7 +25,7 @@ from kale_dist.spec import JobSpec
 from kale_dist.status import JobStatus
 
 if TYPE_CHECKING:
-    from kale_dist.snapshot.capture import Originals
+    from kale_dist.runtime.reducers import References
 
 _TIME_CAUSES = (FailureCause.TIMEOUT, FailureCause.STALLED)
 
@@ -52,7 +52,7 @@ class OutcomeReader:
         files: JobFiles,
         key: bytes | None,
         store: blobs.Store,
-        originals: Originals | None = None,
+        originals: References | None = None,
         fetch: Callable[[str], None] | None = None,
     ) -> None:
         self.files = files

@@ -19,7 +19,6 @@ from kale_dist.job import Job
 from kale_dist.runtime import script as on_a_rank
 from kale_dist.snapshot import datasets, modules
 from kale_dist.starting import Call
-from kale_dist.strategies import DDP
 from kale_dist.wording import closest, parse
 
 _FAILED = 1
@@ -50,7 +49,8 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         _check_module(script)
     elif path is not None:
         _add_to_path(path.parent)
-    run = layout.settle(Options(**layout.gathered(options)))
+    label = path.stem if path is not None else script
+    run = layout.settle(Options(**layout.gathered(options)), label=label, kind="call")
     in_place = run.backend.name == "local"
     if not in_place:
         _warn_of_paths(arguments, [volume.mount_path for volume in run.spec.volumes])
@@ -59,9 +59,6 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         fn=on_a_rank.run,
         args=(script if in_place or path is None else path.name, tuple(arguments)),
         kwargs={"as_module": as_module, "in_place": in_place},
-        label=path.stem if path is not None else script,
-        kind="call",
-        strategy=DDP(),
         script=None if in_place else files,
     )
     return starting.start(call, run)

@@ -1,4 +1,4 @@
-"""The whole job as one frozen value. Checks are in `__post_init__`; no I/O, no clock, no environment."""
+"""The whole job as one frozen value. What users give was checked by `Options` and the place; no I/O, no clock, no environment."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ class Topology:
     """The world size."""
     processes_per_pod: int = 1
     """Ranks in one pod or container. The local backend has all ranks on one machine."""
-
-    def __post_init__(self) -> None:
-        for field in ("number_of_processes", "processes_per_pod"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(field, f"{value!r} is not a whole number", "Give an int of 1 or more")
-            if value < 1:
-                raise ConfigError(field, f"{value} is less than 1", "Give an int of 1 or more")
 
     @property
     def number_of_pods(self) -> int:
@@ -105,12 +97,6 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         names.check(self.name)
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise ConfigError("seed", f"{self.seed!r} is not an int", "Give an int, or None for a random seed")
-        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
-            raise ConfigError(
-                "threads", f"{self.threads!r} is not an int of 1 or more", "Leave it out for a fair share"
-            )
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""

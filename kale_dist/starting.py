@@ -24,11 +24,11 @@ from kale_dist.layout import Run
 from kale_dist.notebook.pictures import Pictures
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.runtime.given_models import models_in, together
+from kale_dist.runtime.reducers import References
 from kale_dist.snapshot import datasets
-from kale_dist.snapshot.capture import Captured, Originals, capture
+from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.modules import Script
 from kale_dist.spec import JobSpec
-from kale_dist.strategies import Settings
 
 if TYPE_CHECKING:
     from kale_dist.training.result import TrainingResult
@@ -51,9 +51,6 @@ class Call:
     """None for the training loop: its import takes long, and so begins after the agent's start."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    label: str
-    kind: str
-    strategy: Settings
     script: Script | None = None
     """A script whose files are sent along."""
 
@@ -82,32 +79,34 @@ def start(call: Call, run: Run) -> Job[Any]:
     run.backend.warm_up()
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
-        captured, spec = capture_call(call, run, run.name or _free_name(call.label), FolderStore(records.blobs_dir()))
+        snapshot, spec = capture_call(
+            call, run, run.name or _free_name(run.spec.label), FolderStore(records.blobs_dir())
+        )
         spec = run.backend.prepare(spec, submit=True)
         for note in run.notes:
             _say(f"[kale-dist] {note}")
         # Before the submission: if warnings are errors, no job is submitted without a handle.
         for warning in (
             *run.warnings,
-            *captured.snapshot.notes,
+            *snapshot.notes,
             *_data_warnings(call, run.backend.name, spec),
             *_disk_warnings(),
         ):
             warn(warning)
         given = call.kwargs
         targets = None
-        if call.kind == "training":
+        if run.spec.kind == "training":
             targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
         elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
             targets = weights.remember(together(models), None)
         ref = run.backend.submit(spec, key)
     _say_started(ref, spec)
-    job = handle(run.backend, ref, spec, key, targets=targets, originals=captured.originals)
-    tracking.begin(job, run.track, tracking.params_of(call.kwargs) if call.kind == "training" else {})
+    job = handle(run.backend, ref, spec, key, targets=targets, originals=snapshot.originals)
+    tracking.begin(job, run.track, tracking.params_of(call.kwargs) if run.spec.kind == "training" else {})
     return job
 
 
-def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Captured, JobSpec]:
+def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Snapshot, JobSpec]:
     """The snapshot of a call and the job's specification.
 
     Args:
@@ -120,32 +119,28 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Capture
         SnapshotError: Something cannot be sent to other processes.
     """
     fn = call.fn or _training_loop()
-    captured = capture(fn, call.args, dict(call.kwargs), store=store, label=call.label, script=call.script)
-    if captured.snapshot.compiled and run.backend.name != "local":
+    snapshot = capture(fn, call.args, dict(call.kwargs), store=store, label=run.spec.label, script=call.script)
+    if snapshot.compiled and run.backend.name != "local":
         raise SnapshotError(
-            f"{call.label} uses {captured.snapshot.compiled[0]}, a compiled module of your own, which need not run "
+            f"{run.spec.label} uses {snapshot.compiled[0]}, a compiled module of your own, which need not run "
             f"anywhere but on this machine. Make it a package in the image, or use on='local'"
         )
     image, recipe = run.spec.image, run.spec.recipe
     if recipe is not None:
         from kale_dist.image.for_job import settle
 
-        imports = captured.snapshot.imports if run.auto_packages else None
+        imports = snapshot.imports if run.auto_packages else None
         settled = settle(recipe, store, imports=imports, say=_say)
         image, recipe = settled.image, settled.recipe
-        notes = (*captured.snapshot.notes, *settled.notes)
-        captured = dataclasses.replace(captured, snapshot=dataclasses.replace(captured.snapshot, notes=notes))
-    return captured, dataclasses.replace(
+        snapshot = dataclasses.replace(snapshot, notes=(*snapshot.notes, *settled.notes))
+    return snapshot, dataclasses.replace(
         run.spec,
         name=name,
-        label=call.label,
-        kind=call.kind,
-        snapshot=captured.snapshot.digest,
-        blobs=captured.snapshot.blobs,
-        snapshot_bytes=captured.snapshot.size_bytes,
+        snapshot=snapshot.digest,
+        blobs=snapshot.blobs,
+        snapshot_bytes=snapshot.size_bytes,
         image=image,
         recipe=recipe,
-        strategy=call.strategy,
     )
 
 
@@ -156,7 +151,7 @@ def handle(
     key: bytes | None,
     *,
     targets: weights.Targets | None = None,
-    originals: Originals | None = None,
+    originals: References | None = None,
 ) -> Job[Any]:
     """A new handle of a job, which `known` gives from now on while it is referenced.
 
@@ -229,7 +224,7 @@ def _free_name(label: str) -> str:
 
 def _data_warnings(call: Call, place: str, spec: JobSpec) -> Iterator[str]:
     """Parts of a training's data that are too large to send, or are not sent."""
-    if call.kind != "training" or place == "local":
+    if spec.kind != "training" or place == "local":
         return
     for argument in ("train_data_loader", "eval_data_loader"):
         loader = call.kwargs[argument]

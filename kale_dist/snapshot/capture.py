@@ -15,7 +15,6 @@ from typing import Any, Self
 import cloudpickle
 
 from kale_dist import blobs, contract
-from kale_dist.errors import SnapshotError
 from kale_dist.runtime import loading, unpicklable
 from kale_dist.runtime.reducers import References
 from kale_dist.runtime.sources import cell_label, files_of_class
@@ -28,9 +27,6 @@ PACKED_BYTES = 64 << 10
 PACK_BYTES = 4 << 20
 """A pack of small buffers is closed when it has reached this size."""
 
-Originals = References
-"""The notebook's own functions and classes by number: `originals.resolve(number)`."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
@@ -38,12 +34,8 @@ class Snapshot:
 
     digest: str
     """Name of the manifest, which names everything else."""
-    label: str
-    """What was called, for people."""
     size_bytes: int
     """Bytes of all blobs."""
-    new_bytes: int
-    """Bytes of those that the store did not have before."""
     blobs: tuple[str, ...]
     """Digests of all blobs, the manifest's first."""
     notes: tuple[str, ...]
@@ -52,14 +44,8 @@ class Snapshot:
     """Paths of local modules' files that hold machine code."""
     imports: tuple[str, ...] = ()
     """Names, with dots, of what the call imports from outside the notebook's own code."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
-    """A snapshot, and what the notebook keeps to understand results."""
-
-    snapshot: Snapshot
-    originals: Originals
+    originals: References
+    """The notebook's own functions and classes by number, by which results refer to them."""
 
 
 def capture(
@@ -70,7 +56,7 @@ def capture(
     store: blobs.Store,
     label: str,
     script: modules.Script | None = None,
-) -> Captured:
+) -> Snapshot:
     """Take a snapshot of a call. When this returns, nothing that happens in the notebook can change it.
 
     Args:
@@ -93,12 +79,13 @@ def capture(
         raise unpicklable.explain(error, pickler.last, unpicklable.roots_of_call(fn, args, kwargs)) from error
     with _Writer(store) as writer:
         storages = writer.place(pickler.storages)
-        buffers = writer.place([(_flat(buffer),) for buffer in pickler.buffers])
+        buffers = writer.place([(buffer.raw(),) for buffer in pickler.buffers])
         local = modules.collect(pickler.modules, script)
         # One file may lie under several names; its bytes are read and kept once.
         files = [(file.path, writer.put((file.read(),)), file.mode) for file in local.files]
         texts = writer.put((json.dumps(_cell_sources(pickler.codes, pickler.classes)).encode(),))
         pickled = writer.put((file.getbuffer(),))
+        main = sys.modules["__main__"]
         manifest = {
             "contract": contract.VERSION,
             "python": loading.python_version(),
@@ -106,27 +93,27 @@ def capture(
             "cloudpickle": cloudpickle.__version__,
             "label": label,
             "pickle": pickled.result(),
-            "buffers": [place() for place in buffers],
-            "storages": [place() for place in storages],
+            "buffers": [(blob.result(), offset, size) for blob, offset, size in buffers],
+            "storages": [(blob.result(), offset, size) for blob, offset, size in storages],
             "modules": [(path, blob.result(), mode) for path, blob, mode in files],
             "sources": texts.result(),
-            "main": _describe_main(sys.modules["__main__"]),
+            # What a rank's `__main__` needs to be like this one.
+            "main": {"file": getattr(main, "__file__", None), "package": getattr(main, "__package__", None)},
         }
         digest = writer.put((json.dumps(manifest, sort_keys=True).encode(),)).result()
-        snapshot = Snapshot(
+        return Snapshot(
             digest=digest,
-            label=label,
             size_bytes=sum(writer.sizes.values()),
-            new_bytes=sum(size for blob, size in writer.sizes.items() if blob not in writer.before),
             blobs=(digest, *sorted(writer.sizes.keys() - {digest})),
             notes=local.notes,
             compiled=tuple(str(file.source) for file in local.files if file.source.suffix == ".so"),
             imports=tuple(name for name in local.others if not without_file(name.partition(".")[0])),
+            originals=pickler.originals,
         )
-    return Captured(snapshot=snapshot, originals=pickler.originals)
 
 
-Place = Callable[[], tuple[str, int, int]]
+Place = tuple[concurrent.futures.Future[str], int, int]
+"""The blob that has a source, from which byte on, and how many."""
 
 
 class _Writer:
@@ -135,7 +122,6 @@ class _Writer:
     def __init__(self, store: blobs.Store) -> None:
         self._store = store
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kale_dist snapshot")
-        self.before = frozenset(store.list())
         self.sizes: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -154,59 +140,40 @@ class _Writer:
 
     def place(self, sources: Iterable[Sequence[blobs.Buffer]]) -> list[Place]:
         """Put each source into a blob of its own, or into one with other small ones."""
-        places: list[Place] = []
-        pack = _Pack()
-        for source in sources:
-            if _size(source) >= PACKED_BYTES:
-                places.append(self._alone(source))
+        places: dict[int, Place] = {}
+        small: dict[int, bytes] = {}
+        packed = 0
+        for number, source in enumerate(sources):
+            size = _size(source)
+            if size >= PACKED_BYTES:
+                places[number] = self.put(source), 0, size
                 continue
-            places.append(pack.add(b"".join(source)))
-            if len(pack.data) >= PACK_BYTES:
-                pack.blob = self.put((pack.data,))
-                pack = _Pack()
-        if pack.data or pack.used:
-            pack.blob = self.put((pack.data,))
-        return places
+            small[number] = b"".join(source)
+            packed += size
+            if packed >= PACK_BYTES:
+                places |= self._pack(small)
+                small, packed = {}, 0
+        places |= self._pack(small)
+        return [places[number] for number in sorted(places)]
 
-    def _alone(self, source: Sequence[blobs.Buffer]) -> Place:
-        blob, size = self.put(source), _size(source)
-        return lambda: (blob.result(), 0, size)
-
-
-class _Pack:
-    """Small buffers in one blob, each aligned as torch's memory is; equal ones once."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.used = False
-        self.blob: concurrent.futures.Future[str] | None = None
-        self._offsets: dict[bytes, int] = {}
-
-    def add(self, data: bytes) -> Place:
-        self.used = True
-        if data not in self._offsets:
-            self.data += bytes(-len(self.data) % blobs.ALIGNMENT)
-            self._offsets[data] = len(self.data)
-            self.data += data
-        offset = self._offsets[data]
-        return lambda: (self._digest(), offset, len(data))
-
-    def _digest(self) -> str:
-        if self.blob is None:
-            raise SnapshotError("A pack of buffers was never written.")
-        return self.blob.result()
+    def _pack(self, sources: dict[int, bytes]) -> dict[int, Place]:
+        """Small sources in one blob, each aligned as torch's memory is; equal ones once."""
+        if not sources:
+            return {}
+        data, offsets = bytearray(), dict[bytes, int]()
+        for source in sources.values():
+            if source not in offsets:
+                data += bytes(-len(data) % blobs.ALIGNMENT)
+                offsets[source] = len(data)
+                data += source
+        blob = self.put((data,))
+        return {number: (blob, offsets[source], len(source)) for number, source in sources.items()}
 
 
 def _size(source: Sequence[blobs.Buffer]) -> int:
     """Bytes of a source. One that makes its buffers when asked knows its size without."""
     known: int | None = getattr(source, "nbytes", None)
     return sum(len(buffer) for buffer in source) if known is None else known
-
-
-def _flat(buffer: Any) -> memoryview:
-    """The bytes of an out-of-band buffer, in the order in which they lie in memory."""
-    raw: memoryview = buffer.raw()
-    return raw
 
 
 def _cell_sources(codes: Iterable[types.CodeType], classes: Iterable[type]) -> dict[str, tuple[str, str]]:
@@ -227,8 +194,3 @@ def _cell_sources(codes: Iterable[types.CodeType], classes: Iterable[type]) -> d
         if lines:
             found[name] = ("".join(lines), cell_label(name))
     return found
-
-
-def _describe_main(main: types.ModuleType) -> dict[str, Any]:
-    """What a rank's `__main__` needs to be like this one: "file" and "package", null where it has none."""
-    return {"file": getattr(main, "__file__", None), "package": getattr(main, "__package__", None)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.machinery
-import inspect
 import pathlib
 import site
 import stat
@@ -13,11 +12,12 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from kale_dist.errors import SnapshotError
 
-MAX_PACKAGE_BYTES = 64 << 20
-"""A package folder up to this size is sent whole; of a larger one, its Python files and the files that they name."""
+MAX_DATA_BYTES = 64 << 20
+"""Files beside code that are more than this together are not sent."""
 
 _PARSING_TRIES = 20
 
@@ -136,25 +136,14 @@ class _Collector:
         script = self._file("", path.parent, path)
         # An option and its value may be one word: --config=base.yaml.
         named = sorted({*_literals(path), *words, *(word.partition("=")[2] for word in words)})
-        files = {script.path: script}
-        size = 0
-        for folder in dict.fromkeys((path.parent.resolve(), pathlib.Path.cwd().resolve())):
+        data: dict[str, ModuleFile] = {}
+        for folder in (path.parent.resolve(), pathlib.Path.cwd().resolve()):
             places = [folder / name for name in named if _plain(name) and ".." not in pathlib.PurePath(name).parts]
             for file in (file for place in places for file in _below(place)):
                 made = self._file("", folder, file)
-                size += 0 if made.path in files else file.stat().st_size
-                files.setdefault(made.path, made)
-                if size > MAX_PACKAGE_BYTES:
-                    self.notes.append(
-                        f"{path.name} names files of more than {MAX_PACKAGE_BYTES >> 20} MiB, such as {file}: none of "
-                        "them is sent. Put them on a volume"
-                    )
-                    return self._script_alone(script)
-        self._keep(list(files.values()))
-        return list(_imports(script))
-
-    def _script_alone(self, script: ModuleFile) -> list[str]:
-        self._keep([script])
+                data.setdefault(made.path, made)
+        data.pop(script.path, None)
+        self._keep([script], list(data.values()), path)
         return list(_imports(script))
 
     def has_taken(self, name: str) -> bool:
@@ -176,43 +165,32 @@ class _Collector:
 
     def _package(self, top: str, folder: pathlib.Path) -> list[ModuleFile]:
         found = [self._file(top, folder, path) for path in _walk(folder)]
-        size = sum(file.source.stat().st_size for file in found)
-        if size > MAX_PACKAGE_BYTES:
-            named = {literal for file in found for literal in _literals(file.source)}
-            kept = [
-                file for file in found if file.source.suffix in {".py", ".so"} or _named(file.source, folder, named)
-            ]
-            self.notes.append(
-                f"The package {top} ({folder}, {size / 2**20:,.0f} MiB) is over {MAX_PACKAGE_BYTES >> 20} MiB: only its "
-                f"code and the files that the code names are sent to the ranks ({len(kept):,} of {len(found):,} files)."
-            )
-            found = kept
-        return self._keep(found)
+        code = [file for file in found if file.source.suffix in {".py", ".so"}]
+        return self._keep(code, [file for file in found if file.source.suffix not in {".py", ".so"}], folder)
 
     def _single(self, top: str, path: pathlib.Path) -> list[ModuleFile]:
-        found = [self._file("", path.parent, path)]
-        text = _text(path)
-        if any(word in text for word in _FINDS_ITSELF):
-            beside = [path.parent / literal for literal in sorted(_literals(path)) if _plain(literal)]
-            neighbours = [file for place in beside if place.exists() for file in _below(place)]
-            size = sum(file.stat().st_size for file in neighbours)
-            if size > MAX_PACKAGE_BYTES:
-                self.notes.append(
-                    f"{path.name} names files beside it of {size / 2**20:,.0f} MiB, over {MAX_PACKAGE_BYTES >> 20} MiB: "
-                    f"they are not sent. Make them a volume, or read them by an absolute path."
-                )
-                neighbours = []
-            found += [self._file("", path.parent, file) for file in neighbours]
+        beside: list[ModuleFile] = []
+        if any(word in _text(path) for word in _FINDS_ITSELF):
+            places = [path.parent / literal for literal in sorted(_literals(path)) if _plain(literal)]
+            beside = [self._file("", path.parent, file) for place in places for file in _below(place)]
         if path.suffix == ".so":
             self.notes.append(f"{top} is a compiled module of yours ({path}): it runs only on machines like this one.")
-        return self._keep(found)
+        return self._keep([self._file("", path.parent, path)], beside, path)
 
     def _file(self, top: str, folder: pathlib.Path, path: pathlib.Path) -> ModuleFile:
         relative = pathlib.PurePosixPath(top, path.relative_to(folder).as_posix())
         return ModuleFile(path=str(relative), source=path, mode=0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644)
 
-    def _keep(self, files: list[ModuleFile]) -> list[ModuleFile]:
-        new = [file for file in files if file.path not in self.files]
+    def _keep(self, code: list[ModuleFile], data: list[ModuleFile], place: pathlib.Path) -> list[ModuleFile]:
+        """Have code sent, and the files that belong to it if they are not too large; gives those that are new."""
+        size = sum(file.source.stat().st_size for file in data)
+        if size > MAX_DATA_BYTES:
+            self.notes.append(
+                f"{place} comes with {size / 2**20:,.0f} MiB of other files, over {MAX_DATA_BYTES >> 20} MiB: only code is "
+                "sent to the ranks. Put the files on a volume"
+            )
+            data = []
+        new = [file for file in (*code, *data) if file.path not in self.files]
         self.files.update((file.path, file) for file in new)
         return new
 
@@ -298,13 +276,6 @@ def _plain(literal: str) -> bool:
     )
 
 
-def _named(path: pathlib.Path, folder: pathlib.Path, literals: set[str]) -> bool:
-    """Whether a literal names a file of a package, or a folder that it lies in, by its last part or its path."""
-    relative = path.relative_to(folder)
-    steps = [relative, *relative.parents][:-1]
-    return any(step.name in literals or str(step) in literals for step in steps)
-
-
 def _imports(file: ModuleFile) -> Iterator[str]:
     """Absolute names of the modules that a file's import statements name, those within functions included."""
     tree = _tree(file.source)
@@ -338,37 +309,30 @@ def notes_on_edits(name: str) -> list[str]:
         return []
     try:
         text = pathlib.Path(str(module.__file__)).read_bytes()
-        written = dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
+        written = set(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError) as error:
         return [f"{module.__file__} can no longer be compiled ({error}): the ranks' import of {name} will fail."]
-    for code in _live(module):
-        if written.get(code.co_qualname) != code:
-            note = (
-                f"{module.__file__} was edited since {name} was imported: the ranks run the file as it is now, the "
-                f"notebook what it was. To run the same code in both: importlib.reload({name}), or restart the kernel."
-            )
-            return [note]
-    return []
+    values = [one for value in vars(module).values() for one in (value, *_members(value, module))]
+    functions = [getattr(one, "__func__", one) for one in values]
+    # Generated functions (dataclasses, named tuples) have code of no file.
+    live = [one.__code__ for one in functions if isinstance(one, types.FunctionType)]
+    if all(code in written for code in live if code.co_filename == module.__file__):
+        return []
+    note = (
+        f"{module.__file__} was edited since {name} was imported: the ranks run the file as it is now, the notebook what it "
+        f"was. To run the same code in both: importlib.reload({name}), or restart the kernel."
+    )
+    return [note]
 
 
-def _codes(code: types.CodeType) -> Iterator[tuple[str, types.CodeType]]:
-    """All functions in a compiled file by qualified name; the last one of a name counts, as when it is run."""
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """All functions in a compiled file."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield constant.co_qualname, constant
+            yield constant
             yield from _codes(constant)
 
 
-def _live(module: types.ModuleType) -> Iterator[types.CodeType]:
-    """Code of the functions and methods that a module defines at its top level."""
-    for value in list(vars(module).values()):
-        members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else (value,)
-        for member in members:
-            unwrapped = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-            try:
-                function = inspect.unwrap(unwrapped)
-            except (ValueError, AttributeError):
-                continue
-            # Generated functions (dataclasses, named tuples) have code of no file.
-            if isinstance(function, types.FunctionType) and function.__code__.co_filename == module.__file__:
-                yield function.__code__
+def _members(value: Any, module: types.ModuleType) -> Iterable[Any]:
+    """What is in a class that a module defines."""
+    return vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else ()

@@ -82,7 +82,7 @@ class Jobs:
         name = options.pop("job", f"t-{secrets.token_hex(4)}")
         folder = self.root / "jobs" / name
         folder.mkdir(parents=True, mode=0o700)
-        snapshot = capture(function, args, {}, store=self.store, label=function.__name__).snapshot.digest
+        snapshot = capture(function, args, {}, store=self.store, label=function.__name__).digest
         return Order(
             job=name,
             world_size=ranks,

@@ -127,7 +127,7 @@ class PodJob:
         self.root = root / f"t-{secrets.token_hex(4)}"
         self.root.mkdir()
         self.store = FolderStore(self.root / "notebook")
-        snapshot = capture(function, args, {}, store=self.store, label=function.__name__).snapshot
+        snapshot = capture(function, args, {}, store=self.store, label=function.__name__)
         self.key = secrets.token_bytes(32)
         self.input = InputFiles(self.root / "input")
         values: dict[str, Any] = {

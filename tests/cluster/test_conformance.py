@@ -36,7 +36,7 @@ class TestKubernetesBackend(BackendConformance):
     def spec_for(self, namespace, plain_image):
         def make(behaviour):
             store = FolderStore(records.blobs_dir())
-            snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour).snapshot
+            snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour)
             return JobSpec(
                 name=f"conformance-{behaviour}-{next(_numbers)}", label=behaviour, kind="call",
                 snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,

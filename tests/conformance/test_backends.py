@@ -97,9 +97,7 @@ class TestLocalBackend(BackendConformance):
     @pytest.fixture
     def spec_for(self):
         def make(behaviour):
-            captured = capture(
-                FUNCTIONS[behaviour], (), {}, store=FolderStore(records.blobs_dir()), label=behaviour
-            ).snapshot
+            captured = capture(FUNCTIONS[behaviour], (), {}, store=FolderStore(records.blobs_dir()), label=behaviour)
             return spec_of(behaviour, captured.digest, captured.blobs)
 
         return make

@@ -39,7 +39,7 @@ class TestDockerBackend(BackendConformance):
     def spec_for(self, plain_image):
         def make(behaviour):
             store = FolderStore(records.blobs_dir())
-            snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour).snapshot
+            snapshot = capture(FUNCTIONS[behaviour], (), {}, store=store, label=behaviour)
             return JobSpec(
                 name=f"{PREFIX}-{behaviour}-{uuid.uuid4().hex[:6]}", label=behaviour, kind="call",
                 snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,

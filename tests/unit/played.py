@@ -75,8 +75,8 @@ def notebook(connection, state, cells, after, args, kwargs):
     for number, cell in enumerate(cells):
         run_cell(main, cell, f"/tmp/ipykernel_1/{number}.py")
     captured = capture(main["call"], eval(args, main), eval(kwargs, main), store=blobs.FolderStore(state), label="call")
-    print(*captured.snapshot.notes, sep="\n", flush=True)
-    connection.send(captured.snapshot.digest)
+    print(*captured.notes, sep="\n", flush=True)
+    connection.send(captured.digest)
     connection.recv()
     main["captured"] = captured
     main["outcome"] = outcome.read(

@@ -58,7 +58,7 @@ def site(tmp_path, monkeypatch):
 
 
 def imports_of(fn, *args):
-    return capture(fn, args, {}, store=MemoryStore(), label="").snapshot.imports
+    return capture(fn, args, {}, store=MemoryStore(), label="").imports
 
 
 def cell(text, **names):

@@ -36,7 +36,7 @@ def changed_manifest(store, digest, **changes):
     ],
 )
 def test_other_versions_are_refused_by_name(store, changes, said):
-    digest = capture(len, ([],), {}, store=store, label="train").snapshot.digest
+    digest = capture(len, ([],), {}, store=store, label="train").digest
     with pytest.raises(ContractError, match=said):
         loading.load(store, changed_manifest(store, digest, **changes), fill_main=False)
 
@@ -48,7 +48,7 @@ def overwrite(path, data):
 
 def test_every_blob_that_can_run_code_is_checked_before_it_is_used(store):
     (store.root.parent / "trap").mkdir()
-    snapshot = capture(len, ([1],), {}, store=store, label="len").snapshot
+    snapshot = capture(len, ([1],), {}, store=store, label="len")
     for blob in snapshot.blobs:
         good = store.path(blob).read_bytes()
         overwrite(store.path(blob), b"cos\nabort\n(tR." + good)
@@ -59,7 +59,7 @@ def test_every_blob_that_can_run_code_is_checked_before_it_is_used(store):
 
 
 def test_a_missing_blob_is_a_store_error(store):
-    snapshot = capture(len, ([1],), {}, store=store, label="len").snapshot
+    snapshot = capture(len, ([1],), {}, store=store, label="len")
     for blob in snapshot.blobs:
         good = store.path(blob).read_bytes()
         store.delete(blob)
@@ -71,7 +71,7 @@ def test_a_missing_blob_is_a_store_error(store):
 def test_tensors_are_checked_by_size_and_on_demand_by_digest(store):
     numpy = pytest.importorskip("numpy")
     array = numpy.ones(200_000)
-    snapshot = capture(len, (array,), {}, store=store, label="len").snapshot
+    snapshot = capture(len, (array,), {}, store=store, label="len")
     (blob,) = [name for name in snapshot.blobs if store.path(name).stat().st_size == array.nbytes]
     overwrite(store.path(blob), b"\1" * array.nbytes)
     loading.load(store, snapshot.digest, fill_main=False)
@@ -89,7 +89,7 @@ def test_what_is_not_installed_in_the_rank_is_named_with_versions(store, tmp_pat
     monkeypatch.syspath_prepend(str(site))
     import only_in_the_notebook
 
-    digest = capture(only_in_the_notebook.f, (), {}, store=store, label="train").snapshot.digest
+    digest = capture(only_in_the_notebook.f, (), {}, store=store, label="train").digest
     monkeypatch.undo()
     monkeypatch.delitem(sys.modules, "only_in_the_notebook")
     with pytest.raises(SnapshotError, match="train cannot be loaded in the rank: No module named 'only_in_the_note"):
@@ -105,7 +105,7 @@ def test_without_fill_main_nothing_of_this_process_is_overwritten(store, monkeyp
     monkeypatch.setattr(main, "Free", None, raising=False)
     monkeypatch.delattr(main, "Free")
     before = sys.modules["__main__"]
-    digest = capture(namespace["call"], (), {}, store=store, label="call").snapshot.digest
+    digest = capture(namespace["call"], (), {}, store=store, label="call").digest
     loaded = loading.load(store, digest, fill_main=False)
     value, taken, free = loaded.fn()
     assert sys.modules["__main__"] is before
@@ -122,7 +122,7 @@ def test_loading_in_the_notebook_itself_leaves_its_classes_alone(store):
             return 1
 
     forward = Net.forward
-    digest = capture(Net, (), {}, store=store, label="Net").snapshot.digest
+    digest = capture(Net, (), {}, store=store, label="Net").digest
     loaded = loading.load(store, digest, fill_main=False)
     assert loaded.fn is not Net
     assert Net.forward is forward
@@ -131,7 +131,7 @@ def test_loading_in_the_notebook_itself_leaves_its_classes_alone(store):
 
 def test_modules_are_staged_once_whole_and_inside_of_their_folder(store, tmp_path):
     blob = store.put([b"x = 1\n"])
-    digest = capture(len, ([],), {}, store=store, label="len").snapshot.digest
+    digest = capture(len, ([],), {}, store=store, label="len").digest
     staged = changed_manifest(store, digest, modules=[["a/b.py", blob, 0o644], ["a/run", blob, 0o755]])
     folder = tmp_path / "job" / "modules"
     loading.stage_modules(store, staged, folder)

@@ -109,20 +109,16 @@ def test_an_editable_install_counts_as_local(local, monkeypatch):
 
 
 def test_a_package_over_the_size_travels_as_code_with_a_note(local, monkeypatch):
-    monkeypatch.setattr(modules, "MAX_PACKAGE_BYTES", 1 << 20)
-    local({
-        "large/__init__.py": "NAMED = 'named.bin'\nFOLDER = 'weights'\n", "large/x.py": "", "large/named.bin": "n",
-        "large/weights/w.bin": "w", "large/big.bin": b"0" * (2 << 20),
-    })  # fmt: skip
+    monkeypatch.setattr(modules, "MAX_DATA_BYTES", 1 << 20)
+    local({"large/__init__.py": "", "large/x.py": "", "large/small.bin": "n", "large/big.bin": b"0" * (2 << 20)})
     found = modules.collect(["large"])
-    assert names(found) == ["large/__init__.py", "large/named.bin", "large/weights/w.bin", "large/x.py"]
+    assert names(found) == ["large/__init__.py", "large/x.py"]
     (note,) = found.notes
-    assert "over 1 MiB" in note
-    assert "4 of 5 files" in note
+    assert "large comes with 2 MiB of other files, over 1 MiB" in note
 
 
 def test_large_neighbours_of_a_module_stay_with_a_note(local, monkeypatch):
-    monkeypatch.setattr(modules, "MAX_PACKAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(modules, "MAX_DATA_BYTES", 1 << 20)
     local({"alone.py": "HERE = __file__\nD = 'data'\n", "data/big.bin": b"0" * (2 << 20)})
     found = modules.collect(["alone"])
     assert names(found) == ["alone.py"]
@@ -161,7 +157,7 @@ def test_a_module_edited_since_its_import_is_warned_of(local, after, warned):
     helpers = importlib.import_module("helpers")
     assert modules.notes_on_edits("helpers") == []
     (folder / "helpers.py").write_text(after)
-    snapshot = capture(helpers.f, (), {}, store=blobs.MemoryStore(), label="f").snapshot
+    snapshot = capture(helpers.f, (), {}, store=blobs.MemoryStore(), label="f")
     assert len(snapshot.notes) == warned
     assert all("helpers" in note for note in snapshot.notes)
 
@@ -228,7 +224,7 @@ def test_files_are_read_at_the_call(tmp_path, local):
     folder = local({"mine.py": "def f():\n    return 1\n"})
     mine = importlib.import_module("mine")
     store = blobs.FolderStore(tmp_path / "blobs")
-    before = capture(mine.f, (), {}, store=store, label="f").snapshot
+    before = capture(mine.f, (), {}, store=store, label="f")
     (folder / "mine.py").write_text("def f():\n    return 2\n")
     from kale_dist.runtime import loading
 

@@ -25,7 +25,7 @@ def store(tmp_path):
 @pytest.fixture
 def travel(store):
     def travel(*values, **options):
-        snapshot = capture(len, values, {}, store=store, label="len").snapshot
+        snapshot = capture(len, values, {}, store=store, label="len")
         loaded = loading.load(store, snapshot.digest, fill_main=False, **options)
         return loaded.args[0] if len(values) == 1 else loaded.args
 
@@ -82,14 +82,14 @@ def test_what_shared_memory_shares_it_and_what_was_only_equal_does_not(travel, s
 
 def test_equal_tensors_are_stored_once(store):
     one, other = torch.arange(100_000), torch.arange(100_000)
-    snapshot = capture(len, ([one, other],), {}, store=store, label="len").snapshot
+    snapshot = capture(len, ([one, other],), {}, store=store, label="len")
     assert snapshot.size_bytes < 1.1 * one.nbytes
 
 
 def test_tied_weights_stay_tied_and_large_tensors_are_mapped_and_private(store):
     model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
     model[1].weight = model[0].weight
-    snapshot = capture(len, (model,), {}, store=store, label="len").snapshot
+    snapshot = capture(len, (model,), {}, store=store, label="len")
     first, second = (loading.load(store, snapshot.digest, fill_main=False).args[0] for _ in range(2))
     assert first[0].weight is first[1].weight
     assert torch.equal(first[0].weight, model[0].weight)
@@ -370,7 +370,7 @@ def test_a_torch_generator_of_an_absent_accelerator_keeps_its_seed():
 
 
 def test_the_maps_go_with_the_tensors(store):
-    snapshot = capture(len, (torch.ones(1_000_000),), {}, store=store, label="len").snapshot
+    snapshot = capture(len, (torch.ones(1_000_000),), {}, store=store, label="len")
     tensor = loading.load(store, snapshot.digest, fill_main=False).args[0]
     alive = weakref.ref(tensor)
     del tensor
@@ -398,7 +398,7 @@ def test_tensors_of_an_accelerator_load_where_there_is_none(store, monkeypatch):
     make = reducers.make_storage
     monkeypatch.setattr(reducers, "make_storage", lambda index, accelerated: make(index, True))
     tensor = torch.arange(500_000.0)
-    digest = capture(len, (tensor, torch.ones(3)), {}, store=store, label="len").snapshot.digest
+    digest = capture(len, (tensor, torch.ones(3)), {}, store=store, label="len").digest
     big, small = loading.load(store, digest, fill_main=False, device="cpu").args
     assert torch.equal(big, tensor)
     assert small.device.type == "cpu"
@@ -409,7 +409,7 @@ def test_tensors_of_an_accelerator_load_where_there_is_none(store, monkeypatch):
 def test_cuda_tensors_go_to_the_ranks_device_or_to_main_memory(store):
     model = nn.Linear(1000, 1000, device="cuda")
     generator = torch.Generator("cuda").manual_seed(3)
-    digest = capture(len, (model, generator), {}, store=store, label="len").snapshot.digest
+    digest = capture(len, (model, generator), {}, store=store, label="len").digest
     here, _ = loading.load(store, digest, fill_main=False).args
     there, drawn = loading.load(store, digest, fill_main=False, device="cuda:0").args
     assert here.weight.device.type == "cpu"

@@ -201,10 +201,10 @@ def test_what_is_sent_with_a_script(folder):
 def test_files_that_are_too_large_are_not_sent(folder):
     write(folder, "train.py", "open('weights.bin')\n")
     with (folder / "weights.bin").open("wb") as file:
-        os.truncate(file.fileno(), modules.MAX_PACKAGE_BYTES + 1)
+        os.truncate(file.fileno(), modules.MAX_DATA_BYTES + 1)
     sent, notes = files_of("train.py")
     assert sent == ["train.py"]
-    assert "names files of more than 64 MiB" in notes[0]
+    assert "train.py comes with 64 MiB of other files, over 64 MiB" in notes[0]
 
 
 def test_time_limits_of_a_script(folder, capsys):

@@ -41,15 +41,6 @@ def test_a_spec_cannot_be_changed():
         a_spec().name = "other"
 
 
-@pytest.mark.parametrize("value", [0, -1, True, "2", 2.0, None])
-@pytest.mark.parametrize("field", ["number_of_processes", "processes_per_pod"])
-def test_counts_are_whole_and_positive(field, value):
-    with pytest.raises(ConfigError) as caught:
-        Topology(**{"number_of_processes": 2, field: value})
-    assert caught.value.argument == field
-    assert repr(value) in str(caught.value)
-
-
 @pytest.mark.parametrize(("processes", "per_pod", "pods"), [(1, 1, 1), (5, 2, 3), (4, 2, 2), (3, 8, 1)])
 def test_pods_hold_all_processes(processes, per_pod, pods):
     assert Topology(number_of_processes=processes, processes_per_pod=per_pod).number_of_pods == pods
@@ -137,8 +128,7 @@ def test_options_of_a_cluster_are_what_a_cluster_takes(field, value, said):
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("change", [{"name": "UPPER"}, {"seed": True}, {"seed": "1"}, {"threads": 0}, {"threads": "2"}])
-def test_the_first_wrong_field_is_named(change):
+def test_a_wrong_name_is_refused():
     with pytest.raises(ConfigError) as caught:
-        a_spec(**change)
-    assert caught.value.argument == next(iter(change))
+        a_spec(name="UPPER")
+    assert caught.value.argument == "name"
