@@ -27,7 +27,6 @@ from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
-_CANCEL_WAIT_S = 10.0
 _NEWEST = 20
 """So many jobs are listed without `--all`."""
 

@@ -81,7 +81,7 @@ class Job(Generic[R]):
         spec: What was submitted.
         outcomes: Reads what its ranks return.
         targets: The notebook's objects that it trains; None after `attach` from another process.
-        display: Shows a job as live output of a cell; None for a static picture.
+        display: Shows a job as live output of a cell.
         again: Submits the same call as a new job.
         track: Begins or continues to write its metrics to trackers.
     """
@@ -94,15 +94,16 @@ class Job(Generic[R]):
         spec: JobSpec,
         outcomes: OutcomeReader,
         targets: weights.Targets | None = None,
-        display: Callable[[Job[R]], None] | None = None,
-        again: Callable[[Job[R]], Job[R]] | None = None,
+        display: Callable[[Job[R]], None],
+        again: Callable[[Job[R]], Job[R]],
         track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
     ) -> None:
         self._backend = backend
         self._ref = ref
         self._spec = spec
         self._outcomes = outcomes
-        self._trained = _Trained(str(ref), spec, outcomes, targets, lambda: backend.status(ref).attempt)
+        self._loading = threading.RLock()
+        self._trained: weights.TrainedObjects | None = None
         self._display = display
         self._again = again
         self._track = track
@@ -192,7 +193,7 @@ class Job(Generic[R]):
         """
         status = self._wait(timeout)
         if status.state is StateName.SUCCEEDED:
-            self._trained.fill_notebook()
+            self._fill_notebook()
         else:
             reason = status.reason.rstrip(".")
             print(f"{self.ref} {status.state.value}: {reason}. job.result() raises the error.")  # noqa: T201 - for the user
@@ -279,7 +280,7 @@ class Job(Generic[R]):
             ResultUnavailableError: There is no checkpoint yet, or nothing was trained.
             JobError: As `result`, unless `partial`.
         """
-        self._trained.check()
+        self._check_trains()
         if partial and self.status.state is not StateName.SUCCEEDED:
             return self._outcomes.checkpoint_state()
         self._succeed(None)
@@ -298,7 +299,7 @@ class Job(Generic[R]):
             ResultUnavailableError: There is none.
             JobError: As `result`, unless `partial`.
         """
-        self._trained.check()
+        self._check_trains()
         if partial and self.status.state is not StateName.SUCCEEDED:
             return self._outcomes.checkpoint_state(best=True)
         self._succeed(None)
@@ -314,7 +315,7 @@ class Job(Generic[R]):
             ResultUnavailableError: There are none.
             JobError: As `result`.
         """
-        self._trained.check()
+        self._check_trains()
         self._succeed(None)
         return self._outcomes.kept_state("averaged_state", self.status.attempt)
 
@@ -447,8 +448,6 @@ class Job(Generic[R]):
         """
         if not self.status.is_final:
             raise BackendError(f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again")
-        if self._again is None:
-            raise BackendError(f"{self.ref} cannot be submitted again from here. Make the call again in a notebook")
         return self._again(self)
 
     def delete(self) -> None:
@@ -491,10 +490,7 @@ class Job(Generic[R]):
 
     def _ipython_display_(self) -> None:
         """Show the job below the cell, kept up to date while it runs."""
-        if self._display is not None:
-            self._display(self)
-        else:
-            print(self._repr_mimebundle_()["text/plain"])  # noqa: T201 - a notebook's cell shows it
+        self._display(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """A picture of the job as it is now, as text and as HTML."""
@@ -504,8 +500,7 @@ class Job(Generic[R]):
             status = self.status
         except JobNotFoundError:
             return {"text/plain": repr(self)}
-        tail = list(self._backend.logs(self._ref, tail=view.LOG_LINES))
-        now = time.time()
+        tail, now = list(self._backend.logs(self._ref, tail=view.LOG_LINES)), time.time()
         return {"text/plain": view.text(status, tail, now), "text/html": view.html(status, tail, now)}
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -528,12 +523,52 @@ class Job(Generic[R]):
         error = self.exception(timeout)
         if error is not None:
             raise error
-        self._trained.fill_notebook()
+        self._fill_notebook()
+
+    def _check_trains(self) -> None:
+        if self._spec.kind != "training":
+            raise ResultUnavailableError(
+                f"{self.ref} was started by launch(), which trains no model of its own. What the function returned is "
+                "in job.result()",
+                self.ref,
+            )
+
+    def _fill_notebook(self) -> None:
+        """Write the weights into the notebook's objects, if the job trains some that are known here."""
+        # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
+        if self._inside.targets is not None and (self._spec.kind == "training" or self._has_models()):
+            self._load()
+
+    def _has_models(self) -> bool:
+        """Whether models that a function was given have changed."""
+        try:
+            return isinstance(self._outcomes.trained(self.status.attempt), Returned)
+        except ResultUnavailableError:
+            return False
 
     def _trained_objects(self) -> weights.TrainedObjects:
-        self._trained.check()
+        self._check_trains()
         self._succeed(None)
-        return self._trained.objects()
+        objects = self._load()
+        if objects.problem:
+            raise ResultUnavailableError(
+                f"The weights of {self.ref} no longer fit the notebook's model: {objects.problem}. "
+                "job.state_dict() has them",
+                self.ref,
+            )
+        return objects
+
+    def _load(self) -> weights.TrainedObjects:
+        """Load the weights into the notebook's objects, once, in the thread that asks."""
+        with self._loading:
+            if self._trained is None:
+                mine = self._inside.targets
+                targets = mine or self._outcomes.rebuilt_targets()
+                result = self._outcomes.trained(self.status.attempt)
+                self._trained = weights.load(targets, result, self.ref, check=mine is not None)
+                for warning in self._trained.warnings:
+                    warn(warning)
+            return self._trained
 
     def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
         with self._interruptible():
@@ -584,85 +619,6 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
         "spec": {"pytorchReplicaSpecs": {kind: {"replicas": count} for kind, count in replicas.items() if count}},
         "status": found,
     }
-
-
-class _Trained:
-    """Loads a job's weights into the notebook's objects, once, in the thread that asks.
-
-    Args:
-        ref: The job's reference.
-        spec: What was submitted.
-        outcomes: Reads what its ranks return.
-        targets: The notebook's objects that it trains; None after `attach` from another process.
-        attempt: Tells which attempt has succeeded; asked when the weights are loaded.
-    """
-
-    def __init__(
-        self,
-        ref: str,
-        spec: JobSpec,
-        outcomes: OutcomeReader,
-        targets: weights.Targets | None,
-        attempt: Callable[[], int],
-    ) -> None:
-        self.targets = targets
-        self._ref = ref
-        self._spec = spec
-        self._outcomes = outcomes
-        self._attempt = attempt
-        self._lock = threading.RLock()
-        self._objects: weights.TrainedObjects | None = None
-
-    def check(self) -> None:
-        """Find out whether the job trains anything.
-
-        Raises:
-            ResultUnavailableError: It is one of `launch`.
-        """
-        if self._spec.kind != "training":
-            raise ResultUnavailableError(
-                f"{self._ref} was started by launch(), which trains no model of its own. What the function returned is "
-                "in job.result()",
-                self._ref,
-            )
-
-    def fill_notebook(self) -> None:
-        """Write the weights into the notebook's objects, if the job trains some that are known here."""
-        # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
-        if self.targets is not None and (self._spec.kind == "training" or self._has_models()):
-            self._load()
-
-    def _has_models(self) -> bool:
-        """Whether models that a function was given have changed."""
-        try:
-            return isinstance(self._outcomes.trained(self._attempt()), Returned)
-        except ResultUnavailableError:
-            return False
-
-    def objects(self) -> weights.TrainedObjects:
-        """The trained objects of a job that has succeeded.
-
-        Raises:
-            ResultUnavailableError: The weights no longer fit the notebook's model.
-        """
-        objects = self._load()
-        if objects.problem:
-            raise ResultUnavailableError(
-                f"The weights of {self._ref} no longer fit the notebook's model: {objects.problem}. "
-                "job.state_dict() has them",
-                self._ref,
-            )
-        return objects
-
-    def _load(self) -> weights.TrainedObjects:
-        with self._lock:
-            if self._objects is None:
-                targets = self.targets or self._outcomes.rebuilt_targets()
-                result = self._outcomes.trained(self._attempt())
-                self._objects = weights.load(targets, result, self._ref, check=self.targets is not None)
-                for warning in self._objects.warnings:
-                    warn(warning)
-            return self._objects
 
 
 def inside(job: Job[Any]) -> Inside:

@@ -19,6 +19,7 @@ The step's pod makes the call, prints the job's log and waits for its end.
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import contextlib
 import importlib
 import inspect
@@ -27,7 +28,6 @@ import os
 import signal
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -152,11 +152,9 @@ def _delete_since(begun: float) -> None:
         with contextlib.suppress(KaleDistError):
             record = records.read(name)
             if record.kernel_pid == os.getpid() and record.created >= begun:
-                found.append(threading.Thread(target=delete, args=(record.ref,)))
-    for thread in found:
-        thread.start()
-    for thread in found:
-        thread.join()
+                found.append(record.ref)
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(found))) as pool:
+        pool.map(delete, found)
 
 
 def _detach(call: Callable[..., Any]) -> None:

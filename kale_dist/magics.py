@@ -8,7 +8,7 @@ import contextlib
 import re
 import shlex
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from IPython.core.error import UsageError
@@ -23,13 +23,6 @@ from kale_dist.runtime import cell as on_a_rank
 
 FILENAME = "<%%distribute>"
 """What tracebacks call the text of such a cell."""
-
-_OPTIONS = {
-    "%%distribute": ("--number-of-processes", "--on", "--cuda", "--name", "--set", "--job", "--no-wait"),
-    "%jobs": ("--on", "--namespace", "--labels", "--all"),
-    "%logs": ("--ranks", "--tail", "--follow"),
-}
-"""What completion offers."""
 
 _IGNORED = re.compile(r"\s*%matplotlib(\s|$)")
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
@@ -154,17 +147,10 @@ class DistributeMagics(Magics):
 
 
 def load(shell: Any) -> None:
-    """Register the magics with a shell, and complete their arguments."""
+    """Register the magics with a shell, and complete references to jobs."""
     shell.register_magics(DistributeMagics(shell))
-    for name in ("%attach", "%cancel", "%status"):
+    for name in ("%attach", "%cancel", "%status", "%logs"):
         shell.set_hook("complete_command", lambda _shell, event: _references(event.line, event.symbol), str_key=name)
-    for name in ("%%distribute", "%jobs"):
-        shell.set_hook("complete_command", lambda _shell, event: _words(event.line), str_key=name)
-    shell.set_hook(
-        "complete_command",
-        lambda _shell, event: [*_references(event.line, event.symbol), *_words(event.line)],
-        str_key="%logs",
-    )
 
 
 def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
@@ -271,15 +257,3 @@ def _references(line: str, symbol: str) -> Sequence[str]:
     # A name alone says the same, but listed beside its reference it would only be there twice.
     known = [job.ref for job in found] + ([job.name for job in found] if begun else [])
     return [text[len(begun) - len(symbol) :] for text in known if text.startswith(begun)]
-
-
-def _words(line: str) -> Sequence[str]:
-    try:
-        words = shlex.split(line)
-    except ValueError:
-        return []
-    before: Mapping[str, Sequence[str]] = {"--on": backends.NAMES, "--set": [f"{name}=" for name in calls.SETTABLE]}
-    for word in reversed(words[-2:]):
-        if word in before:
-            return list(before[word])
-    return _OPTIONS.get(words[0], ()) if words else ()

@@ -37,9 +37,6 @@ SKIP_TAGS = {"skip", "skip-execution"}
 _INTERRUPT_GRACE_S = 10.0
 """After an interrupt the kernel has so long to end its cell; then it is killed."""
 
-_SAVING_SHARE = 10.0
-"""Saving takes at most one part in so many of the time, however large the notebook is."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CellRun:
@@ -237,7 +234,6 @@ class _Client(NotebookClient):
         self._unfinished: dict[str, str] = {}
         self._runs: dict[int, CellRun] = {}
         self._current = -1
-        self._saved_at = self._saving_s = 0.0
         self.jobs = KernelJobs(self._kernel_pid, terminal)
 
     def execute_all(self, environment: Mapping[str, str]) -> str:
@@ -291,8 +287,7 @@ class _Client(NotebookClient):
                 error=error,
             )
             self._flush()
-            if time.monotonic() - self._saved_at >= _SAVING_SHARE * self._saving_s:
-                self._save()
+            self._save()
 
     def output(self, outs: Any, msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
         """Show what a cell prints, beside keeping it."""
@@ -324,7 +319,4 @@ class _Client(NotebookClient):
         self._unfinished.clear()
 
     def _save(self) -> None:
-        began = time.monotonic()
         documents.write(self._output, documents.encode(self.nb))
-        self._saved_at = time.monotonic()
-        self._saving_s = self._saved_at - began

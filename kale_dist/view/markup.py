@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from kale_dist.contract import LogLine, RankStateName, StateName
@@ -194,24 +194,12 @@ def _figure(curve: curves.Curve, *, has_titles: bool) -> str:
 
 
 def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
-    table = facts.table(status, _MAX_RANKS)
-    if not table.rows:
+    found = facts.table(status, _MAX_RANKS)
+    if not found.rows:
         return ""
-    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
-    aligned = _aligned(table)
-    body = []
-    for rank, state, *others in table.rows:
-        dot = _dot(_GREY if is_frozen else _RANK_COLOURS[RankStateName(state)])
-        cells = "".join(
-            f'<td style="{cell}{side};{_WIDE if title == "remark" else "white-space:nowrap"}">{_text(value)}</td>'
-            for title, side, value in zip(table.titles[2:], aligned[2:], others, strict=True)
-        )
-        body.append(
-            f'<tr style="background:none"><th scope="row" style="{cell}left;font-weight:400">{rank}</th>'
-            f'<td style="{cell}left"><span style="white-space:nowrap">{dot}&nbsp; {state}</span></td>{cells}</tr>'
-        )
-    more = f'<div style="{_MUTED};margin-top:4px">and {table.left_out:,} more ranks</div>' if table.left_out else ""
-    drawn = _framed(table, "".join(body), "Ranks", cell, "min-width:min(100%,460px);table-layout:auto;")
+    colours = {state.value: _GREY if is_frozen else colour for state, colour in _RANK_COLOURS.items()}
+    more = f'<div style="{_MUTED};margin-top:4px">and {found.left_out:,} more ranks</div>' if found.left_out else ""
+    drawn = table(found, "Ranks", colours=colours)
     return f'<div style="margin-top:12px">{_folded(status, drawn + more)}</div>'
 
 
@@ -226,54 +214,43 @@ def profile(status: JobStatus) -> str:
     )
 
 
-def table(found: facts.Table, label: str, *, bold: str = "", height: int = _HEIGHT) -> str:
-    """A table whose first column names its rows. What it shows is escaped here.
+def table(
+    found: facts.Table, label: str, *, bold: str = "", height: int = _HEIGHT, colours: Mapping[str, str] | None = None
+) -> str:
+    """A table whose first column names its rows: wide ones scroll sideways, long ones in their place.
 
     Args:
-        found: Titles and rows.
+        found: Titles and rows; escaped here.
         label: What a screen reader calls it.
         bold: Name of the row that stands out.
         height: Pixels; longer ones scroll.
+        colours: Of the dots before what is in the second column, by its text; None for no dots.
     """
     cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
-    sides = _aligned(found)
-    body = "".join(
-        f'<tr style="background:none{";font-weight:600" if name == bold else ""}">'
-        f'<th scope="row" style="{cell}left;font-weight:inherit">{_text(name)}</th>'
-        + "".join(
-            f'<td style="{cell}{side};{_WIDE if title == "reason" else "white-space:nowrap"}">{_text(value)}</td>'
-            for title, side, value in zip(found.titles[1:], sides[1:], others, strict=True)
-        )
-        + "</tr>"
-        for name, *others in found.rows
-    )
-    return _framed(found, body, label, cell, height=height)
-
-
-def _aligned(table: facts.Table) -> list[str]:
-    """The side of each column. The number of a rank names its row: it is the row's header."""
-    return ["left", *("right" if numeric else "left" for numeric in table.numeric[1:])]
-
-
-def _framed(table: facts.Table, body: str, label: str, cell: str, style: str = "", height: int = _HEIGHT) -> str:
-    """A table in a frame: wide tables scroll sideways, long ones in their place.
-
-    Args:
-        table: Its titles.
-        body: Its rows, drawn.
-        label: What a screen reader calls it.
-        cell: The style of its cells, up to their alignment.
-        style: More of its own.
-        height: Pixels.
-    """
+    # The number of a rank or a trial names its row: it is the row's header.
+    sides = ["left", *("right" if numeric else "left" for numeric in found.numeric[1:])]
     head = "".join(
         f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{_text(title)}</th>'
-        for title, side in zip(table.titles, _aligned(table), strict=True)
+        for title, side in zip(found.titles, sides, strict=True)
     )
+    body = []
+    for name, *others in found.rows:
+        shown = [_text(value) for value in others]
+        if colours is not None:
+            shown[0] = f"{_dot(colours[others[0]])}&nbsp; {shown[0]}"
+        body += [
+            f'<tr style="background:none{";font-weight:600" if name == bold else ""}">',
+            f'<th scope="row" style="{cell}left;font-weight:inherit">{_text(name)}</th>',
+            *(
+                f'<td style="{cell}{side};{_WIDE if title in ("remark", "reason") else "white-space:nowrap"}">{value}</td>'
+                for title, side, value in zip(found.titles[1:], sides[1:], shown, strict=True)
+            ),
+            "</tr>",
+        ]
     return (
         f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:{height}px">'
-        f'<table style="width:auto;margin:0;border-collapse:collapse;{style}font-size:12px;{_FIGURES};color:inherit;background:none">'
-        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<table style="width:auto;margin:0;border-collapse:collapse;min-width:min(100%,460px);table-layout:auto;font-size:12px;{_FIGURES};color:inherit;background:none">'
+        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     )
 
 

@@ -126,17 +126,7 @@ def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
     assert kernel.good("%cancel spoken").startswith("local://spoken: Succeeded")
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("%attach lo", "local://spoken"),
-        ("%attach local://sp", "//spoken"),
-        ("%%distribute --on ", "kubernetes"),
-        ("%%distribute --set ", "timeout_s="),
-        ("%%distribute ", "--no-wait"),
-        ("%jobs ", "--namespace"),
-    ],
-)
+@pytest.mark.parametrize(("line", "offered"), [("%attach lo", "local://spoken"), ("%attach local://sp", "//spoken")])
 def test_completion(kernel, spoken, line, offered):
     reply = kernel.client.complete(line, reply=True, timeout=30)
     assert offered in reply["content"]["matches"]
