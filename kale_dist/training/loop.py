@@ -260,7 +260,6 @@ class Session:
                 column=column,
                 row=row,
                 pace=pace,
-                precision=precision,
             ),
             stack,
         )

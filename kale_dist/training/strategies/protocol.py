@@ -44,7 +44,6 @@ class Parts:
     """The peers, in their order; alone where there are none."""
     pace: Pace
     """The current batch."""
-    precision: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
