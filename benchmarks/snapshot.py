@@ -84,7 +84,7 @@ def kale_dist_way(fn, model, folder):  # noqa: ANN001, ANN201
     store, taken = blobs.FolderStore(folder), []
 
     def save() -> None:
-        taken.append(capture(fn, (model,), {}, store=store, label="train").snapshot)
+        taken.append(capture(fn, (model,), {}, store=store, label="train"))
 
     return save, lambda: loading.load(store, taken[0].digest, fill_main=False)
 

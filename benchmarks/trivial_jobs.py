@@ -72,7 +72,7 @@ def run_one(client: AgentClient, root: pathlib.Path, number: int) -> str:
         processes_per_agent=RANKS,
         folder=str(folder),
         store=str(store.root),
-        snapshot=capture(trivial_job, (), call, store=store, label="trivial").snapshot.digest,
+        snapshot=capture(trivial_job, (), call, store=store, label="trivial").digest,
         key=secrets.token_hex(32),
         process=capture_process(cuda=False),
     )

@@ -117,7 +117,7 @@ def _where(on: Any) -> tuple[Backend, Place]:
     """What starts jobs, and where, before what is configured is added."""
     if isinstance(on, Backend) and not isinstance(on, type):
         return on, places.KINDS.get(on.name, Local)()
-    place = on if isinstance(on, Local | Docker | Kubernetes) else places.made(_word(on), {})
+    place = on if isinstance(on, Local | Docker | Kubernetes) else places.KINDS[_word(on)]()
     return backends.get(places.word_of(place)), place
 
 
@@ -136,7 +136,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
         name = next(iter(settings))
         problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
         raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
-    return places.made(word, settings)
+    return places.KINDS[word](**settings)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kale_dist.runtime import cell as on_a_rank
 FILENAME = "<%%distribute>"
 """What tracebacks call the text of such a cell."""
 
-_IGNORED = re.compile(r"\s*%matplotlib(\s|$)")
+_IGNORED = re.compile(r"^[ \t]*%matplotlib([ \t].*)?$", re.MULTILINE)
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
 
 
@@ -79,10 +79,6 @@ class DistributeMagics(Magics):
             **dict(_assignment(text) for text in options.set),
         }
         text = _plain_python(cell)
-        try:
-            on_a_rank.split(text, FILENAME)
-        except SyntaxError as error:
-            raise UsageError(_where(error, text)) from None
         names = _named(text, self._namespace)
         with warnings_as_lines():
             job: Job[Any] = _explained(
@@ -188,40 +184,22 @@ def _plain_python(cell: str) -> str:
     """The cell without what only concerns the notebook's own display.
 
     Raises:
-        UsageError: A line of it is no Python but IPython's own.
+        UsageError: A line of it is no Python, or IPython's own.
     """
-    lines = cell.splitlines()
-    while (number := _wrong_line(lines)) is not None:
-        line = lines[number - 1]
-        if _IGNORED.match(line):
-            lines[number - 1] = ""
-        elif _MAGIC.match(line):
-            raise UsageError(
-                f"line {number + 1}, {line.strip()!r}: magics and shell commands run in the notebook, not on ranks. "
-                "Put it into a cell of its own, or write it in Python"
-            )
-        else:
-            break
     # The magic's own line is the first, so that lines in tracebacks are those of the cell.
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def _wrong_line(lines: Sequence[str]) -> int | None:
-    """Number of the line, from 1, at which this stops being Python; None if it is Python, or stops nowhere in it."""
+    text = "\n" + _IGNORED.sub("", cell) + "\n"
     try:
-        ast.parse("\n".join(lines))
+        on_a_rank.split(text, FILENAME)
     except SyntaxError as error:
-        return error.lineno if error.lineno and error.lineno <= len(lines) else None
-    except ValueError:
-        return None
-    return None
-
-
-def _where(error: SyntaxError, text: str) -> str:
-    """A syntax error in one line."""
-    lines, number = text.splitlines(), error.lineno or 1
-    line = lines[number - 1].strip() if number <= len(lines) else ""
-    return f"line {number}: {error.msg}{f': {line}' if line else ''}"
+        lines, number = text.splitlines(), error.lineno or 1
+        line = lines[number - 1].strip() if number <= len(lines) else ""
+        if _MAGIC.match(line):
+            raise UsageError(
+                f"line {number}, {line!r}: magics and shell commands run in the notebook, not on ranks. "
+                "Put it into a cell of its own, or write it in Python"
+            ) from None
+        raise UsageError(f"line {number}: {error.msg}{f': {line}' if line else ''}") from None
+    return text
 
 
 def _assignment(text: str) -> tuple[str, Any]:

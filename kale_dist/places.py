@@ -348,15 +348,6 @@ KINDS: Mapping[str, type[Place]] = {"local": Local, "docker": Docker, "kubernete
 """The words."""
 
 
-def made(word: str, settings: Mapping[str, Any]) -> Place:
-    """The place of a word with these settings.
-
-    Raises:
-        ConfigError: It has no such setting, or a value is wrong.
-    """
-    return KINDS[word](**settings)
-
-
 def settings_of(place: Place) -> dict[str, Any]:
     """What is set of a place: name to value."""
     return {field.name: value for field, value in _set(place, dataclasses.fields(place))}
