@@ -117,13 +117,13 @@ def _describe(rank: Rank) -> Verdict:
     if rank.done is not None:
         return _describe_error(rank.rank, rank.done)
     end = rank.end
-    if end is None or (end.reason and end.signal is None):
+    if end is None or (end.reason and end.signal is None and not end.memory_limit):
         why = end.reason if end is not None else "unknown"
         return _failed(FailureCause.NOT_STARTED, f"Rank {rank.rank} could not be started: {why}", rank)
-    if end.reason:
-        what = f"was killed because {end.reason}"
-    elif end.memory_limit:
+    if end.memory_limit:
         what = f"was killed because memory ran out (its container has {end.memory_limit})"
+    elif end.reason:
+        what = f"was killed because {end.reason}"
     elif end.signal is not None:
         hint = " (often because memory ran out)" if end.signal == "SIGKILL" else ""
         what = f"was killed by {end.signal}{hint}"

@@ -140,7 +140,9 @@ class NearRank:
                 self._put(*cutter.finish())
             if self._gate is not None:
                 self._put_now(*self._gate.finish())
-            if end.signal == "SIGKILL" and not end.reason and not self._was_signalled and usage.kills() > self._kills:
+            # With a reason, it went with the process that forks ranks.
+            was_killed = (end.signal == "SIGKILL" or end.reason) and not self._was_signalled
+            if was_killed and usage.kills() > self._kills:
                 end = dataclasses.replace(end, memory_limit=usage.limit_text())
             tail = self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
             self._listener.ended(dataclasses.replace(end, tail=tail))

@@ -175,7 +175,9 @@ def limit_text(root: pathlib.Path = _ROOT) -> str:
         root: As for `kills`.
     """
     limit = limit_bytes(root)
-    return "no limit but the machine's" if limit is None else f"a limit of {limit / _GIB:.1f} GiB"
+    if limit is None:
+        return "no limit but the machine's"
+    return f"a limit of {limit / _GIB:.1f} GiB" if limit >= _GIB else f"a limit of {limit >> 20} MiB"
 
 
 def groups(leaders: Collection[int]) -> dict[int, list[int]]:

@@ -96,6 +96,16 @@ def test_an_evicted_pod_says_so(on, namespace):
     job.delete()
 
 
+@pytest.mark.nightly
+def test_too_little_memory_for_the_imports_says_the_limit(namespace):
+    on = pods_in(namespace, resources={"cpu": 0.1, "memory": "128Mi"})
+    job = kd.launch(fills_memory, number_of_processes=1, on=on)
+    status = job.wait(120)
+    # The process that was killed is the one that forks ranks: it imports torch.
+    assert "memory ran out (its container has a limit of 128 MiB)" in status.reason
+    job.delete()
+
+
 def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace, plain_image):
     on = pods_in(namespace, image=plain_image, resources={"cpu": 0.1, "memory": "256Mi"})
     job = kd.launch(fills_memory, number_of_processes=1, max_restarts=1, on=on)

@@ -53,6 +53,8 @@ def test_the_first_cause_is_found(failures, rank, cause):
         ),
         (died(2, signal="SIGSEGV", tail=["a", "b"]), 'SIGSEGV. Its last lines: "a / b"'),
         (died(2, signal="SIGKILL", reason="the forkserver went"), "because the forkserver went"),
+        (died(2, signal="SIGKILL", reason="the forkserver went", memory_limit="a limit of 0.2 GiB"), "memory ran out"),
+        (died(2, reason="the forkserver went", memory_limit="a limit of 0.2 GiB"), "memory ran out"),
     ],
 )
 def test_the_sentence_says_what_is_known(rank, text):

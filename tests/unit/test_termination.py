@@ -41,10 +41,11 @@ def test_last_words_fit_what_a_kubelet_reads(text, tmp_path):
     ("files", "kills", "limit"),
     [
         ({"memory.events": "low 0\noom 3\noom_kill 2\n", "memory.max": "2147483648"}, 2, "a limit of 2.0 GiB"),
+        ({"memory.events": "oom_kill 1\n", "memory.max": "134217728"}, 1, "a limit of 128 MiB"),
         ({"memory.events": "oom_kill 0\n", "memory.max": "max\n"}, 0, "no limit but the machine's"),
         (
             {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
-             "memory/memory.limit_in_bytes": "536870912\n"}, 1, "a limit of 0.5 GiB",
+             "memory/memory.limit_in_bytes": "536870912\n"}, 1, "a limit of 512 MiB",
         ),
         ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 0, "no limit but the machine's"),
         ({"memory.events": "nonsense\n"}, 0, "no limit but the machine's"),

@@ -399,14 +399,14 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Give the address by which the nodes pull, which may differ from yours",
         ),
         Entry(
+            "image-invalid", (Seen.WAITING,), "InvalidImageName|" + _PULL + ".*invalid reference format",
+            "{pod} cannot start: {image} is not the name of an image",
+            "Write it as registry/repository:tag, all but the tag in lower case", heals=False,
+        ),
+        Entry(
             "pull-failed", (Seen.WAITING,), _PULL,
             "{pod} waits: the image {image} cannot be pulled: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
-        ),
-        Entry(
-            "image-invalid", (Seen.WAITING,), "InvalidImageName",
-            "{pod} cannot start: {image} is not the name of an image",
-            "Write it as registry/repository:tag, all but the tag in lower case", heals=False,
         ),
         Entry(
             "image-never", (Seen.WAITING,), "ErrImageNeverPull",
