@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import os
 import sys
 from collections.abc import Callable
+from multiprocessing import util
 from typing import Any
 
 from kale_dist.contract import Assignment, EventKind
@@ -114,6 +116,7 @@ class KeptGroup:
             setattr(c10d, name, replacement)
             setattr(dist, name, replacement)
         self._replace_store()
+        _replace_spawn()
 
     def _replace_store(self) -> None:
         """Let rank 0 open a store at any other port than ours: `init_rpc(init_method="tcp://...")` waits for one.
@@ -181,6 +184,23 @@ class KeptGroup:
                 self._subgroups.append(group)
 
         return destroy_process_group
+
+
+def _replace_spawn() -> None:
+    """Let processes that multiprocessing spawns open stores: `torch.multiprocessing.spawn` gives them ranks of their own."""
+    original: Any = util.spawnv_passfds
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+
+    @functools.wraps(original)
+    def spawn(*args: Any) -> Any:
+        before = os.environ.pop(name, None)
+        try:
+            return original(*args)
+        finally:
+            if before is not None:
+                os.environ[name] = before
+
+    setattr(util, "spawnv_passfds", spawn)  # noqa: B010 - mypy wants its types
 
 
 def _mark_waits() -> None:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -125,6 +126,27 @@ def test_a_signal_ends_all_ranks(folder, number, code):
         out, _ = run.communicate(timeout=60)
     assert (run.returncode, out.splitlines()) == (code, ["cleaned up", "cleaned up"])
     assert not any(pathlib.Path("/proc", str(pid)).exists() for pid in pids)
+
+
+def test_a_script_may_spawn_ranks_of_its_own(folder, capfd):
+    write(folder, "spawns.py", """
+        import os, sys
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        def work(rank, world_size, port):
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            ranks = [None] * world_size
+            dist.all_gather_object(ranks, rank)
+            print(ranks)
+            dist.destroy_process_group()
+        if __name__ == "__main__":
+            mp.spawn(work, args=(2, sys.argv[1]), nprocs=2)
+    """)  # fmt: skip
+    with socket.create_server(("", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert main(["launch", "spawns.py", "-n", "1", "--set", "timeout_s", "100", "--", port]) == 0
+    assert capfd.readouterr().out == "[0, 1]\n[0, 1]\n"
 
 
 def test_a_detached_job_outlives_the_command_that_ends_at_once(folder):
