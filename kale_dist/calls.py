@@ -32,19 +32,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _known_words(verb: Callable[P, R]) -> Callable[P, R]:
-    """Refuse arguments that a verb does not have, with those that were probably meant."""
+def _first(check: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the arguments that were given, before defaults are added."""
 
-    @functools.wraps(verb)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        checks.check_words(kwargs, verb)
-        return verb(*args, **kwargs)
+    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(verb)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            check(args, kwargs)
+            return verb(*args, **kwargs)
 
-    return checked
+        return checked
+
+    return decorate
+
+
+def _check_words(_args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    checks.check_words(kwargs, distribute)
+
+
+def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    fn = args[0] if args else kwargs.get("fn")
+    checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in _LAUNCH_NAMES])
 
 
 @short_refusals
-@_known_words
+@_first(_check_words)
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -170,6 +182,7 @@ def distribute(
 
 
 @short_refusals
+@_first(_check_unambiguous)
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -269,8 +282,7 @@ def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
     first = args[0] if args else None
     training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
     verb: Any = distribute if training else launch
-    if training:
-        checks.check_words(kwargs, distribute)
+    (_check_words if training else _check_unambiguous)(args, kwargs)
     try:
         bound = inspect.signature(verb).bind(*args, **kwargs)
     except TypeError as error:
@@ -387,13 +399,13 @@ def _function_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[Call, Run]:
     """A function's call, and where and how it runs."""
-    own = [field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
-    checks.check_unambiguous(fn, args, own)
     checks.check_function(fn, args, kwargs, launch)
     return Call(fn=fn, args=args, kwargs=kwargs), layout.settle(options, label=checks.title(fn), kind="call")
 
 
-SETTABLE = (*sorted(field.name for field in dataclasses.fields(Options)), *layout.PLACE_SETTINGS)
+_LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
+
+SETTABLE = (*sorted(_LAUNCH_NAMES), *layout.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
 
 
