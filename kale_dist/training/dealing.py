@@ -309,9 +309,7 @@ def _drawn_ahead(source: Iterator[Any], size: int, group: Group) -> Iterator[tup
         current = ahead
         if group.rank == 0:
             ahead = list(itertools.islice(items, size))
-        # Apart: a list of whole numbers is sent as it is.
-        last = bool(group.send([int(not ahead)])[0])
-        chunk = group.send(current)
+        chunk, last = group.send((current, not ahead))
         if chunk:
             yield chunk, last
         if last:

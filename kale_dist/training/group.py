@@ -6,7 +6,6 @@ That is initial weights, buffers, and the weights after each epoch.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -155,7 +154,7 @@ class Group:
         """What rank `source` gives as `value`, which the other ranks' own value plays no part in.
 
         Args:
-            value: Whole numbers in a list are sent as they are, anything else is pickled.
+            value: Anything that can be pickled.
             source: The rank that speaks.
 
         Raises:
@@ -168,24 +167,9 @@ class Group:
             if self._members[source] not in found:
                 raise KaleDistError(f"Rank {self._members[source]} was lost when its data was needed by the others")
             return found[self._members[source]]
-        data = torch.empty(0, dtype=torch.int64)
-        kind = 0
-        if mine:
-            if isinstance(value, list) and value and all(type(item) is int for item in value):
-                data = torch.tensor(value, dtype=torch.int64)
-            else:
-                kind = 1
-                data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        head = torch.tensor([kind, data.numel()], dtype=torch.int64)
-        dist.broadcast(head, group_src=source, group=self.world)
-        kind, size = head.tolist()
-        if not mine:
-            data = torch.empty(size, dtype=torch.uint8 if kind else torch.int64)
-        if size:
-            dist.broadcast(data, group_src=source, group=self.world)
-        if mine:
-            return value
-        return pickle.loads(data.numpy().tobytes()) if kind else data.tolist()
+        sent = [value if mine else None]
+        dist.broadcast_object_list(sent, group_src=source, group=self.world)
+        return sent[0]
 
 
 _TOLERANCE = 1e-3

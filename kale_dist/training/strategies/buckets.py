@@ -164,24 +164,11 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
         )
     elif was_dense:
         gradient = gradient.to_sparse(1)
-    gradient = gradient.detach().coalesce()
-    indices = _gather(gradient.indices().t().contiguous(), group)
-    values = _gather(gradient.values().contiguous(), group)
-    mean = torch.sparse_coo_tensor(indices.t(), values.div_(group.world_size), parameter.shape).coalesce()
+    # NCCL sums no sparse tensors, gloo does.
+    total = gradient.detach().coalesce().cpu()
+    dist.all_reduce(total, group=group.world)
+    mean = (total / group.world_size).coalesce().to(parameter.device)
     parameter.grad = mean.to_dense() if was_dense else mean
-
-
-def _gather(rows: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks, in the order of the ranks."""
-    count = torch.tensor([len(rows)], device=rows.device)
-    counts = [torch.empty_like(count) for _ in range(group.world_size)]
-    dist.all_gather(counts, count, group=group.world)
-    sizes = [int(c) for c in counts]
-    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in range(group.world_size)]
-    dist.all_gather(parts, padded, group=group.world)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> frozenset[int]:

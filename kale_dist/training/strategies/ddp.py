@@ -28,8 +28,7 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.training.strategies.buckets import Bucket, average_sparse, fill_buckets, real, sparse_parameters
-from kale_dist.training.strategies.compression import Half, PowerSGD
-from kale_dist.training.strategies.exchanges import AllReduce, Driver, Ring
+from kale_dist.training.strategies.exchanges import AllReduce, Driver, Half, PowerSGD, Ring
 from kale_dist.training.strategies.protocol import Parts
 from kale_dist.training.strategies.replica import Replica
 from kale_dist.training.strategies.shared_memory import SharedMemory, SharedSum
