@@ -27,12 +27,11 @@ OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
 """What a job on a cluster can be; `manifests.KINDS` has each of them."""
 
 _RUNTIME_FIELDS = ("runtimePatches", "podTemplateOverrides")
-_PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
+_PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 _LARGEST_ID = 2**31 - 1
 _OWN_PORTS = range(23456, 23459)
 """Those of a job's pods, from `manifests.settings.PORT` on."""
-_FREE_PORTS = range(1024, 65536)
-"""Those that any user may open."""
+_LARGEST = {"metrics_port": 65535}
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 _A_DAY_S = 86_400.0
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
@@ -206,49 +205,43 @@ class ClusterOptions:
             value = getattr(self, field)
             if not isinstance(value, bool) and not (field == "master" and value is None):
                 raise ConfigError(field, f"{show(value)} is neither True nor False", "Give a bool")
-        if self.kind and self.kind not in OBJECT_KINDS:
-            near = closest(self.kind.lower().removesuffix("job"), OBJECT_KINDS)
-            remedy = f"{near}Use one of: {', '.join(map(repr, OBJECT_KINDS))}; or leave it out"
-            raise ConfigError("kind", f"there is no kind {show(self.kind)}", remedy)
-        if self.runtime and not names.is_object_name(self.runtime.removeprefix("TrainingRuntime/")):
-            remedy = "Write it as 'torch-distributed' or 'TrainingRuntime/mine'"
-            raise ConfigError("runtime", f"{show(self.runtime)} cannot be a runtime", remedy)
-        if self.runtime and self.kind not in ("", "train"):
-            raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
-        if self.runtime_field not in ("", *_RUNTIME_FIELDS):
-            remedy = f"Use one of: {', '.join(map(repr, _RUNTIME_FIELDS))}; or leave it out"
-            raise ConfigError("runtime_field", f"TrainJobs have no {show(self.runtime_field)}", remedy)
-        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 0:
-            raise ConfigError("servers", f"{self.servers!r} is not an int of 0 or more", "Leave it out")
-        if self.servers and self.kind != "tf":
-            problem = "parameter servers are TensorFlow's, and this job is not a TFJob"
-            raise ConfigError("servers", problem, "Add kind='tf', or leave `servers` out")
-        if self.namespace and not names.is_label(self.namespace):
-            remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
-            raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
-        for field in ("priority_class", "service_account", "scheduler_name", "cluster_secret"):
+        for field, choices in (
+            ("kind", OBJECT_KINDS), ("runtime_field", _RUNTIME_FIELDS), ("image_pull_policy", _PULL_POLICIES)
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if value and value not in choices:
+                remedy = f"{closest(value.removesuffix('Job'), choices)}Use one of: {', '.join(map(repr, choices))}"
+                raise ConfigError(field, f"it cannot be {show(value)}", f"{remedy}; or leave it out")
+        for field, least in (
+            ("servers", 0),
+            ("min_available", 1),
+            ("ttl_s", 0),
+            ("run_as_user", -1),
+            ("metrics_port", 1024),
+        ):
+            value = getattr(self, field)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and least <= value <= _LARGEST.get(field, _LARGEST_ID)):
+                most = f" to {_LARGEST[field]}" if field in _LARGEST else " or more"
+                raise ConfigError(field, f"{value!r} is not an int of {least}{most}", "Leave it out")
+        for field in ("priority_class", "service_account", "scheduler_name", "cluster_secret", "queue"):
             if getattr(self, field):
                 _check_object_name(field, getattr(self, field))
         for secret in self.image_pull_secrets:
             _check_object_name("image_pull_secrets", secret)
-        if not names.is_label_value(self.queue):
-            raise ConfigError("queue", f"{show(self.queue)} cannot be a queue", "Name a LocalQueue")
-        if self.image_pull_policy not in _PULL_POLICIES:
-            near = closest(self.image_pull_policy, ("always", "ifnotpresent", "never"))
-            remedy = f"{near}Use one of: {', '.join(map(repr, _PULL_POLICIES[1:]))}"
-            raise ConfigError("image_pull_policy", f"there is no policy {self.image_pull_policy!r}", remedy)
-        for field, least in (("min_available", 1), ("ttl_s", 0), ("run_as_user", -1)):
-            value = getattr(self, field)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and least <= value <= _LARGEST_ID):
-                raise ConfigError(field, f"{value!r} is not an int of {least} or more", "Leave it out")
-        port = self.metrics_port
-        is_free = isinstance(port, int) and not isinstance(port, bool) and port in _FREE_PORTS
-        if port is not None and (not is_free or port in _OWN_PORTS):
-            problem = (
-                f"{port!r} is not a port from 1024 to 65535" if not is_free else f"{port} is a port of the job's own"
-            )
-            raise ConfigError("metrics_port", problem, "Give a port such as 9090, or leave it out")
+        if self.runtime:
+            _check_object_name("runtime", self.runtime.removeprefix("TrainingRuntime/"))
+        if self.namespace and not names.is_label(self.namespace):
+            remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
+            raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
+        if self.runtime and self.kind not in ("", "train"):
+            raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
+        if self.servers and self.kind != "tf":
+            problem = "parameter servers are TensorFlow's, and this job is not a TFJob"
+            raise ConfigError("servers", problem, "Add kind='tf', or leave `servers` out")
+        if self.metrics_port in _OWN_PORTS:
+            remedy = "Give a port such as 9090, or leave it out"
+            raise ConfigError("metrics_port", f"{self.metrics_port} is a port of the job's own", remedy)
         if self.min_available is not None and not self.gang:
             raise ConfigError("min_available", "it means nothing without `gang`", "Set `gang`, or leave it out")
         for field in ("pending_timeout_s", "input_wait_s", "collect_wait_s"):

@@ -112,7 +112,7 @@ def test_resources_fit_each_other(fields, said):
         ("labels", (("a", 1),), "Write '1'"), ("labels", (("a", "x" * 64),), "63"), ("labels", (("é", "x"),), "é"),
         ("annotations", (("a/b/c", "x"),), "'a/b/c'"), ("node_selector", (("pool", "é"),), "é"),
         ("priority_class", "High", "'High'"), ("service_account", "a b", "'a b'"), ("image_pull_secrets", ("",), "''"),
-        ("image_pull_policy", "always", "Did you mean 'always'?"), ("image_pull_policy", "Sometimes", "'IfNotPresent'"),
+        ("image_pull_policy", "always", "Did you mean 'Always'?"), ("image_pull_policy", "Sometimes", "'IfNotPresent'"),
         ("queue", "a b", "'a b'"), ("min_available", 0, "0"), ("min_available", 2, "`gang`"), ("ttl_s", -1, "-1"), ("ttl_s", 1.5, "1.5"),
         ("run_as_user", -2, "-2"), ("run_as_user", True, "True"), ("pending_timeout_s", 0, "0"), ("input_wait_s", -1, "-1"),
         ("collect_wait_s", "1h", "'1h'"), ("tolerations", "3", "list"), ("affinity", "[", "YAML"), ("patch", "3", "dict"),
