@@ -18,6 +18,7 @@ import tempfile
 
 from kale_dist import records
 from kale_dist.errors import StoreError
+from kale_dist.view import facts
 from kale_dist.wording import install
 
 _GIB = 1 << 30
@@ -175,7 +176,7 @@ def _shared_memory() -> Check:
         return _warning(
             "shared memory", f"cannot be measured: {error}", "DataLoader workers need it: mount a tmpfs there"
         )
-    sentence = f"{_size(usage.free)} of {_size(usage.total)} free in /dev/shm"
+    sentence = f"{facts.size(usage.free)} of {facts.size(usage.total)} free in /dev/shm"
     if usage.free < _LOW_SHARED_MEMORY:
         remedy = "DataLoader workers may run out of it: docker run --shm-size=2g, or num_workers=0"
         return _warning("shared memory", sentence, remedy)
@@ -189,7 +190,7 @@ def _state_folder() -> Check:
             free = shutil.disk_usage(folder).free
     except (OSError, StoreError) as error:
         return _failed("state folder", f"not writable: {error}", "Set XDG_STATE_HOME to a folder you can write to")
-    sentence = f"{folder}, {_size(free)} free"
+    sentence = f"{folder}, {facts.size(free)} free"
     if free < _LOW_DISK:
         remedy = "kale-dist delete --finished removes old jobs, or set XDG_STATE_HOME to a larger disk"
         return _warning("state folder", sentence, remedy)
@@ -216,10 +217,6 @@ def _cluster() -> Check:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         found = "inside a cluster"
     return _ok("cluster", f"{found}; 'kale-dist doctor --on kubernetes' looks at it")
-
-
-def _size(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size >> 20} MiB"
 
 
 def _ok(name: str, sentence: str) -> Check:

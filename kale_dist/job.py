@@ -391,12 +391,16 @@ class Job(Generic[R]):
         printing = threading.Lock()
         shown = 0
 
+        def say(line: object) -> None:
+            # In one piece: another thread prints, too.
+            print(f"{line}\n", end="", flush=True)  # noqa: T201 - this is what it is for
+
         def show(status: JobStatus) -> None:
             nonlocal shown
             with printing:
                 for row in status.metrics[shown:]:
                     if row.source in ("train", "eval", "averaged"):
-                        print(plain.metrics_line(row), flush=True)  # noqa: T201 - this is what it is for
+                        say(plain.metrics_line(row))
                 # Fewer than before where a restart has taken some back.
                 shown = len(status.metrics)
 
@@ -404,7 +408,7 @@ class Job(Generic[R]):
         try:
             with self._interruptible():
                 for line in self._backend.logs(self._ref, follow=True):
-                    print(line, flush=True)  # noqa: T201 - likewise
+                    say(line)
             show(self.status)
         finally:
             unsubscribe()

@@ -298,7 +298,7 @@ def run(file: str, digest: str, given: Mapping[str, str]) -> None:
             for value in values_of(status, name)[printed:]:
                 if math.isfinite(value):
                     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                    print(f"{now} {_metric(name)}={_number(value)}", flush=True)  # noqa: T201 - Katib reads it
+                    print(f"{now} {_metric(name)}={_number(value)}\n", end="", flush=True)  # noqa: T201 - Katib reads it
                 printed += 1
 
     # Katib ends a trial by SIGTERM.

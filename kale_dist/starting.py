@@ -21,7 +21,7 @@ from kale_dist.blobs import FolderStore, Store
 from kale_dist.errors import BackendError, SnapshotError, warn
 from kale_dist.job import Job, inside
 from kale_dist.layout import Run
-from kale_dist.notebook.pictures import Pictures
+from kale_dist.notebook import live
 from kale_dist.outcomes import OutcomeReader
 from kale_dist.runtime.given_models import models_in, together
 from kale_dist.runtime.reducers import References
@@ -168,10 +168,10 @@ def handle(
         originals=originals, fetch=functools.partial(backend.fetch, ref),
     )  # fmt: skip
     job: Job[Any] = Job(
-        backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=_show,
+        backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=live.show,
         again=functools.partial(_again, backend), track=tracking.again,
     )  # fmt: skip
-    inside(job).after_wait.append(Pictures(records.files(ref.record_name).events).show)
+    inside(job).after_wait.append(live.Pictures(records.files(ref.record_name).events).show)
     with _jobs_lock:
         _jobs[str(ref)] = job
     return job
@@ -194,12 +194,6 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
-
-
-def _show(job: Job[Any]) -> None:
-    from kale_dist.notebook import live
-
-    live.show(job)
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""A job as live output of a notebook's cell: a widget, or a picture that is replaced when a wait for the job ends.
+"""A job as output of a notebook's cell: a widget, or a picture that is replaced when a wait ends; and its ranks' own pictures.
 
 Nothing is ever printed from a thread, for such output would land in whichever cell runs at the time. The last picture is
 drawn in the caller's thread, so that it is the one which an executed notebook keeps.
@@ -7,12 +7,14 @@ drawn in the caller's thread, so that it is the one which an executed notebook k
 from __future__ import annotations
 
 import importlib.util
+import pathlib
 import sys
 import time
 import uuid
 from typing import Any
 
-from kale_dist import interrupts, view
+from kale_dist import contract, interrupts, view
+from kale_dist.contract import EventKind
 from kale_dist.errors import JobNotFoundError
 from kale_dist.job import Job, inside
 
@@ -56,3 +58,31 @@ def _show_picture(job: Job[Any], *, is_final: bool) -> None:
             publish_display_data(job._repr_mimebundle_(), transient=transient, update=True)  # type: ignore[no-untyped-call]
 
     inside(job).after_wait.append(draw)
+
+
+class Pictures:
+    """Shows each picture that a job's ranks have shown (`plt.show()`, `display(figure)`) in the cell that waits for the job.
+
+    Args:
+        events: The file of the job's events.
+    """
+
+    def __init__(self, events: pathlib.Path) -> None:
+        self._events = events
+        self._read = 0
+
+    def show(self) -> None:
+        """Show those that have come since the last time. Called in the thread of a cell; elsewhere nothing happens."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        if not hasattr(shell, "kernel") or not self._events.exists():
+            return
+        from IPython.display import display
+
+        with self._events.open("rb") as file:
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + len(newline)
+        for event in contract.decode_json_lines(whole):
+            if event.get("event") == EventKind.DISPLAY:
+                display(event["data"], raw=True)  # type: ignore[no-untyped-call]
