@@ -355,8 +355,11 @@ class Connection(Protocol):
     def settimeout(self, seconds: float | None, /) -> None:
         """How long `recv` and `sendall` wait."""
 
+    def shutdown(self, how: int, /) -> None:
+        """With `SHUT_RDWR`: end it, also for a thread that waits in `recv`."""
+
     def close(self) -> None:
-        """End it, also for a thread that waits in `recv`."""
+        """Free it; not while another thread uses it."""
 
 
 class Place(Protocol):

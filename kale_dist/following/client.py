@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import io
@@ -208,14 +209,7 @@ class HeadClient:
             peer = http.client.HTTPConnection("head")
             peer.sock = HttpSocket(connection)
             peer.auto_open = 0
-
-            def end() -> None:
-                # To close a socket does not wake a thread that reads from it.
-                if isinstance(connection, socket.socket):
-                    connection.shutdown(socket.SHUT_RDWR)
-                connection.close()
-
-            yield peer, end
+            yield peer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
 
     def _repeat(self, doing: str, act: Callable[[], None]) -> None:
         for attempt in range(1, _TRIES + 1):

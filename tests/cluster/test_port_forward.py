@@ -3,6 +3,9 @@
 import collections
 import contextlib
 import http.client
+import socket
+import threading
+import time
 
 import pytest
 from on_cluster import run_kubectl
@@ -121,3 +124,23 @@ def test_a_pod_that_is_killed_ends_the_connection_or_falls_silent(cluster, names
         run_kubectl("-n", namespace, "delete", "pod", "short", "--now", "--wait=false")
         with pytest.raises((OSError, http.client.IncompleteRead)):
             collections.deque(iter(lambda: response.read(1 << 20) or incomplete(), b""), maxlen=0)
+
+
+@pytest.mark.nightly
+def test_a_connection_that_is_ended_elsewhere_takes_no_bytes_from_the_next_one(connect):
+    for _ in range(30):
+        waiting = connect()
+
+        def wait(waiting=waiting):
+            with contextlib.suppress(OSError), contextlib.closing(waiting):
+                waiting.recv(1)
+
+        reader = threading.Thread(target=wait, daemon=True)
+        reader.start()
+        time.sleep(0.05)
+        waiting.shutdown(socket.SHUT_RDWR)
+        # This one gets the lowest descriptor that is free.
+        with http_over(connect()) as pod:
+            assert get(pod, "/3").read() == bytes(range(3))
+        reader.join(20)
+        assert not reader.is_alive()

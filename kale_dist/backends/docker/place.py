@@ -333,9 +333,12 @@ class _Bridge:
     def settimeout(self, seconds: float | None, /) -> None:
         self._socket.settimeout(seconds)
 
-    def close(self) -> None:
+    def shutdown(self, how: int, /) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(how)
+
+    def close(self) -> None:
+        self.shutdown(socket.SHUT_RDWR)
         # The library keeps the answer by which it got the socket beside it.
         for held in (self._stream, getattr(self._stream, "_response", self._stream), self._socket):
             with contextlib.suppress(Exception):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import ssl
 import threading
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import certifi
 import websocket
@@ -42,11 +43,11 @@ class PodConnection:
     Not for several threads, but that one may write while another reads. There is no half-closing.
 
     Args:
-        socket: A websocket whose handshake is done.
+        tunnel: A websocket whose handshake is done.
     """
 
-    def __init__(self, socket: websocket.WebSocket) -> None:
-        self._socket = socket
+    def __init__(self, tunnel: websocket.WebSocket) -> None:
+        self._socket = tunnel
         self._prefix = dict.fromkeys((_DATA, _PROBLEM), _PORT_BYTES)
         self._waiting = memoryview(b"")
         self._problems = b""
@@ -80,6 +81,15 @@ class PodConnection:
     def settimeout(self, seconds: float | None, /) -> None:
         """Seconds that each piece may take; None for no limit."""
         self._socket.settimeout(seconds)
+
+    def shutdown(self, how: int, /) -> None:
+        """End the connection for a thread that waits in `recv`.
+
+        That thread closes it: OpenSSL knows only the descriptor's number, and would read from the next connection that gets it.
+        """
+        self._at_end = True
+        with contextlib.suppress(OSError, TypeError):
+            socket.socket.shutdown(cast("socket.socket", self._socket.sock), how)
 
     def close(self) -> None:
         """End the connection. A second time is fine."""
