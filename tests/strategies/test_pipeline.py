@@ -455,10 +455,14 @@ def test_what_cannot_be_cut_is_refused_at_the_call(settings, model, ranks, said)
     assert caught.value.argument == "strategy"
 
 
+def own_step(model, data_loader, criterion, optimizer, device, args):
+    """Never runs: the ready-made one takes no LBFGS."""
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS needs the gradient of the whole model"),
+        ({"optimizer": torch.optim.LBFGS, "train_step": own_step}, "LBFGS needs the gradient of the whole model"),
         ({"precision": "fp16"}, "precision='fp16' skips steps"),
     ],
 )
