@@ -12,14 +12,13 @@ from typing import Any
 
 from kale_dist import names
 from kale_dist.errors import ConfigError
-from kale_dist.places import KINDS, Docker, Kubernetes, Local, Place, settings_of
+from kale_dist.places import KINDS, ClusterOptions, Docker, Kubernetes, Local, Place, settings_of
 from kale_dist.wording import closest, shorten, show
 
 FILE_VARIABLE = "KALE_DIST_CONFIG"
 """Names the file; without it, `kale-dist/config.toml` in `$XDG_CONFIG_HOME` (`~/.config`), which need not be there."""
 
 _PREFIX = "KALE_DIST_"
-_OBJECT_REMEDY = "Write the name as `kubectl get` lists it: lower-case letters, digits, dashes and dots"
 
 _REGISTRY_PROBLEM = "is not a registry's host with a path"
 _REGISTRY_REMEDY = (
@@ -165,13 +164,11 @@ def _checked(key: str, value: Any, argument: str) -> Any:
             return _TABLES[key](**value)
         except ConfigError as error:
             raise ConfigError(f"{error.argument} of {argument}", error.problem, error.remedy) from None
-    if key == "image_pull_secrets":
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise ConfigError(argument, f"{show(value)} is not a list of names", "Write it as ['registry']")
-        for item in listed:
-            _check_form(names.is_object_name, item, argument, "cannot be the name of a Secret", _OBJECT_REMEDY)
-        return tuple(listed)
+    if key in _OF_CLUSTERS:
+        try:
+            return getattr(ClusterOptions(**{key: value}), key)
+        except ConfigError as error:
+            raise ConfigError(argument, error.problem, error.remedy) from None
     if not isinstance(value, str):
         raise ConfigError(argument, f"{show(value)} is not text", "Write it in quotes")
     if not value:
@@ -180,25 +177,19 @@ def _checked(key: str, value: Any, argument: str) -> Any:
         raise ConfigError(argument, f"{show(value)} is more than one line", "Write it on one line")
     if key == "store":
         return names.check_store(argument, value)
-    if key in _FORMS:
-        _check_form(_FORMS[key][0], value, argument, *_FORMS[key][1:])
+    is_valid, problem, remedy = _FORMS.get(key, (bool, "", ""))
+    if not is_valid(value):
+        raise ConfigError(argument, f"{shorten(value)} {problem}", remedy)
     return value
 
 
-def _check_form(is_valid: Callable[[str], bool], value: str, argument: str, problem: str, remedy: str) -> None:
-    if not is_valid(value):
-        raise ConfigError(argument, f"{shorten(value)} {problem}", remedy)
-
-
 _TABLES: dict[str, type[Docker | Kubernetes]] = {"docker": Docker, "kubernetes": Kubernetes}
+_OF_CLUSTERS = ("namespace", "service_account", "queue", "image_pull_secrets")
+"""Settings that are arguments of `kd.Kubernetes`, too, and have the same form there."""
+
 _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "on": (KINDS.__contains__, "is not a place to run", "Use one of: 'local', 'docker', 'kubernetes'"),
     "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
-    "namespace": (
-        names.is_label, "cannot be a namespace", "Write lower-case letters, digits and dashes, such as 'team-a'"
-    ),
-    "service_account": (names.is_object_name, "cannot be the name of a service account", _OBJECT_REMEDY),
-    "queue": (names.is_object_name, "cannot be the name of a queue", _OBJECT_REMEDY),
     "registry": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
     "registry_pull": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
 }  # fmt: skip

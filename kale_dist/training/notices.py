@@ -67,9 +67,9 @@ def _mark(value: Any, depth: int) -> Any:
     if isinstance(value, torch.nn.Module):
         return [_mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
     if isinstance(value, list | dict | set):
-        parts = value.values() if isinstance(value, dict) else value
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
         is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
-        return id(value), len(value), [_mark(part, depth - 1) for part in parts] if is_looked_into else ()
+        return id(value), len(value), [(name, _mark(part, depth - 1)) for name, part in parts] if is_looked_into else ()
     return (id(value),)
 
 
