@@ -8,7 +8,6 @@ number has to be in the log, in order, with nothing missing.
 from __future__ import annotations
 
 import asyncio
-import json
 import pathlib
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import tempfile
 import time
 
 from kale_dist import contract
-from kale_dist.contract import BlockReader, JobFiles, Order, Record, Stream, body_of
+from kale_dist.contract import BlockReader, FailureCause, JobFiles, Order, Record, Stream, body_of
+from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.rank_run import RankRun
 from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, sign
 from kale_dist.runtime.relays import HeadsRelays
@@ -29,21 +29,9 @@ SENDERS = 4
 LINE = b"x" * 99
 
 
-class Owner:
-    """Listens to the relays in the head's place."""
-
-    def __init__(self) -> None:
-        self.ready = asyncio.Event()
-
-    def relays_are_ready(self) -> None:
-        """All have joined."""
-        self.ready.set()
-
-    def relay_refuses(self, reason: str) -> None:
-        """None may be missing."""
-        raise SystemExit(reason)
-
-    relay_is_lost = relay_leaves = relay_refuses
+def refuse(_cause: FailureCause, reason: str) -> None:
+    """End the measurement: no relay may be missing."""
+    raise SystemExit(reason)
 
 
 def order_of(relays: int, port: int) -> Order:
@@ -53,10 +41,11 @@ def order_of(relays: int, port: int) -> Order:
 
 async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, float, float]:
     """Be the head; gives the lines in the log, and the seconds of processor and clock that they took."""
-    port, owner, loop = 21_000, Owner(), asyncio.get_running_loop()
+    port, ready, loop = 21_000, asyncio.Event(), asyncio.get_running_loop()
     files = JobFiles(folder)
     writer = JobWriter(files, loop, lambda: None, limit_bytes=POD_LOG_BYTES)
-    joined = HeadsRelays(order_of(relays, port), KEY, files, "127.0.0.1", owner, writer.say)
+    listener = open_port("127.0.0.1", port + 1, 1024)
+    joined = HeadsRelays(order_of(relays, port), KEY, files, listener, on_ready=ready.set, fail=refuse, say=writer.say)
     await joined.serve()
     arguments = [str(relays), str(seconds), str(port)]
     senders = [
@@ -64,7 +53,7 @@ async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, 
         for number in range(SENDERS)
     ]
     joined.deal_blobs()
-    await owner.ready.wait()
+    await ready.wait()
     runs = [RankRun(rank, writer, lambda _: None, lambda _: None) for rank in range(1, relays + 1)]
     began, cpu = time.monotonic(), time.process_time()
     for run in runs:
@@ -89,26 +78,22 @@ async def send(number: int, relays: int, seconds: float, port: int) -> None:
 
 async def relay(agent: int, seconds: float, port: int) -> None:
     """Play one relay: join, wait for the spawn, send lines, say that the rank has ended."""
-    answers: asyncio.Queue[dict[str, object]] = asyncio.Queue()
-    channel = Channel(lambda _kind, _rank, data: answers.put_nowait(json.loads(data)), lambda: None)
-    await asyncio.get_running_loop().create_connection(lambda: channel, "127.0.0.1", port + 1)
+    channel = await Channel.connect("127.0.0.1", port + 1)
     channel.say(Op.HELLO, agent=agent, version=contract.VERSION, nonce="n")
-    challenge = await answers.get()
+    challenge = await channel.read_from_stranger()
     channel.say(Op.PROOF, mac=sign(KEY, "relay", agent, "n", str(challenge["nonce"])))
-    while (message := await answers.get())["op"] != Op.SPAWN:
+    while (message := await channel.read_from_stranger())["op"] != Op.SPAWN:
         if message["op"] == Op.FETCH:
-            channel.limit_bytes = 1 << 20
             channel.say(Op.READY)
     count = int(BYTES_PER_S * EACH_S / (len(LINE) + 1))
     body = body_of(Stream.STDOUT, [LINE] * count)
     began = time.monotonic()
     for tick in range(round(seconds / EACH_S)):
         channel.send(b"O", agent, COUNT.pack(count), body)
-        await channel.may_write.wait()
+        await channel.drain()
         await asyncio.sleep(max(0.0, began + (tick + 1) * EACH_S - time.monotonic()))
     channel.say(Op.ENDED, agent, end={"exit_code": 0, "signal": None, "reason": "", "memory_limit": "", "tail": []})
-    while (await answers.get())["op"] != Op.END:
-        pass
+    await channel.read_from_stranger()
     channel.close()
 
 

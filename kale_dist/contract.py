@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -50,7 +51,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 VERSION = 2
 """Version of everything in this module. Notebook and worker must have the same."""
@@ -63,6 +64,9 @@ MAX_LINE_BYTES = 15_000
 
 OUTCOME_PART_BYTES = 12_000
 """Bytes of an outcome file in one `OutcomePart`, for the same reason."""
+
+EXIT_TOLD_TO_END = 143
+"""Exit code of a container that got SIGTERM: 128 + SIGTERM."""
 
 MAC_HEADER = "X-Kale-Dist-Mac"
 """Header of every request to a head, with its signature."""
@@ -180,14 +184,14 @@ class JobFiles:
         return self.folder / "run.json"
 
     @property
+    def cancelled(self) -> pathlib.Path:
+        """There if the job's user has cancelled it on this machine; says who."""
+        return self.folder / "cancelled"
+
+    @property
     def log(self) -> pathlib.Path:
         """Records of all ranks' lines, in the order in which the head got them."""
         return self.folder / "log"
-
-    @property
-    def log_index(self) -> pathlib.Path:
-        """`INDEX_ENTRY_BYTES` a record of the log, derived from it: finds the last lines of one rank."""
-        return self.folder / "log.index"
 
     @property
     def events(self) -> pathlib.Path:
@@ -229,8 +233,8 @@ PREFIX = re.compile(r"\[(?:\d+|kale-dist)\] ")
 class LogLine:
     """One line of a job's log."""
 
-    sequence: int
-    """Position of the line in the job's log, from 0."""
+    sequence: int | None
+    """Number of the line in the log of its run, from 0; None for a line that the notebook added to its copy."""
     time: float
     """When the head got it, in seconds since 1970."""
     attempt: int
@@ -275,20 +279,15 @@ class Record:
         """The whole block."""
         return encode_record(self.first, self.ms, self.attempt, self.rank, self.body, self.count)
 
-    def lines(self, sequence: int | None = None) -> Iterator[LogLine]:
-        """The lines one by one.
-
-        Args:
-            sequence: What the first one gets as its `LogLine.sequence`; None: its number.
-        """
-        number = (self.first or 0) if sequence is None else sequence
+    def lines(self) -> Iterator[LogLine]:
+        """The lines one by one."""
         time = self.ms / 1000
         for at, line in enumerate(self.body.split(b"\n")[:-1]):
             continued = line.startswith(b"+")
             mark, text = (line[1:2], line[2:]) if continued else (line[:1], line[1:])
             yield LogLine(
-                sequence=number + at, time=time, attempt=self.attempt, rank=self.rank, stream=Stream(mark.decode()),
-                text=text.decode("utf-8", "backslashreplace"), continued=continued,
+                sequence=None if self.first is None else self.first + at, time=time, attempt=self.attempt, rank=self.rank,
+                stream=Stream(mark.decode()), text=text.decode("utf-8", "backslashreplace"), continued=continued,
             )  # fmt: skip
 
     def since(self, number: int) -> Record:
@@ -346,13 +345,6 @@ def clean(data: bytes) -> bytes:
     if b"\0" in data or b"\r" in data:
         data = data.replace(b"\0", rb"\x00").replace(b"\r", rb"\x0d")
     return data
-
-
-INDEX_ENTRY_BYTES = 24
-"""An entry of the log's index: number of the first line (8 bytes, big endian), offset in the log (8), count (4), rank (4;
-2**32 - 1 for the agent)."""
-
-INDEX_AGENT = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,7 +430,6 @@ class BlockReader:
         self._data = b""
         self._start = 0
         self._whole = 0
-        self._seen = 0
 
     @property
     def whole_bytes(self) -> int:
@@ -453,7 +444,6 @@ class BlockReader:
     def feed(self, data: bytes) -> Iterator[Block]:
         """Take bytes; gives the blocks that they complete. Use up the iterator before the next call."""
         self._data = self._data[self._start :] + data
-        self._seen = max(0, self._seen - self._start)
         self._start = 0
         while (found := self._next()) is not None:
             yield from found
@@ -475,7 +465,7 @@ class BlockReader:
         size = int(header["body"] or header["event"] or header["progress"] or header["part"], 16)
         stop = end + 1 + size + (header["body"] is None)
         if len(data) < stop:
-            return self._drop_header(end + 1) if is_last or self._is_torn(end + 1) else None
+            return self._drop_header(end + 1) if is_last else None
         block = self._decode(header, data[end + 1 : stop])
         if block is None:
             return self._drop_header(end + 1)
@@ -514,14 +504,6 @@ class BlockReader:
             return ProgressBlock(event=event)
         return EventBlock(number=int(header["number"], 16), event=event)
 
-    def _is_torn(self, body: int) -> bool:
-        """Whether a header stands in what there is of a body: no line of a body looks like one."""
-        # The last look ended somewhere in a line, and no header is longer than this.
-        at = self._data.rfind(b"\n", 0, max(body, self._seen - 100)) + 1
-        self._seen = len(self._data)
-        lines = self._data[at:].split(b"\n")[:-1]
-        return any(self._HEADER.fullmatch(line) for line in lines if line[:1] in (b"@", b"=", b"~", b"*"))
-
     def _drop_header(self, body: int) -> list[Block]:
         """Give a torn block up: its lines come out one by one."""
         self._advance(body)
@@ -537,7 +519,21 @@ class BlockReader:
     def _advance(self, stop: int) -> None:
         self._whole += stop - self._start
         self._start = stop
-        self._seen = 0
+
+
+def record_after(log: BinaryIO, offset: int) -> tuple[int, int] | None:
+    """Where the first numbered record at or behind an offset of a log begins, and the number of its first line.
+
+    None if there is none. It reads no more than one record, for no line of a body looks like a header.
+    """
+    log.seek(max(0, offset - 1))
+    if offset:
+        log.readline()
+    for line in iter(log.readline, b""):
+        if line.startswith(b"@"):
+            with contextlib.suppress(ValueError):
+                return log.tell() - len(line), int(line[1:].partition(b" ")[0], 16)
+    return None
 
 
 # -- JSON lines ------------------------------------------------------------------------------------------------------
@@ -594,6 +590,11 @@ class Op(enum.StrEnum):
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
     """From the agent, to every connection: the files of a job have changed. Field `job`."""
+
+
+def socket_address(name: str) -> str:
+    """Address of an agent's socket by its name. It lies in no folder: the kernel forgets it with the agent."""
+    return f"\0{name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -658,11 +659,7 @@ class PodVariable(enum.StrEnum):
 
 
 class InputFiles:
-    """Names of the files of a job's input. All are there at once or none is.
-
-    Args:
-        folder: The mounted Secret, or a folder like it.
-    """
+    """Names of the files of a job's input, in the mounted Secret or a folder like it. All are there at once or none is."""
 
     RUNTIME = "runtime.zip"
     """This library's worker side and cloudpickle, for `sys.path`."""
@@ -674,29 +671,6 @@ class InputFiles:
     """The snapshot's blobs by digest, if they fit; else they come as `Order.source` says."""
     CHECKPOINT = "checkpoint"
     """The checkpoint that the ranks resume from, for a later run; there is none for the first."""
-
-    def __init__(self, folder: str | pathlib.Path) -> None:
-        self.folder = pathlib.Path(folder)
-
-    @property
-    def key(self) -> pathlib.Path:
-        """The key's file."""
-        return self.folder / self.KEY
-
-    @property
-    def order(self) -> pathlib.Path:
-        """The order's file."""
-        return self.folder / self.ORDER
-
-    @property
-    def snapshot(self) -> pathlib.Path:
-        """The packed blobs."""
-        return self.folder / self.SNAPSHOT
-
-    @property
-    def checkpoint(self) -> pathlib.Path:
-        """The checkpoint to resume from."""
-        return self.folder / self.CHECKPOINT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,12 +147,9 @@ def _delete_since(begun: float) -> None:
         except KaleDistError as error:
             print(f"{ref} could not be deleted: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the step's log
 
-    found = []
-    for name in records.names():
-        with contextlib.suppress(KaleDistError):
-            record = records.read(name)
-            if record.kernel_pid == os.getpid() and record.created >= begun:
-                found.append(record.ref)
+    found = [
+        record.ref for record in records.all_records() if record.kernel_pid == os.getpid() and record.created >= begun
+    ]
     with concurrent.futures.ThreadPoolExecutor(max(1, len(found))) as pool:
         pool.map(delete, found)
 

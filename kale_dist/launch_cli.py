@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import signal
 import sys
@@ -229,15 +230,13 @@ class _Output:
 
     def __init__(self, stdout: Any) -> None:
         self._stdout = stdout
-        self._shown = -1
+        self._shown = 0
         self.last_of_agent = ""
 
     def show(self, lines: Iterator[LogLine]) -> None:
-        """Print those that were not shown before."""
-        for line in lines:
-            if line.sequence <= self._shown:
-                continue
-            self._shown = line.sequence
+        """Print those that were not shown before, of all that there are."""
+        for line in itertools.islice(lines, self._shown, None):
+            self._shown += 1
             stream = self._stdout if line.stream is Stream.STDOUT and line.rank is not None else sys.stderr
             text = line.text
             if line.rank is None:

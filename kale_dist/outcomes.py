@@ -183,14 +183,13 @@ class OutcomeReader:
                 path = run.files.outcome(attempt - run.first_attempt, rank)
                 if not path.exists():
                     self._bring(path)
-                found = self._read[rank, attempt] = outcome.read(
-                    path,
+                signer = outcome.Signer(
                     key=self.key,
                     job=run.object or self._spec.name,
                     attempt=attempt - run.first_attempt,
                     rank=rank,
-                    resolve=self._resolve,
                 )
+                found = self._read[rank, attempt] = outcome.read(path, signer=signer, resolve=self._resolve)
             return found
 
     def _bring(self, path: pathlib.Path) -> None:

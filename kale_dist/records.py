@@ -32,7 +32,6 @@ from kale_dist.spec import JobSpec
 BLOBS_WARNING_BYTES = 20 << 30
 """From this size on a call warns that old snapshots fill the disk."""
 
-_CANCELLED = "cancelled"
 _DELETED = ".deleted-"
 _FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII)
 
@@ -245,24 +244,20 @@ def read_key(name: str) -> bytes | None:
         return None
 
 
-def names() -> list[str]:
-    """Names of all jobs with a readable record, oldest first."""
+def all_records() -> list[Record]:
+    """The readable records of all jobs, oldest first."""
     found = []
     for folder in jobs_dir().iterdir():
         if not folder.name.startswith("."):
+            # Another process may delete a job between the list and the look.
             with contextlib.suppress(JobNotFoundError):
-                found.append((read(folder.name).created, folder.name))
-    return [name for _, name in sorted(found)]
+                found.append(read(folder.name))
+    return sorted(found, key=lambda record: (record.created, record.name))
 
 
 def refs(backend: str) -> list[str]:
     """References of all jobs of a backend with a readable record, oldest first."""
-    found = []
-    for name in names():
-        # Another process may delete a job between the list and the look.
-        with contextlib.suppress(JobNotFoundError):
-            found.append(read(name).ref)
-    return [ref for ref in found if ref.startswith(f"{backend}://")]
+    return [record.ref for record in all_records() if record.ref.startswith(f"{backend}://")]
 
 
 def withdraw(name: str) -> None:
@@ -279,7 +274,7 @@ def delete(name: str) -> None:
         _put_aside(name)
         for rubbish in jobs_dir().glob(f"{_DELETED}*"):
             shutil.rmtree(rubbish, ignore_errors=True)
-        needed = {blob for other in names() for blob in _blobs_of(read(other).spec)}
+        needed = {blob for other in all_records() for blob in _blobs_of(other.spec)}
         store = FolderStore(blobs_dir())
         for blob in set(store.list()) - needed:
             store.delete(blob)
@@ -361,13 +356,13 @@ def identity() -> str:
 def mark_cancelled(files: JobFiles) -> None:
     """Record that this user cancelled a job: it is then not restarted, however its pods end."""
     with contextlib.suppress(OSError):
-        (files.folder / _CANCELLED).write_text(identity())
+        files.cancelled.write_text(identity())
 
 
 def canceller(files: JobFiles) -> str:
     """Who cancelled a job on this machine; empty if it was not cancelled."""
     try:
-        return (files.folder / _CANCELLED).read_text() or "its user"
+        return files.cancelled.read_text() or "its user"
     except OSError:
         return ""
 

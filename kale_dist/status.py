@@ -142,13 +142,8 @@ def values_of(status: JobStatus, metric: str) -> list[float]:
     return [value for row in rows for key, value in row.values if key == name]
 
 
-def reduce_event(status: JobStatus, event: dict[str, Any]) -> JobStatus:
-    """The status after an event (fields as `contract` lists them). Events of unknown kind change nothing."""
-    return reduce_events(status, (event,))
-
-
 def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobStatus:
-    """The status after some events, in their order.
+    """The status after some events, in their order; fields as `contract` lists them.
 
     A final state stays: what a dying job still says does not revive it. Events of an attempt before the status's own
     are passed over, and the first event of a later attempt sets the ranks back to `pending`. What is no event (a file

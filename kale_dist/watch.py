@@ -1,7 +1,6 @@
 """Waiting: one thread for each backend follows its unfinished jobs and calls their subscribers.
 
-Only this thread polls. A backend says when to look; others, and jobs of other processes, are looked at every
-`_SOON_S` while they change and less often while they do not.
+Only this thread polls. A backend says when to look; others, and jobs of other processes, are looked at every `_LOOK_S`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from kale_dist.contract import StateName
 from kale_dist.errors import JobNotFoundError, KaleDistError, WaitTimeoutError
 from kale_dist.status import JobStatus
 
-_SOON_S = 0.2
-_LATE_S = 1.0
+_LOOK_S = 0.3
 _GATHER_S = 0.02
 """Changes within this time are looked at together: a flood of output wakes us fifty times a second at most."""
 
@@ -28,7 +26,6 @@ class _Watched:
     """A job that has subscribers."""
 
     callbacks: list[Callable[[JobStatus], None]]
-    interval_s: float = _SOON_S
     due: float = 0.0
     last: JobStatus | None = None
 
@@ -142,8 +139,7 @@ class Watcher:
             state = StateName.CANCELLED if isinstance(error, JobNotFoundError) else StateName.FAILED
             status = dataclasses.replace(last, state=state, reason=str(error))
         changed = status != watched.last
-        watched.interval_s = _SOON_S if changed else min(watched.interval_s * 1.5, _LATE_S)
-        watched.due = time.monotonic() + watched.interval_s
+        watched.due = time.monotonic() + _LOOK_S
         watched.last = status
         if status.is_final:
             with self._condition:

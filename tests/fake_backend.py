@@ -25,7 +25,7 @@ from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError
 from kale_dist.runtime import outcome
 from kale_dist.runtime.reducers import References
 from kale_dist.spec import JobSpec
-from kale_dist.status import JobStatus, ReplicaStatus, reduce_event
+from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
 
 __all__ = ["BackendConformance", "FakeBackend", "FakeRun", "MemoryStore"]
 
@@ -62,7 +62,7 @@ class FakeRun:
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Let an event happen; fields as `contract` lists them."""
         with self._changed:
-            self._status = reduce_event(self._status, {"event": kind, "time": time.time(), "attempt": 0, **fields})
+            self._status = reduce_events(self._status, [{"event": kind, "time": time.time(), "attempt": 0, **fields}])
             self._changed.notify_all()
 
     def line(self, rank: int | None, text: str) -> None:
@@ -77,7 +77,7 @@ class FakeRun:
         """Let a rank return a value."""
         outcome.write_success(
             self._files.outcome(0, rank),
-            key=self._key, job=self.spec.name, attempt=0, rank=rank, value=value, references=References(),
+            signer=outcome.Signer(key=self._key, job=self.spec.name, attempt=0, rank=rank), value=value, references=References(),
         )  # fmt: skip
         self.event(EventKind.OUTCOME, rank=rank, ok=True)
         self.event(EventKind.RANK, rank=rank, state=RankStateName.SUCCEEDED, exit_code=0)
@@ -86,7 +86,7 @@ class FakeRun:
         """Let a rank fail with an exception."""
         outcome.write_failure(
             self._files.outcome(0, rank),
-            key=self._key, job=self.spec.name, attempt=0, rank=rank, error=error, references=References(),
+            signer=outcome.Signer(key=self._key, job=self.spec.name, attempt=0, rank=rank), error=error, references=References(),
         )  # fmt: skip
         name = type(error).__name__
         self.event(EventKind.OUTCOME, rank=rank, ok=False, error_type=name, error_text=str(error))

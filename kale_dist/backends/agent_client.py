@@ -14,7 +14,7 @@ A backend uses it so:
     client.cancel(job)
 
 `on_wake` and `on_end` are called in a thread of the client's own. They should only set flags or wake another thread.
-Another process, which has no client, reaches an agent by `send(socket_path, cancel_message(job))`.
+Another process, which has no client, reaches an agent by `send(address, cancel_message(job))`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
-import shutil
+import secrets
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from kale_dist import contract
 from kale_dist.contract import Op, Order
@@ -45,15 +43,8 @@ LOAD_ONLY_PREFIXES = (
 )  # fmt: skip
 """Variables that libraries read once, when they are loaded: a forked rank would not see a change."""
 
-
-MAX_SOCKET_PATH_BYTES = 107
-"""Linux keeps a socket's path in 108 bytes, the last of them zero."""
-
 _TAKE_S = 60.0
 """Seconds in which a new agent confirms its first order; it takes 0.2 s on an idle machine."""
-
-STALE_AFTER_S = 60.0
-"""A folder without a live agent belongs to an agent that is still starting; once it is this old it is removed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +101,10 @@ class AgentClient:
         self._on_wake = on_wake
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._taken = threading.Condition(self._lock)
-        self._untaken: dict[str, Order] = {}
+        self._changed = threading.Condition()
+        self._taken: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._folder: pathlib.Path | None = None
         self._owner = os.getpid()
         self.fingerprint = Fingerprint.now()
         """What the agent was started with; compare it with `Fingerprint.now()` before each job."""
@@ -122,36 +112,37 @@ class AgentClient:
         """Process id of the agent; 0 before `start`."""
         self.start_time = 0
         """When that process began, in clock ticks since boot: with `pid` it names the process for good."""
-        self.socket_path = ""
+        self.address = f"kale-dist-{secrets.token_hex(16)}"
         """Where other processes reach the agent."""
+        self.last_words = ""
+        """What the agent had written to its stderr by its end: empty unless something in it went wrong."""
 
     def start(self) -> None:
         """Start the agent and return; it imports torch in the background.
 
         Raises:
-            BackendUnavailableError: No process or private folder is to be had.
+            BackendUnavailableError: No process is to be had.
         """
         ours, theirs = socket.socketpair()
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - the thread closes it
         try:
-            self._folder = _create_folder()
-            self.socket_path = str(self._folder / "socket")
-            with (self._folder / "errors").open("wb") as errors:
-                self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "kale_dist.runtime", "agent"),
-                        *("--connection", str(theirs.fileno()), "--socket", self.socket_path),
-                        *("--kernel-pid", str(os.getpid()), "--kernel-start", str(processes.start_time(os.getpid()))),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    cwd="/",
-                    env=agent_environment(),
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "kale_dist.runtime", "agent"),
+                    *("--connection", str(theirs.fileno()), "--address", self.address),
+                    *("--kernel-pid", str(os.getpid()), "--kernel-start", str(processes.start_time(os.getpid()))),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd="/",
+                env=agent_environment(),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
         except OSError as error:
             ours.close()
+            errors.close()
             raise BackendUnavailableError(
                 f"The agent that runs jobs on this machine could not be started: {error}", retryable=True
             ) from error
@@ -160,25 +151,12 @@ class AgentClient:
         self.pid = self._process.pid
         self.start_time = processes.start_time(self.pid)
         self._socket = ours
-        threading.Thread(target=self._listen, name="kale_dist agent client", daemon=True).start()
+        threading.Thread(target=self._listen, args=(errors,), name="kale_dist agent client", daemon=True).start()
 
     @property
     def alive(self) -> bool:
         """Whether the agent runs and can be told something."""
         return self._socket is not None and self._process is not None and self._process.poll() is None
-
-    @property
-    def untaken(self) -> tuple[Order, ...]:
-        """Orders that the agent has not confirmed. After its end they may be given to another one."""
-        with self._lock:
-            return tuple(self._untaken.values())
-
-    @property
-    def last_words(self) -> str:
-        """What the agent has written to its stderr: empty unless something in it went wrong."""
-        return self._last_words if self._folder is None else _read_errors(self._folder)
-
-    _last_words = ""
 
     def take(self, order: Order) -> None:
         """Hand over a job and return; its folder has to be there.
@@ -186,14 +164,7 @@ class AgentClient:
         Raises:
             BackendUnavailableError: The agent is gone (`retryable`: a new one may take the job).
         """
-        with self._lock:
-            self._untaken[order.job] = order
-        try:
-            self._send({"op": Op.TAKE, "order": order.to_json()})
-        except BackendUnavailableError:
-            with self._lock:
-                self._untaken.pop(order.job, None)
-            raise
+        self._send({"op": Op.TAKE, "order": order.to_json()})
 
     def wait_until_taken(self, job: str) -> None:
         """Wait until the agent has confirmed an order: only then may this process end without the job.
@@ -201,10 +172,10 @@ class AgentClient:
         Raises:
             BackendUnavailableError: It does not (`retryable`).
         """
-        with self._taken:
-            if self._taken.wait_for(lambda: job not in self._untaken or not self.alive, _TAKE_S) and self.alive:
+        with self._changed:
+            self._changed.wait_for(lambda: job in self._taken or not self.alive, _TAKE_S)
+            if job in self._taken:
                 return
-            self._untaken.pop(job, None)
         raise BackendUnavailableError("The agent that runs jobs on this machine has not started", retryable=True)
 
     def cancel(self, job: str, grace_s: float = 5.0) -> None:
@@ -248,7 +219,7 @@ class AgentClient:
                 f"The agent that runs jobs on this machine has ended: {error}", retryable=True
             ) from error
 
-    def _listen(self) -> None:
+    def _listen(self, errors: IO[bytes]) -> None:
         """Read messages until the connection ends. Runs in the client's thread."""
         connection, process = self._socket, self._process
         if connection is None or process is None:
@@ -262,15 +233,14 @@ class AgentClient:
         # The agent closes its connection as its last act but one; without a wait it would stay as a zombie.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5.0)
+        with errors:
+            errors.seek(0)
+            self.last_words = errors.read(4000).decode(errors="backslashreplace")
         self._socket = None
-        with self._taken:
-            self._taken.notify_all()
+        with self._changed:
+            self._changed.notify_all()
         with contextlib.suppress(OSError):
             connection.close()
-        if self._folder is not None and process.returncode is not None:
-            self._last_words = _read_errors(self._folder)
-            folder, self._folder = self._folder, None
-            shutil.rmtree(folder, ignore_errors=True)
         if self._on_end is not None:
             self._on_end()
 
@@ -278,9 +248,9 @@ class AgentClient:
         job = message.get("job", "")
         match message.get("op"):
             case Op.TAKEN:
-                with self._taken:
-                    self._untaken.pop(job, None)
-                    self._taken.notify_all()
+                with self._changed:
+                    self._taken.add(job)
+                    self._changed.notify_all()
             case Op.WAKE if self._on_wake is not None:
                 self._on_wake(job)
 
@@ -299,11 +269,11 @@ def cancel_message(job: str, grace_s: float = 5.0) -> dict[str, Any]:
     return {"op": Op.CANCEL, "job": job, "grace_s": grace_s}
 
 
-def send(socket_path: str | os.PathLike[str], message: Mapping[str, Any], timeout_s: float = 5.0) -> bool:
+def send(address: str, message: Mapping[str, Any], timeout_s: float = 5.0) -> bool:
     """Send one message to an agent from any process of the same user.
 
     Args:
-        socket_path: From the job's record.
+        address: From the job's record.
         message: Such as `cancel_message(job)`.
         timeout_s: Seconds to wait at most.
 
@@ -314,7 +284,7 @@ def send(socket_path: str | os.PathLike[str], message: Mapping[str, Any], timeou
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
-            connection.connect(os.fspath(socket_path))
+            connection.connect(contract.socket_address(address))
             connection.sendall(contract.encode_json(dict(message)))
             # The agent answers the end of our messages by closing: only then has it read them all.
             connection.shutdown(socket.SHUT_WR)
@@ -323,60 +293,3 @@ def send(socket_path: str | os.PathLike[str], message: Mapping[str, Any], timeou
         except OSError:
             return False
     return True
-
-
-# -- the agent's private folder: its socket, and what it writes to stderr -------------------------------------------
-
-
-def _create_folder() -> pathlib.Path:
-    """Make the folder of a new agent, and remove those that killed agents have left.
-
-    Returns:
-        A new folder with mode 0700, whose path is short enough for a socket in it.
-
-    Raises:
-        BackendUnavailableError: The folder's parent belongs to another user, or others can write to it.
-        OSError: It cannot be made.
-    """
-    parent = _parent()
-    parent.mkdir(mode=0o700, exist_ok=True)
-    found = parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise BackendUnavailableError(
-            f"{parent} is not a folder that only this user can enter, so an agent's socket would not be safe in it. "
-            "Remove it, or set XDG_RUNTIME_DIR to a folder of your own"
-        )
-    _remove_stale(parent)
-    return pathlib.Path(tempfile.mkdtemp(prefix="agent-", dir=parent))
-
-
-def _read_errors(folder: pathlib.Path, limit: int = 4000) -> str:
-    """The end of what an agent wrote to its stderr; empty if nothing or if the folder is gone."""
-    try:
-        return (folder / "errors").read_text(errors="backslashreplace")[-limit:]
-    except OSError:
-        return ""
-
-
-def _parent() -> pathlib.Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/") and pathlib.Path(runtime).is_dir():
-        parent = pathlib.Path(runtime) / "kale-dist"
-        longest = parent / "agent-12345678" / "socket"
-        if len(os.fsencode(longest)) <= MAX_SOCKET_PATH_BYTES and os.access(runtime, os.W_OK):
-            return parent
-    return pathlib.Path("/tmp") / f"kale-dist-{os.geteuid()}"  # noqa: S108 - a fixed name whose owner is checked
-
-
-def _remove_stale(parent: pathlib.Path) -> None:
-    for folder in parent.glob("agent-*"):
-        try:
-            if time.time() - folder.stat().st_mtime < STALE_AFTER_S:
-                continue
-            pid, start = (int(word) for word in (folder / "process").read_text().split())
-        except FileNotFoundError:
-            pid, start = 0, 0
-        except (OSError, ValueError):
-            continue
-        if not processes.is_running(pid, start):
-            shutil.rmtree(folder, ignore_errors=True)

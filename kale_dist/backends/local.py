@@ -19,7 +19,7 @@ from kale_dist.backends import agent_client
 from kale_dist.backends.agent_client import AgentClient, Fingerprint
 from kale_dist.backends.base import JobRef, Plan
 from kale_dist.contract import Order
-from kale_dist.errors import BackendError, BackendUnavailableError, JobNotFoundError
+from kale_dist.errors import BackendError, BackendUnavailableError
 from kale_dist.following.reader import FolderBackend
 from kale_dist.orders import order_of
 from kale_dist.records import Record
@@ -40,7 +40,6 @@ class LocalBackend(FolderBackend):
     def __init__(self) -> None:
         super().__init__(_agent_lives)
         self._client: AgentClient | None = None
-        self._redelivered: set[str] = set()
         self._note = ""
 
     @property
@@ -54,15 +53,7 @@ class LocalBackend(FolderBackend):
         Raises:
             BackendUnavailableError: None can be started.
         """
-        with self._lock:
-            if self._client is None or not self._client.alive:
-                self._client = self._start()
-                return
-            changes = self._client.fingerprint.changes(Fingerprint.now())
-            if changes:
-                before, self._client = self._client, self._start()
-                before.stop()
-                self._note = f"A new agent was started for this job: {'; '.join(changes)}"
+        self._ready_client()
 
     def plan(self, spec: JobSpec) -> Plan:
         """What would run: one line for each thing that the ranks get."""
@@ -101,6 +92,8 @@ class LocalBackend(FolderBackend):
             with contextlib.suppress(BackendUnavailableError):
                 client.cancel(ref.name, grace_s)
         else:
+            # Its agent may not have its order yet.
+            records.mark_cancelled(records.files(ref.name))
             agent_client.send(record.agent_socket, agent_client.cancel_message(ref.name, grace_s))
 
     def delete(self, ref: JobRef) -> None:
@@ -137,48 +130,42 @@ class LocalBackend(FolderBackend):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> AgentClient:
-        client = AgentClient(on_wake=lambda job: self._tell(JobRef(self.name, job)), on_end=lambda: self._end(client))
+        client = AgentClient(on_wake=lambda job: self._tell(JobRef(self.name, job)), on_end=self._wake_all)
         client.start()
         return client
 
-    def _hand_over(self, order: Order, spec: JobSpec) -> None:
-        """Give the order to the agent; if that one has died, to a new one, once."""
+    def _ready_client(self) -> AgentClient:
         with self._lock:
-            self.warm_up()
+            if self._client is None or not self._client.alive:
+                self._client = self._start()
+            elif changes := self._client.fingerprint.changes(Fingerprint.now()):
+                before, self._client = self._client, self._start()
+                before.stop()
+                self._note = f"A new agent was started for this job: {'; '.join(changes)}"
+            return self._client
+
+    def _hand_over(self, order: Order, spec: JobSpec) -> None:
+        """Give the order to the agent, a new one if need be."""
+        with self._lock:
+            client = self._ready_client()
             # Why the agent is new belongs to the first job that it gets.
             note, self._note = self._note, ""
-            for last_try in (False, True):
-                client = self._client
-                if client is None:
-                    raise BackendUnavailableError("The agent that runs jobs on this machine has ended", retryable=True)
-                self._write_record(spec, client)
-                try:
-                    client.take(dataclasses.replace(order, note=note))
-                    if order.detach:
-                        client.wait_until_taken(order.job)
-                except BackendUnavailableError:
-                    if last_try:
-                        raise
-                    self._client = self._start()
-                else:
-                    return
+            self._write_record(spec, client)
+            client.take(dataclasses.replace(order, note=note))
+            if order.detach:
+                client.wait_until_taken(order.job)
 
     def _write_record(self, spec: JobSpec, client: AgentClient) -> None:
         record = Record(
             ref=str(JobRef(self.name, spec.name)), name=spec.name, created=time.time(), spec=spec,
-            agent_pid=client.pid, agent_start=client.start_time, agent_socket=client.socket_path,
+            agent_pid=client.pid, agent_start=client.start_time, agent_socket=client.address,
             kernel_pid=os.getpid(), detach=spec.policy.detach,
         )  # fmt: skip
         records.write(record)
 
-    def _end(self, client: AgentClient) -> None:
-        """The agent's connection has ended: orders that it never took go to a new one, once. In the client's thread."""
+    def _wake_all(self) -> None:
+        """The agent's connection has ended, and its jobs may have with it."""
         with self._lock:
-            for order in [order for order in client.untaken if order.job not in self._redelivered]:
-                self._redelivered.add(order.job)
-                # A job whose folder is gone was deleted meanwhile; without an agent its status says that it died.
-                with contextlib.suppress(JobNotFoundError, BackendUnavailableError):
-                    self._hand_over(order, records.read(order.job).spec)
             running = list(self._readers)
         for job in running:
             self._tell(JobRef(self.name, job))

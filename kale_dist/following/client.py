@@ -146,17 +146,7 @@ class HeadClient:
                 self._put(f"{path}?offset={offset}", view, offset, on_progress)
             on_progress(len(view))
 
-        before = -1
-        while True:
-            try:
-                self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
-            except BackendError as error:
-                # As long as something arrives the connection is only unsteady.
-                if not error.retryable or offset <= before:
-                    raise
-                before = offset
-            else:
-                return
+        self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
 
     def _put(self, path: str, view: memoryview, offset: int, on_progress: Callable[[int], None]) -> None:
         with self._open(_ANSWER_S) as (peer, _):

@@ -1,5 +1,9 @@
 """The copy of one run here: the head's blocks are appended to the same files, each once, in their order.
 
+A thread brings them (`HeadReader`), over a connection, else from the head's stdout. A connection is first, because stdout is
+only a bounded copy of a fast log. Stdout is read where no connection is allowed or none stands for a while, and at the end
+for what is missing. The end of a stream means nothing: the end is the head's verdict, with the number of its last line.
+
 Where the next line and the next event belong is read from the files themselves: a follower that was killed leaves at most
 a torn block, which is cut off. Lines that will never come are replaced by one line that says how many are missing and why.
 """
@@ -9,19 +13,21 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pathlib
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kale_dist import contract
+from kale_dist.backends.base import NoConnectionError, Place, RunHandle
 from kale_dist.blobs import fresh
 from kale_dist.contract import (
-    INDEX_AGENT,
     Block,
     BlockReader,
     EventBlock,
     EventKind,
-    Foreign,
     JobFiles,
     OutcomePart,
     ProgressBlock,
@@ -29,15 +35,26 @@ from kale_dist.contract import (
     StateName,
     Stream,
 )
-from kale_dist.errors import StoreError
-from kale_dist.following.reader import INDEX_ENTRY, read_index
+from kale_dist.errors import BackendError, StoreError
+from kale_dist.following.client import HeadClient
 
 PROGRESS_S = 0.2
 """Readers look at progress five times a second at most."""
 
-_UNNUMBERED = (1 << 64) - 1
+SILENCE_S = 45.0
+"""A connection without a byte for so long is opened again from the last line: a tunnel that died (a laptop that slept)
+says nothing. The head says something every 15 s."""
+
+CONNECT_S = 15.0
+"""A head that cannot be connected to for so long is read from its stdout until it can."""
+
+PAUSE_S = 0.5
+"""Between two tries to connect."""
+
 _PIECE_BYTES = 1 << 20
-_FOREIGN = b"#pod 0: "
+_DROPPED = "the head keeps only the newest part of a long log"
+_ENDED = "the head ended before they could be copied"
+_TAIL_BYTES = 1 << 20
 _FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
 
@@ -72,13 +89,10 @@ class RunCopy:
         self._progress: dict[str, Any] = {}
         self._progress_written = 0.0
         self._parts: dict[tuple[int, int], list[bytes]] = {}
-        self._foreign_seen = self._foreign_copied = 0
         self._log_lines: list[bytes] = []
-        self._index: list[bytes] = []
         with _writable(files):
             self._log = files.log.open("ab", buffering=0)
             self._events = files.events.open("ab", buffering=0)
-            self._index_file = files.log_index.open("ab", buffering=0)
             self.next_line = self._recover_log()
             self.next_event = self._recover_events()
 
@@ -87,17 +101,13 @@ class RunCopy:
         """Whether all that the head had to say is here."""
         return self.verdict is not None and self.next_line >= (self.verdict.get("next_line") or 0)
 
-    def begin_stdout(self) -> None:
-        """The head's stdout is about to be read from its beginning: what was copied before is left out."""
-        self._foreign_seen = 0
-        self._parts.clear()
-
-    def take(self, blocks: Iterable[Block], *, missing: str = "") -> None:
+    def take(self, blocks: Iterable[Block], *, missing: str = "", is_last: bool = False) -> None:
         """Append what is new, and write it to the disk.
 
         Args:
             blocks: From a connection or from the head's stdout.
             missing: Why lines are missing that were skipped, as a clause after "because"; empty if they may still be had.
+            is_last: Whether stdout is read for the last time: what no agent wrote there is copied then, and only then.
 
         Raises:
             GapError: Something was skipped, and `missing` is empty. What came before is kept.
@@ -115,14 +125,14 @@ class RunCopy:
                         self._progress[name] = block.event
                 elif isinstance(block, OutcomePart):
                     self._take_part(block)
-                else:
-                    self._take_foreign(block)
+                elif is_last and block.text.strip():
+                    self._append_own(b"pod 0: " + contract.clean(block.text)[: contract.MAX_LINE_BYTES])
         finally:
             self.flush()
 
     def say(self, text: str) -> None:
         """Append a line of our own, which has no number."""
-        self._append_own(f"#{text}".encode())
+        self._append_own(text.encode())
         self.flush()
 
     def flush(self) -> None:
@@ -135,11 +145,8 @@ class RunCopy:
         if not self._log_lines and not is_due:
             return
         with _writable(self._files):
-            if self._log_lines:
-                # The index last: its entries never point behind the log's end.
-                _write_all(self._log, b"".join(self._log_lines))
-                _write_all(self._index_file, b"".join(self._index))
-                self._log_lines, self._index = [], []
+            _write_all(self._log, b"".join(self._log_lines))
+            self._log_lines = []
             if is_due:
                 self._write_progress()
         self._on_change()
@@ -161,8 +168,8 @@ class RunCopy:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._log, self._events, self._index_file):
-            file.close()
+        self._log.close()
+        self._events.close()
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +181,7 @@ class RunCopy:
             return
         if record.first > self.next_line:
             self.skip_lines(record.first, missing)
-        self._append(record.since(self.next_line), record.rank)
+        self._log_lines.append(record.since(self.next_line).encode())
         self.next_line = following
         self.last_attempt = max(self.last_attempt, record.attempt)
 
@@ -192,62 +199,31 @@ class RunCopy:
             raise GapError
         lines = "1 line is" if count == 1 else f"{count:,} lines are"
         numbers = f"{self.next_line:,}" if count == 1 else f"{self.next_line:,} to {following - 1:,}"
-        self._append_own(f"#{lines} missing here (number {numbers}), because {missing}".encode())
+        self._append_own(f"{lines} missing here (number {numbers}), because {missing}".encode())
         self.next_line = following
 
-    def _take_foreign(self, block: Foreign) -> None:
-        self._foreign_seen += 1
-        if self._foreign_seen <= self._foreign_copied or not block.text.strip():
-            return
-        self._foreign_copied = self._foreign_seen
-        text = contract.clean(block.text)[: contract.MAX_LINE_BYTES]
-        self._append_own(_FOREIGN + text)
-
     def _append_own(self, line: bytes) -> None:
-        ms = int(time.time() * 1000)
-        body = contract.body_of(Stream.AGENT, [line.removeprefix(b"#")])
-        self._append(Record(first=None, count=1, ms=ms, attempt=self.last_attempt, rank=None, body=body), None)
-
-    def _append(self, record: Record, rank: int | None) -> None:
-        data = record.encode()
-        first = _UNNUMBERED if record.first is None else record.first
-        self._index.append(INDEX_ENTRY.pack(first, self._size, record.count, INDEX_AGENT if rank is None else rank))
-        self._log_lines.append(data)
-        self._size += len(data)
+        body = contract.body_of(Stream.AGENT, [line])
+        self._log_lines.append(contract.encode_record(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
 
     def _recover_log(self) -> int:
-        """Cut off what is torn, complete the index; gives the number of the next line."""
-        index = read_index(self._files)
-        start = index[-1][1] if index else 0
-        self._index_file.truncate(INDEX_ENTRY.size * max(0, len(index) - 1))
-        following = max((first + count for first, _, count, _ in index if first != _UNNUMBERED), default=0)
-        self._size = start
-        blocks = BlockReader()
+        """Cut off what is torn; gives the number of the next line."""
+        span, following = _TAIL_BYTES, 0
         with self._files.log.open("rb") as file:
-            self._foreign_copied = self._count_foreign(
-                file, [entry[1] for entry in index[:-1] if entry[0] == _UNNUMBERED]
-            )
-            file.seek(start)
-            while piece := file.read(_PIECE_BYTES):
-                for block in blocks.feed(piece):
+            size = file.seek(0, io.SEEK_END)
+            while True:
+                found = contract.record_after(file, size - span) if size > span else None
+                start = file.seek(0 if found is None else found[0])
+                blocks = BlockReader()
+                for block in blocks.feed(file.read()):
                     if isinstance(block, Record):
-                        self._append(block, block.rank)
-                        self._foreign_copied += block.first is None and block.body.startswith(_FOREIGN)
-                        following = max(following, block.next or 0)
-        self._size = start + blocks.whole_bytes
-        self._log.truncate(self._size)
-        _write_all(self._index_file, b"".join(self._index))
-        self._log_lines, self._index = [], []
+                        following = block.next or following
+                # Lines of our own have no number: what comes before them has.
+                if following or not start:
+                    break
+                span *= 8
+        self._log.truncate(start + blocks.whole_bytes)
         return following
-
-    @staticmethod
-    def _count_foreign(file: io.BufferedReader, offsets: Iterable[int]) -> int:
-        count = 0
-        for offset in offsets:
-            file.seek(offset)
-            file.readline()
-            count += file.read(len(_FOREIGN)) == _FOREIGN
-        return count
 
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
 
@@ -259,7 +235,7 @@ class RunCopy:
                 raise GapError
             count = block.number - self.next_event
             events = "1 event is" if count == 1 else f"{count:,} events are"
-            self._append_own(f"#{events} missing here (metrics or states of ranks), because {missing}".encode())
+            self._append_own(f"{events} missing here (metrics or states of ranks), because {missing}".encode())
         event = block.event
         # Lines before an event are on the disk before it: who sees a rank's end can read its last line.
         self.flush()
@@ -300,7 +276,9 @@ class RunCopy:
     def _take_part(self, part: OutcomePart) -> None:
         """Outcomes are signed themselves: one that is not this job's is refused when it is read."""
         target = self._files.outcome(part.attempt, part.rank)
-        parts = self._parts.setdefault((part.attempt, part.rank), [])
+        if not part.index:
+            self._parts[part.attempt, part.rank] = []
+        parts = self._parts.get((part.attempt, part.rank), [])
         if part.index != len(parts) or part.rank >= self.world_size or target.exists():
             return
         parts.append(part.data)
@@ -308,6 +286,178 @@ class RunCopy:
             with _writable(self._files), fresh(target) as file:
                 file.write_bytes(b"".join(parts))
             del self._parts[part.attempt, part.rank]
+
+
+# -- the thread ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time and waiting, as a follower uses them; tests have one of their own."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def wait(self, woken: threading.Event, seconds: float) -> None:
+        """Wait until the event is set, so long at most."""
+        woken.wait(seconds)
+
+
+class HeadReader:
+    """Follows the head of one run until it has ended and all of it that can be had is here.
+
+    Args:
+        place: Where the run is.
+        handle: The run.
+        client: For requests to the head; None where this user has no key.
+        copy: Where to write; no other thread appends to it meanwhile.
+        has_ended: Whether the head's container has ended or is gone.
+        on_change: Called when it has ended, or what it says about itself has changed.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        handle: RunHandle,
+        client: HeadClient | None,
+        copy: RunCopy,
+        has_ended: Callable[[], bool],
+        on_change: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self.is_drained = False
+        """Whether nothing more will come."""
+        self.problem = ""
+        """Why there is no connection although there should be one, as a sentence."""
+        self.error: StoreError | None = None
+        """Why it gave up: the disk is full, or the job was deleted here."""
+        self._place = place
+        self._handle = handle
+        self._client = client
+        self._copy = copy
+        self._has_ended = has_ended
+        self._on_change = on_change
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._end_stream: Callable[[], None] | None = None
+        # Why lines that stdout lacks are not fetched: empty while a connection may still bring them.
+        self._only_stdout = "" if client is not None else "only the user who started the job can connect to its head"
+        self._failing_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kale_dist copy {handle.object}", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Read no more; what comes later is found by the next follower."""
+        self._stopped.set()
+        self.hurry()
+        self._thread.join(timeout_s)
+
+    def hurry(self) -> None:
+        """End a connection that may wait for a head that is gone."""
+        end = self._end_stream
+        if end is not None:
+            with contextlib.suppress(OSError, BackendError):
+                end()
+
+    # -- inside, in the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set() and not self._copy.is_complete:
+                # Asked before reading: what a head has said before its end is then read for certain.
+                ended = self._has_ended()
+                if ended:
+                    break
+                self._read_once()
+                if not self._copy.is_complete:
+                    self._clock.wait(self._stopped, PAUSE_S)
+            if not self._stopped.is_set() and not self._copy.is_complete:
+                self._read_the_rest()
+        except StoreError as error:
+            self.error = error
+        finally:
+            self.is_drained = not self._stopped.is_set() and self.error is None
+            self._on_change()
+
+    def _read_once(self) -> None:
+        """Read until the stream ends, for any reason."""
+        if self._client is None or self._only_stdout:
+            with contextlib.suppress(BackendError):
+                self._read_stdout(follow=True, missing=self._only_stdout)
+            return
+        try:
+            self._read_connection(self._client)
+        except NoConnectionError as error:
+            self._only_stdout = (
+                f"there is no connection to the head, whose stdout has only a part of a fast log: {error}"
+            )
+        except BackendError as error:
+            now = self._clock.monotonic()
+            if self._failing_since is None:
+                self._failing_since = now
+            elif now - self._failing_since > CONNECT_S:
+                self._set_problem(f"{error}")
+                with contextlib.suppress(BackendError, GapError):
+                    self._read_stdout(follow=False, missing="")
+
+    def _read_connection(self, client: HeadClient) -> None:
+        with client.stream(self._copy.next_line, self._copy.next_event, SILENCE_S) as (pieces, end):
+            self._end_stream = end
+            try:
+                self._failing_since = None
+                self._set_problem("")
+                self._take(pieces, _DROPPED)
+            finally:
+                self._end_stream = None
+
+    def _read_stdout(self, *, follow: bool, missing: str, is_last: bool = False) -> None:
+        with self._place.head_output(self._handle, follow=follow) as pieces:
+            self._take(pieces, missing, is_last=is_last)
+
+    def _take(self, pieces: Iterator[bytes], missing: str, *, is_last: bool = False) -> None:
+        blocks = BlockReader()
+        for piece in pieces:
+            if self._stopped.is_set():
+                return
+            self._copy.take(blocks.feed(piece), missing=missing, is_last=is_last)
+            if self._copy.is_complete:
+                return
+        if not self._stopped.is_set():
+            self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
+
+    def _read_the_rest(self) -> None:
+        """The head has ended: its folder, where its place still has it, then its stdout, then say what is missing."""
+        with contextlib.suppress(BackendError), tempfile.TemporaryDirectory(prefix="kale-dist-") as folder:
+            self._read_files(pathlib.Path(folder))
+        if not self._copy.is_complete:
+            with contextlib.suppress(BackendError):
+                self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
+        verdict = self._copy.verdict
+        if verdict is not None:
+            self._copy.skip_lines(verdict.get("next_line") or 0, _ENDED)
+            self._copy.flush()
+
+    def _read_files(self, folder: pathlib.Path) -> None:
+        log, events = folder / "log", folder / "events"
+        if self._place.fetch(self._handle, "log", log):
+            with log.open("rb") as file:
+                blocks = BlockReader()
+                while (piece := file.read(_PIECE_BYTES)) and not self._stopped.is_set():
+                    self._copy.take(blocks.feed(piece), missing=_DROPPED)
+        if self._place.fetch(self._handle, "events", events) and not self._stopped.is_set():
+            found = contract.decode_json_lines(events.read_bytes())
+            self._copy.take((EventBlock(number=at, event=event) for at, event in enumerate(found)), missing=_DROPPED)
+
+    def _set_problem(self, problem: str) -> None:
+        if problem != self.problem:
+            self.problem = problem
+            self._on_change()
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

@@ -21,8 +21,7 @@ from kale_dist.backends.base import JobRef, Look, Part, Place, RunHandle
 from kale_dist.contract import EventKind, FailureCause, StateName
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
 from kale_dist.following.client import HeadClient
-from kale_dist.following.copy import RunCopy
-from kale_dist.following.head_reader import Clock, HeadReader
+from kale_dist.following.copy import Clock, HeadReader, RunCopy
 from kale_dist.following.reader import JobReader
 from kale_dist.following.results import Results
 from kale_dist.following.verdict import (

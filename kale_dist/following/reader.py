@@ -1,6 +1,6 @@
 """Reads a job's folder, from any process and for all backends: its status and its log.
 
-A job's runs are read in order as one log. A line's `sequence` is its position there; an attempt counts through all runs.
+A job's runs are read in order as one log; an attempt counts through all runs.
 """
 
 from __future__ import annotations
@@ -8,33 +8,24 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import io
 import json
 import pathlib
-import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from kale_dist import contract, records
 from kale_dist.backends.base import Backend, JobRef
-from kale_dist.contract import (
-    INDEX_AGENT,
-    INDEX_ENTRY_BYTES,
-    BlockReader,
-    FailureCause,
-    JobFiles,
-    LogLine,
-    RankStateName,
-    StateName,
-)
+from kale_dist.contract import BlockReader, FailureCause, JobFiles, LogLine, RankStateName, StateName
 from kale_dist.contract import Record as LogRecord
 from kale_dist.errors import JobNotFoundError
 from kale_dist.records import Record
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
 
 _PIECE_BYTES = 1 << 20
-INDEX_ENTRY = struct.Struct(">QQII")
-"""Number of the first line, offset in the log, count of lines, rank; as `contract.INDEX_ENTRY_BYTES` says."""
+_TAIL_BYTES = 1 << 18
+"""The last lines are looked for in so much of a log, and then in more and more of it."""
 
 
 class LogReader:
@@ -46,7 +37,7 @@ class LogReader:
 
     def __init__(self, job: JobFiles) -> None:
         self._job = job
-        self._sequence = self._offset = 0
+        self._offset = self._next = 0
         self._begin(1)
 
     def read(self, ranks: Iterable[int] | None = None) -> Iterator[LogLine]:
@@ -55,12 +46,15 @@ class LogReader:
         Args:
             ranks: Only these ranks' lines; None for all, and what agents say.
         """
-        yield from self._lines(self._records(), None if ranks is None else frozenset(ranks))
+        wanted = None if ranks is None else frozenset(ranks)
+        for record in self._records():
+            if wanted is None or record.rank in wanted:
+                yield from self._of_run(record).lines()
 
     def tail(self, count: int, ranks: Iterable[int] | None = None) -> Sequence[LogLine]:
         """The last lines of those there are; `read` then gives what comes after them.
 
-        The index finds them: a long log costs no more than a short one, and neither does a rank that was silent since.
+        A long log is read from its end, and whole only for a rank that has written fewer lines.
 
         Args:
             count: How many lines at most.
@@ -70,19 +64,16 @@ class LogReader:
         last = 1
         while self._job.run(last + 1).run_facts.exists():
             last += 1
-        indexes = [read_index(self._job.run(number)) for number in range(1, last + 1)]
-        sizes = [sum(entry[2] for entry in index) for index in indexes]
         found: list[LogLine] = []
         end: tuple[int, int] | None = None
         for number in range(last, 0, -1):
             self._begin(number)
-            self._sequence = sum(sizes[: number - 1])
-            found = [*self._tail_of_run(indexes[number - 1], count - len(found), wanted), *found]
-            end = end or (self._sequence, self._offset)
+            found = [*self._tail_of_run(count - len(found), wanted), *found]
+            end = end or (self._offset, self._next)
             if len(found) >= count:
                 break
         self._begin(last)
-        self._sequence, self._offset = end or (0, 0)
+        self._offset, self._next = end or (0, 0)
         return tuple(found)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -93,12 +84,6 @@ class LogReader:
         self._first_attempt = 0 if number == 1 else _first_attempt(self._files)
         self._offset = 0
         self._next = 0
-
-    def _lines(self, found: Iterable[LogRecord], wanted: frozenset[int] | None) -> Iterator[LogLine]:
-        for record in found:
-            first, self._sequence = self._sequence, self._sequence + record.count
-            if wanted is None or record.rank in wanted:
-                yield from self._of_run(record).lines(first)
 
     def _of_run(self, record: LogRecord) -> LogRecord:
         """With its attempt counted through all runs."""
@@ -129,30 +114,17 @@ class LogReader:
                         self._next = block.first + block.count
                     yield block
 
-    def _tail_of_run(
-        self, index: Sequence[tuple[int, int, int, int]], count: int, wanted: frozenset[int] | None
-    ) -> list[LogLine]:
+    def _tail_of_run(self, count: int, wanted: frozenset[int] | None) -> list[LogLine]:
         """The last lines of one run; leaves the reader at its end."""
-        # The index may lack what was appended just now: from its last entry on, the log itself is read.
-        known = index[:-1]
-        sequence = self._sequence = self._sequence + sum(entry[2] for entry in known)
-        self._offset = index[-1][1] if index else 0
-        late = list(self._lines(self._records_of_run(), wanted))
-        missing, chosen = count - len(late), list[tuple[int, int]]()
-        for _, offset, lines_there, rank in reversed(known):
-            if missing <= 0:
-                break
-            sequence -= lines_there
-            if wanted is None or (rank != INDEX_AGENT and rank in wanted):
-                chosen.append((sequence, offset))
-                missing -= lines_there
-        early: list[LogLine] = []
-        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
-            for first, offset in reversed(chosen):
-                record = _record_at(file, offset)
-                if record is not None:
-                    early += self._of_run(record).lines(first)
-        return [*early, *late][-count:] if count else []
+        span = _TAIL_BYTES
+        while True:
+            self._offset, self._next = _record_before_end(self._files.log, span), 0
+            is_all = not self._offset
+            records = [record for record in self._records_of_run() if wanted is None or record.rank in wanted]
+            if is_all or sum(record.count for record in records) >= count:
+                lines = [line for record in records for line in self._of_run(record).lines()]
+                return lines[-count:] if count else []
+            span *= 8
 
 
 class JobReader:
@@ -291,25 +263,13 @@ def _first_attempt(run: JobFiles) -> int:
     return 0
 
 
-def read_index(run: JobFiles) -> list[tuple[int, int, int, int]]:
-    """Entries of a run's index that belong to its log as it is."""
-    try:
-        data, size = run.log_index.read_bytes(), run.log.stat().st_size
-    except OSError:
-        return []
-    entries = list(INDEX_ENTRY.iter_unpack(data[: len(data) // INDEX_ENTRY_BYTES * INDEX_ENTRY_BYTES]))
-    while entries and entries[-1][1] >= size:
-        entries.pop()
-    return entries
-
-
-def _record_at(file: BinaryIO, offset: int) -> LogRecord | None:
-    file.seek(offset)
-    blocks = BlockReader()
-    while piece := file.read(1 << 16):
-        for block in blocks.feed(piece):
-            return block if isinstance(block, LogRecord) else None
-    return None
+def _record_before_end(log: pathlib.Path, span: int) -> int:
+    """Where a record begins in the last bytes of a log; 0 for the whole log."""
+    with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+        offset = file.seek(0, io.SEEK_END) - span
+        found = contract.record_after(file, offset) if offset > 0 else None
+        return 0 if found is None else found[0]
+    return 0
 
 
 def _identify(path: pathlib.Path) -> tuple[int, int] | None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from kale_dist.contract import InputFiles, PodVariable
+from kale_dist.contract import EXIT_TOLD_TO_END, InputFiles, PodVariable
 
 EXIT_CODE = 78
 """Exit code of a container in which the agent could not be started: the image's Python is too old, or the input cannot
 be unpacked. The container's termination message says which."""
-
-EXIT_TOLD_TO_END = 143
-"""Exit code of a container that got SIGTERM before its agent was there: 128 + SIGTERM."""
 
 # Runs in whatever Python the image has: it has to be valid for all of Python 3, and is not part of the library there. The
 # working folder is taken off the path as `-P` would do it, which versions before 3.11 do not know.

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     kinds = parser.add_subparsers(dest="kind", required=True)
     agent = kinds.add_parser("agent")
     agent.add_argument("--connection", type=int, required=True)
-    agent.add_argument("--socket", required=True)
+    agent.add_argument("--address", required=True)
     agent.add_argument("--kernel-pid", type=int, required=True)
     agent.add_argument("--kernel-start", type=int, required=True)
     forking = kinds.add_parser("forkserver")
@@ -33,17 +33,14 @@ def main(arguments: list[str]) -> int:
 
         lives = processes.is_running(given.kernel_pid, given.kernel_start)
         launched = forkserver_launch.launch() if lives else None
-        from kale_dist.runtime.agent import Settings
         from kale_dist.runtime.agent import main as run_agent
 
         return run_agent(
-            Settings(
-                connection=given.connection,
-                socket_path=given.socket,
-                kernel_pid=given.kernel_pid,
-                kernel_start=given.kernel_start,
-            ),
             launched,
+            connection=given.connection,
+            address=given.address,
+            kernel_pid=given.kernel_pid,
+            kernel_start=given.kernel_start,
         )
     if given.kind == "pod":
         from kale_dist.runtime import forkserver_launch

@@ -1,14 +1,15 @@
-"""The byte server of a head (and, for blobs alone, of a relay): signed HTTP requests, each in a thread of its own.
+"""The byte server of a head: signed HTTP requests, each in a thread of its own.
 
 Every request bears `contract.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
 but for bytes. What fails for another reason comes back as `{"error": sentence}`.
 
-    GET  /stream?line=N&event=M   blocks (`contract`) from line N and event M on, as they come; ends after the last one of
-                                  a job that has ended. No Content-Length
+    GET  /stream?line=N&event=M   blocks (`contract`) from line N and event M on, as they come, and empty lines
+                                  where none comes for long; ends after the last one of a job that has ended.
+                                  No Content-Length
     GET  /status                  state ("waiting-for-input", "running" or "ended"), missing (digests that have to come),
                                   verdict ({state, reason} or None), outcomes (bytes by "attempt-rank"), checkpoint
                                   (bytes or None), next_line, next_event
-    GET  /blobs/<digest>          the bytes; with `Range: bytes=N-` those from N on
+    GET  /blobs/<digest>          the bytes
     GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
     PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come. 409 with
                                   {"received"} if N is not where the last one ended. 422: wrong digest, begin again at 0
@@ -28,16 +29,15 @@ import json
 import os
 import pathlib
 import re
-import select
 import socket
-import struct
 import threading
 import urllib.parse
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from kale_dist import contract
 from kale_dist.blobs import FolderStore, digest_of
-from kale_dist.contract import INDEX_ENTRY_BYTES, MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, Record, check_request
+from kale_dist.contract import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, Record, check_request
 from kale_dist.errors import StoreError
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.writer import JobWriter
@@ -48,32 +48,10 @@ SILENCE_LIMIT_S = 60.0
 _MAX_BODY_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
 _OUTCOME = re.compile(r"outcome-(\d{1,6}-\d{1,6})", re.ASCII)
-_INDEX = struct.Struct(">QQII")
-
-
-class Handler(Protocol):
-    """What the head does about requests. Called in the server's threads."""
-
-    @property
-    def writer(self) -> JobWriter:
-        """What writes the job's folder."""
-        ...
-
-    def status(self) -> dict[str, Any]:
-        """State, missing, verdict."""
-        ...
-
-    def cancel_requested(self, grace_s: float) -> None:
-        """The notebook wants the job to end."""
-        ...
-
-    def acknowledged(self) -> None:
-        """The notebook has all it wants."""
-        ...
 
 
 class ByteServer:
-    """Serves until it is closed.
+    """Serves until it is closed. What it calls, it calls in threads of its own.
 
     Args:
         host: Address to listen on; empty for all, of both IP versions.
@@ -81,22 +59,37 @@ class ByteServer:
         key: The job's secret.
         files: The job's folder.
         store: Where blobs go and come from.
-        handler: The head; None: only blobs are served.
+        writer: What writes that folder.
+        status: Gives what the head says of itself: state, missing, verdict.
+        cancel: Ends the job, with a grace in seconds.
+        acknowledge: The notebook has all it wants.
 
     Raises:
         OSError: The port is taken.
     """
 
     def __init__(
-        self, host: str, port: int, *, key: bytes, files: JobFiles, store: FolderStore, handler: Handler | None = None
+        self,
+        host: str,
+        port: int,
+        *,
+        key: bytes,
+        files: JobFiles,
+        store: FolderStore,
+        writer: JobWriter,
+        status: Callable[[], dict[str, Any]],
+        cancel: Callable[[float], None],
+        acknowledge: Callable[[], None],
     ) -> None:
         self.key = key
         self.files = files
         self.store = store
-        self.handler = handler
+        self.writer = writer
+        self.cancel = cancel
+        self.acknowledge = acknowledge
+        self._status = status
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
-        self.uploads: dict[str, socket.socket] = {}
         self.upload_locks: dict[str, threading.Lock] = {}
         self._server = _Server(open_port(host, port, 1024), self)
         self.port: int = self._server.socket.getsockname()[1]
@@ -114,19 +107,19 @@ class ByteServer:
             return _part(self.store.path(digest)).stat().st_size
         return 0
 
-    def status(self, handler: Handler) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """What `GET /status` answers."""
         outcomes = {}
         for path in self.files.folder.glob("outcome-*"):
             if (named := _OUTCOME.fullmatch(path.name)) is not None:
                 outcomes[named[1]] = path.stat().st_size
-        checkpoint, written = self.files.checkpoint, handler.writer.written
+        checkpoint, written = self.files.checkpoint, self.writer.written
         return {
             "outcomes": outcomes,
             "checkpoint": checkpoint.stat().st_size if checkpoint.exists() else None,
             "next_line": written.next_line,
             "next_event": written.events,
-            **handler.status(),
+            **self._status(),
         }
 
     def close(self) -> None:
@@ -232,34 +225,28 @@ class _Request(http.server.BaseHTTPRequestHandler):
         match self.command, *path:
             case "GET", "blobs", digest:
                 self._send_file(_blob(owner.store, digest))
-                return
             case "GET", "blobs", digest, "size":
                 whole = _blob(owner.store, digest)
                 is_whole = whole.exists()
                 received = whole.stat().st_size if is_whole else owner.received(digest)
                 self._reply(200, {"received": received, "complete": is_whole})
-                return
-        handler = owner.handler
-        if handler is None:
-            raise FileNotFoundError
-        match self.command, *path:
             case "GET", "stream":
-                self._stream(handler.writer, int(query.get("line", "0")), int(query.get("event", "0")))
+                self._stream(owner.writer, int(query.get("line", "0")), int(query.get("event", "0")))
             case "GET", "status":
-                self._reply(200, owner.status(handler))
+                self._reply(200, owner.status())
             case "PUT", "blobs", digest:
                 self._take(digest, int(query.get("offset", "0")))
             case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
                 self._send_file(owner.files.folder / name)
             case "POST", "ack":
                 self._reply(200, {})
-                handler.acknowledged()
+                owner.acknowledge()
             case "POST", "cancel":
                 grace_s = float(json.loads(body)["grace_s"])
                 if not grace_s >= 0:
                     raise ValueError("grace_s has to be 0 or more")
                 self._reply(200, {})
-                handler.cancel_requested(grace_s)
+                owner.cancel(grace_s)
             case _:
                 raise FileNotFoundError
 
@@ -274,7 +261,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         with owner.files.log.open("rb") as log, owner.files.events.open("rb") as events:
             written = writer.written
-            log.seek(max(written.log_start, _offset_of(owner.files, line)))
+            log.seek(_offset_of(log, line, written.log_start, written.log_bytes))
             # The first record may begin before the line that is wanted.
             first: BlockReader | None = BlockReader()
             for _ in range(event):
@@ -307,13 +294,9 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 if written.is_last:
                     return
                 with owner.news:
-                    if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4) and self._is_gone():
-                        return
-
-    def _is_gone(self) -> bool:
-        """Whether the reader has closed its end, which a stream without news would not notice."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+                    if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4):
+                        # So that both sides notice an end of the connection.
+                        self.wfile.write(b"\n")
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -321,10 +304,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
         """Take the body of a PUT, append it, and answer."""
         owner, whole = self.server.owner, _blob(self.server.owner.store, digest)
         size, part = int(self.headers.get(SIZE_HEADER, "")), _part(whole)
-        # A later request ends one that hangs since its connection was cut.
-        if (before := owner.uploads.get(digest)) is not None:
-            with contextlib.suppress(OSError):
-                before.shutdown(socket.SHUT_RDWR)
         with owner.upload_locks.setdefault(digest, threading.Lock()):
             if whole.exists():
                 self._reply(200, {"received": size, "complete": True})
@@ -335,7 +314,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
             if offset != received:
                 self._reply(409, {"received": received})
                 return
-            owner.uploads[digest] = self.connection
             try:
                 part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with part.open("ab") as file:
@@ -349,8 +327,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 raise
             except OSError as error:
                 raise StoreError(f"The pod cannot keep a part of the snapshot: {error.strerror}.") from error
-            finally:
-                owner.uploads.pop(digest, None)
             if received < size:
                 self._reply(200, {"received": received, "complete": False})
                 return
@@ -366,28 +342,18 @@ class _Request(http.server.BaseHTTPRequestHandler):
     def _send_file(self, path: pathlib.Path) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            wanted = re.fullmatch(r"bytes=(\d{1,15})-", self.headers.get("Range", ""), re.ASCII)
-            if wanted is None:
-                first = 0
-                self._head(200, size)
-            elif (first := int(wanted[1])) < size:
-                self._head(206, size - first, ("Content-Range", f"bytes {first}-{size - 1}/{size}"))
-            else:
-                first = size
-                self._head(416, 0, ("Content-Range", f"bytes */{size}"))
+            self._head(200, size)
             self.wfile.flush()
-            if first < size:
-                self.connection.sendfile(file, first, size - first)
+            self.connection.sendfile(file)
 
     def _reply(self, code: int, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
         self._head(code, len(data))
         self.wfile.write(data)
 
-    def _head(self, code: int, size: int, *headers: tuple[str, str]) -> None:
+    def _head(self, code: int, size: int) -> None:
         self.send_response_only(code)
-        for name, value in (("Content-Length", str(size)), *headers):
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(size))
         self.end_headers()
 
     def _refuse(self) -> None:
@@ -396,21 +362,17 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-def _offset_of(files: JobFiles, line: int) -> int:
-    """Where in the log the record with a line begins, or one before it."""
-    with contextlib.suppress(OSError), files.log_index.open("rb") as index:
-        low, high = 0, os.fstat(index.fileno()).st_size // INDEX_ENTRY_BYTES
-        while low < high:
-            middle = (low + high) // 2
-            index.seek(middle * INDEX_ENTRY_BYTES)
-            if _INDEX.unpack(index.read(INDEX_ENTRY_BYTES))[0] <= line:
-                low = middle + 1
-            else:
-                high = middle
-        if low:
-            index.seek((low - 1) * INDEX_ENTRY_BYTES)
-            return int(_INDEX.unpack(index.read(INDEX_ENTRY_BYTES))[1])
-    return 0
+def _offset_of(log: BinaryIO, line: int, start: int, stop: int) -> int:
+    """Where the record with a line begins, or one before it, among the records from `start` to `stop`."""
+    found, low, high = start, start, stop
+    while low < high:
+        middle = (low + high) // 2
+        after = contract.record_after(log, middle)
+        if after is None or after[0] >= stop or after[1] > line:
+            high = middle
+        else:
+            found, low = after[0], after[0] + 1
+    return found
 
 
 def _blob(store: FolderStore, digest: str) -> pathlib.Path:

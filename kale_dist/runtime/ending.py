@@ -8,18 +8,16 @@ import json
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from kale_dist.contract import FailureCause, RankStateName, StateName
+from kale_dist.contract import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName
+from kale_dist.runtime.rank_run import RankRun
 
 MAX_BYTES = 4096
 """A kubelet reads no more of a termination message."""
 
 EXIT_OURS = 70
 """Our own code failed; as EX_SOFTWARE."""
-
-EXIT_TOLD_TO_END = 143
-"""128 + SIGTERM."""
 
 BLAME_AFTER_S = 0.15
 """A rank that dies takes the others along with errors of their own; its end may be reported after theirs."""
@@ -28,39 +26,6 @@ BLAME_FAR_AFTER_S = 0.5
 """The same where ranks run in several pods."""
 
 _PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|nccl|peer|socket|store", re.IGNORECASE)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class End:
-    """How a rank's process ended."""
-
-    exit_code: int | None = None
-    signal: str | None = None
-    reason: str = ""
-    """Why it never was, or why it went with what kept it; empty for an end of its own."""
-    memory_limit: str = ""
-    """What ran out, where the kernel killed it because memory ran out: `memory.limit_text`."""
-    tail: tuple[str, ...] = ()
-    """Its last lines: of stderr if there are any, else of stdout."""
-
-
-class Rank(Protocol):
-    """What is judged of a rank."""
-
-    @property
-    def rank(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def done(self) -> dict[str, Any] | None:
-        """Its own account of how the call went, once the outcome is written."""
-        ...
-
-    @property
-    def end(self) -> End | None:
-        """How its process ended."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,14 +40,13 @@ class Verdict:
     """The rank that failed first; None if there is none, or it is unknown."""
     error_type: str = ""
     """Of its exception, if it raised one."""
-    error_text: str = ""
     last_line: str = ""
     """The last line it wrote, if it died."""
     may_restart: bool = False
     """Whether another attempt could end otherwise: a rank was lost, and memory did not run out."""
 
 
-def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
+def rank_state(rank: RankRun, *, stopped: bool) -> RankStateName:
     """The final state of a rank that has ended.
 
     Args:
@@ -94,7 +58,7 @@ def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
     return RankStateName.STOPPED if stopped else RankStateName.FAILED
 
 
-def blame(failures: Sequence[Rank]) -> Verdict:
+def blame(failures: Sequence[RankRun]) -> Verdict:
     """The verdict on a job with failed ranks.
 
     Args:
@@ -107,13 +71,13 @@ def blame(failures: Sequence[Rank]) -> Verdict:
     return _describe(first or failures[0])
 
 
-def lost_peer(rank: Rank) -> bool:
+def lost_peer(rank: RankRun) -> bool:
     """Whether a rank's error only says that it lost another rank."""
     done = rank.done or {}
     return bool(_PEER_GONE.search(done.get("error_text", ""))) and done.get("error_type", "").endswith("Error")
 
 
-def _describe(rank: Rank) -> Verdict:
+def _describe(rank: RankRun) -> Verdict:
     if rank.done is not None:
         return _describe_error(rank.rank, rank.done)
     end = rank.end
@@ -143,10 +107,10 @@ def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
     cause, what = FailureCause.ERROR, "failed"
     if done.get("not_started"):
         cause, what = FailureCause.NOT_STARTED, "could not start"
-    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, error_type=kind, error_text=text)
+    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, error_type=kind)
 
 
-def _failed(cause: FailureCause, reason: str, rank: Rank) -> Verdict:
+def _failed(cause: FailureCause, reason: str, rank: RankRun) -> Verdict:
     tail = rank.end.tail if rank.end is not None else ()
     return Verdict(StateName.FAILED, cause, reason, rank=rank.rank, last_line=tail[-1] if tail else "")
 

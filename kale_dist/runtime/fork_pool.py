@@ -10,8 +10,7 @@ from typing import Any
 
 from kale_dist import contract
 from kale_dist.runtime import forkserver_launch, processes
-from kale_dist.runtime.ending import End
-from kale_dist.runtime.near_rank import NearRank
+from kale_dist.runtime.near_rank import End, NearRank
 
 SPARES = 2
 """Ranks forked ahead of the next job."""

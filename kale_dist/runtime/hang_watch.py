@@ -46,6 +46,9 @@ LOOKS_AFTER_S = (0.5, 0.7)
 
 LATER_LOOKS_S = 2.0
 
+STALL_CHECK_S = 1.0
+"""How often it is checked whether something has moved."""
+
 Fail = Callable[[FailureCause, str], None]
 
 
@@ -77,22 +80,23 @@ class HangWatch:
         self._answer_s = FAR_ANSWER_S if has_far_ranks else ANSWER_S
         self._loop = loop
         self._writer = writer
+        self._stall_warn_s = stall_warn_s
         self._stall_timeout_s = stall_timeout_s
         self._fail = fail
-        self._clock = StallClock(stall_warn_s, stall_timeout_s, time.monotonic())
+        self._moves = 0
+        self._moved_at = time.monotonic()
+        self._has_warned = False
         self._last: dict[int, Sample] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._stopped = False
         self._said_waiting: list[int] = []
         self._in_first_step = False
-        self._plan_stall_look()
+        self._plan_stall_check()
 
-    def moved(self, event: dict[str, Any] | None) -> None:
-        """A rank has given a sign of progress: an event, or (None) a line of output."""
-        self._clock.moved(time.monotonic())
-        if event is not None and event.get("event") == EventKind.PROGRESS:
-            # Loading and compiling before the first step of a training may take long and is no stall.
-            self._in_first_step = not event.get("step") and event.get("epoch") in (None, 1)
+    def progressed(self, event: dict[str, Any]) -> None:
+        """A rank has sent an event of kind progress."""
+        # Loading and compiling before the first step of a training may take long and is no stall.
+        self._in_first_step = not event.get("step") and event.get("epoch") in (None, 1)
 
     def rank_done(self) -> None:
         """A rank has ended while others have not: they may wait for it."""
@@ -120,9 +124,13 @@ class HangWatch:
         def answered() -> None:
             if not self._stopped:
                 present = [rank for rank in ranks if rank.done is None and rank.end is None]
-                then({rank.rank: sample_of(rank) for rank in present}, {rank.rank: rank.dump for rank in present})
+                then({rank.rank: self._sample_of(rank) for rank in present}, {rank.rank: rank.dump for rank in present})
 
         self._loop.call_later(self._answer_s, answered)
+
+    def _sample_of(self, run: RankRun) -> Sample:
+        frames, moves = parse_main_thread(run.dump), self._writer.moves[run.rank]
+        return Sample(frames=frames, cpu_ticks=run.cpu_ticks, moves=moves)
 
     # -- a rank has ended -------------------------------------------------------------------------------------------
 
@@ -159,30 +167,37 @@ class HangWatch:
 
     # -- nothing moves ----------------------------------------------------------------------------------------------
 
-    def _plan_stall_look(self) -> None:
-        wait_s = self._clock.next_look_s(time.monotonic())
-        if wait_s is not None and not self._stopped:
-            # The floor keeps a failure that is held back (the first step) from being asked for without a pause.
-            self._later("stall", max(wait_s, 0.05), self._check_stall)
+    @property
+    def _idle_s(self) -> float:
+        """Seconds since something moved, as far as that was looked at."""
+        now, moves = time.monotonic(), self._writer.moves.total()
+        if moves != self._moves:
+            self._moves, self._moved_at, self._has_warned = moves, now, False
+        return now - self._moved_at
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self._stall_timeout_s is not None and self._idle_s >= self._stall_timeout_s
+
+    def _plan_stall_check(self) -> None:
+        limits = [limit for limit in (self._stall_warn_s, self._stall_timeout_s) if limit is not None]
+        if limits and not self._stopped:
+            self._later("stall", min(STALL_CHECK_S, min(limits) / 4), self._check_stall)
 
     def _check_stall(self) -> None:
-        now = time.monotonic()
         if any(rank.state is RankStateName.PENDING for rank in self._ranks):
             # Torch is still being imported for them, which may take long on a fresh node and is no stall.
-            self._clock.moved(now)
-        if self._clock.failure_is_due(now) and not self._in_first_step:
+            self._moved_at = time.monotonic()
+        if self._is_stalled and not self._in_first_step:
             self._look(self._fail_stalled)
             return
-        if self._clock.warning_is_due(now):
+        if self._stall_warn_s is not None and not self._has_warned and self._idle_s >= self._stall_warn_s:
+            self._has_warned = True
             self._look(self._warn)
-        elif self._clock.failure_is_due(now):
-            self._later("stall", 1.0, self._check_stall)
-            return
-        self._plan_stall_look()
+        self._plan_stall_check()
 
     def _warn(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
-        idle_s = self._clock.idle_s(time.monotonic())
-        self._write_stacks(f"No rank has made progress for {idle_s:.0f} s. Where each of them is:", stacks)
+        self._write_stacks(f"No rank has made progress for {self._idle_s:.0f} s. Where each of them is:", stacks)
         self._last = samples
         self._later("warn", BETWEEN_LOOKS_S, lambda: self._look(self._name_waiting))
 
@@ -190,8 +205,8 @@ class HangWatch:
         self._say_waiting(self._compare(samples), samples)
 
     def _fail_stalled(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
-        if not self._clock.failure_is_due(time.monotonic()):
-            self._plan_stall_look()
+        if not self._is_stalled:
+            self._plan_stall_check()
             return
         self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", stacks)
         waiting = [number for number, sample in samples.items() if sample.may_wait]
@@ -216,7 +231,7 @@ class HangWatch:
     def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
         self._said_waiting = waiting
         busy = [number for number in samples if number not in waiting]
-        seconds = round(self._clock.idle_s(time.monotonic()), 1)
+        seconds = round(self._idle_s, 1)
         self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
         for number in waiting:
             frame = samples[number].user_frame
@@ -296,49 +311,3 @@ def waits(before: Sample, after: Sample) -> bool:
         and after.cpu_ticks - before.cpu_ticks <= IDLE_TICKS
         and before.user_frame == after.user_frame
     )
-
-
-def sample_of(run: RankRun) -> Sample:
-    """What a rank's last answer to `ask_stacks` shows."""
-    return Sample(frames=parse_main_thread(run.dump), cpu_ticks=run.cpu_ticks, moves=run.moves)
-
-
-class StallClock:
-    """Measures how long a job has made no progress.
-
-    Args:
-        warn_s: Seconds after which to warn, once for each stall; None for never.
-        fail_s: Seconds after which the job is to fail; None for never.
-        now: Seconds of a monotonic clock.
-    """
-
-    def __init__(self, warn_s: float | None, fail_s: float | None, now: float) -> None:
-        self._warn_s = warn_s
-        self._fail_s = fail_s
-        self._moved_at = now
-        self._warned = False
-
-    def moved(self, now: float) -> None:
-        """Something moved."""
-        self._moved_at = now
-        self._warned = False
-
-    def idle_s(self, now: float) -> float:
-        """Seconds since something moved."""
-        return now - self._moved_at
-
-    def warning_is_due(self, now: float) -> bool:
-        """Whether to warn now; says so once for each stall."""
-        due = self._warn_s is not None and not self._warned and self.idle_s(now) >= self._warn_s
-        self._warned = self._warned or due
-        return due
-
-    def failure_is_due(self, now: float) -> bool:
-        """Whether the job is to fail now."""
-        return self._fail_s is not None and self.idle_s(now) >= self._fail_s
-
-    def next_look_s(self, now: float) -> float | None:
-        """Seconds until one of the two may be due; None for never."""
-        limits = [self._fail_s] if self._warned else [self._warn_s, self._fail_s]
-        waits_s = [limit - self.idle_s(now) for limit in limits if limit is not None]
-        return max(0.0, min(waits_s)) if waits_s else None

@@ -16,7 +16,7 @@ from kale_dist.errors import KaleDistError, StoreError
 from kale_dist.runtime import ending, pod_input
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.ending import Verdict
-from kale_dist.runtime.job_run import JobRun
+from kale_dist.runtime.job_run import JobRun, open_port
 from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.pod import Pod
 from kale_dist.runtime.prometheus import Gauges, MetricsServer
@@ -31,9 +31,6 @@ LEAVE_LIMIT_S = 20.0
 
 STRAGGLER_LIMIT_S = 60.0
 """How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait otherwise."""
-
-LOST_AFTER_S = 1.0
-"""If the head gets SIGTERM this soon after a relay did, the job was suspended or deleted."""
 
 TERM_GRACE_S = 25.0
 """From SIGTERM to SIGKILL for ranks when the pod gets SIGTERM: time to write a last checkpoint."""
@@ -78,11 +75,27 @@ class Head:
             observe=(lambda _: None) if self._gauges is None else self._gauges.note,
         )
         self._server = ByteServer(
-            pod.place.listen, pod.order.port + 2, key=pod.key, files=pod.files, store=pod.store, handler=self
+            pod.place.listen,
+            pod.order.port + 2,
+            key=pod.key,
+            files=pod.files,
+            store=pod.store,
+            writer=self.writer,
+            status=self._status,
+            cancel=self._cancel,
+            acknowledge=self._acknowledged,
         )
         self._relays: HeadsRelays | None = None
         if order.agents > 1:
-            self._relays = HeadsRelays(order, pod.key, pod.files, pod.place.listen, self, self.writer.say)
+            self._relays = HeadsRelays(
+                order,
+                pod.key,
+                pod.files,
+                open_port(pod.place.listen, order.port + 1, 1024),
+                on_ready=self._start_if_complete,
+                fail=self._fail,
+                say=self.writer.say,
+            )
         self._written: asyncio.Future[None] = pod.loop.create_future()
         mpirun = None
         if order.mpi:
@@ -98,7 +111,7 @@ class Head:
             relays=self._relays,
             holds_floods=True,
             before_end=self._copy_outcomes,
-            beside=mpirun,
+            mpirun=mpirun,
         )
         self._began_at = time.monotonic()
         self._has_blobs = False
@@ -204,27 +217,9 @@ class Head:
                     return
                 self.writer.say(text)
 
-    # -- what relays say: `relays.Owner` ------------------------------------------------------------------------------
+    # -- requests, in the server's threads --------------------------------------------------------------------------
 
-    def relays_are_ready(self) -> None:
-        """All relays have what they need."""
-        self._start_if_complete()
-
-    def relay_refuses(self, reason: str) -> None:
-        """One cannot run its ranks."""
-        self._job.fail(FailureCause.NOT_STARTED, reason)
-
-    def relay_is_lost(self, reason: str) -> None:
-        """One is lost."""
-        self._job.fail(FailureCause.LOST, reason)
-
-    def relay_leaves(self, reason: str) -> None:
-        """The pod of one got SIGTERM."""
-        self._pod.loop.call_later(LOST_AFTER_S, self._job.fail, FailureCause.LOST, reason)
-
-    # -- requests, in the server's threads: `byte_server.Handler` ------------------------------------------------------
-
-    def status(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         """What the server says of this run."""
         verdict = self._job.verdict if self._written.done() else None
         state = "ended" if verdict is not None else "running" if self._has_blobs else "waiting-for-input"
@@ -235,19 +230,18 @@ class Head:
             "verdict": None if verdict is None else {"state": str(verdict.state), "reason": verdict.reason},
         }
 
-    def cancel_requested(self, grace_s: float) -> None:
+    def _cancel(self, grace_s: float) -> None:
         """The notebook wants the job to end."""
         self._pod.loop.call_soon_threadsafe(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s)
 
-    def acknowledged(self) -> None:
+    def _acknowledged(self) -> None:
         """The notebook has all it wants."""
         self._is_acknowledged = True
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _copy_outcomes(self, verdict: Verdict) -> None:
+    def _copy_outcomes(self) -> None:
         """Put small outcomes into stdout, before the verdict, after which it is not read."""
-        del verdict
         if not self._pod.order.outcomes_on_stdout:
             return
         left, paths = STDOUT_OUTCOMES_BYTES, sorted(self._pod.files.folder.glob("outcome-*"), key=_by_rank)

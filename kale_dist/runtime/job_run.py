@@ -14,7 +14,7 @@ import pathlib
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import Assignment, EndsWith, EventKind, FailureCause, JobFiles, Order, RankStateName, StateName
@@ -23,7 +23,9 @@ from kale_dist.runtime import context, ending, loading
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
+from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.relays import HeadsRelays
 from kale_dist.runtime.usage import UsageWatch
 from kale_dist.runtime.writer import JobWriter
 
@@ -32,30 +34,6 @@ FAILURE_GRACE_S = 1.0
 
 EXIT_LIMIT_S = 7.0
 """A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
-
-
-class Relays(Protocol):
-    """What a head knows of its relays, if it has any."""
-
-    def spawn(self, rank: RankRun, attempt: int, port: int, seed: int) -> None:
-        """Have the rank's relay start it."""
-        ...
-
-    def explain_loss(self) -> str:
-        """Which relay is gone, as a sentence; empty if all are there."""
-        ...
-
-
-class Beside(Protocol):
-    """What runs beside the ranks of each attempt: mpirun."""
-
-    def start(self, attempt: int) -> None:
-        """The ranks of an attempt are being started."""
-        ...
-
-    def stop(self) -> None:
-        """None of them is left."""
-        ...
 
 
 class JobRun:
@@ -70,7 +48,7 @@ class JobRun:
         relays: Who looks after the ranks of other agents; None: all ranks are this agent's.
         holds_floods: Whether ranks' output is held to a rate.
         before_end: Called when no rank is left, before the last event.
-        beside: What runs beside the ranks; None for nothing.
+        mpirun: What runs beside the ranks; None for nothing.
     """
 
     def __init__(
@@ -81,10 +59,10 @@ class JobRun:
         writer: JobWriter,
         on_end: Callable[[], None],
         *,
-        relays: Relays | None = None,
+        relays: HeadsRelays | None = None,
         holds_floods: bool = False,
-        before_end: Callable[[Verdict], None] = lambda _: None,
-        beside: Beside | None = None,
+        before_end: Callable[[], None] = lambda: None,
+        mpirun: Mpirun | None = None,
     ) -> None:
         self.order = order
         self.attempt = 0
@@ -99,7 +77,7 @@ class JobRun:
         self._relays = relays
         self._holds_floods = holds_floods
         self._before_end = before_end
-        self._beside = beside
+        self._mpirun = mpirun
         self._files = JobFiles(order.folder)
         self._near = order.ranks_of(0)
         self._port = order.port
@@ -117,7 +95,9 @@ class JobRun:
         self.ranks = self._make_ranks()
 
     def _make_ranks(self) -> list[RankRun]:
-        return [RankRun(rank, self._writer, self.rank_changed, self._moved) for rank in range(self.order.world_size)]
+        return [
+            RankRun(rank, self._writer, self.rank_changed, self._take_event) for rank in range(self.order.world_size)
+        ]
 
     def start(self) -> None:
         """Start the ranks. Failures are reported as events of the job, never raised."""
@@ -145,8 +125,8 @@ class JobRun:
             )
             run.process = process = self._pool.take()
             process.start(run, assignment, listener if run.rank == 0 else None, is_held=self._holds_floods)
-        if self._beside is not None:
-            self._beside.start(self.attempt)
+        if self._mpirun is not None:
+            self._mpirun.start(self.attempt)
         self._watch = HangWatch(
             self.ranks,
             self._loop,
@@ -207,11 +187,11 @@ class JobRun:
             0 not in gone and gone <= set().union(*self._dispensable) and all(one - gone for one in self._dispensable)
         )
 
-    def _moved(self, event: dict[str, Any] | None) -> None:
-        if event is not None and event.get("event") == context.DISPENSABLE:
+    def _take_event(self, event: dict[str, Any]) -> None:
+        if event.get("event") == context.DISPENSABLE:
             self._dispensable = [set(ranks) for ranks in event["sets"]]
-        if self._watch is not None:
-            self._watch.moved(event)
+        elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
+            self._watch.progressed(event)
 
     def _time_is_up(self) -> None:
         self.fail(
@@ -223,9 +203,9 @@ class JobRun:
     # -- what ranks do ----------------------------------------------------------------------------------------------
 
     def rank_changed(self, run: RankRun) -> None:
-        """A rank's `state`, `done`, `end` or `is_held` has changed."""
+        """A rank's `state`, `done` or `end` has changed."""
         is_ending = self.verdict is not None or self._loss is not None
-        if run.end is not None and not run.is_held and run.state in _ALIVE:
+        if run.end is not None and run.state in _ALIVE:
             has_failed = run in self._failures or (run.done is not None and not run.done["ok"])
             if run.done is None and not is_ending and self._can_lose(run.rank):
                 self._lost.append(run)
@@ -327,8 +307,8 @@ class JobRun:
             self._cancel_timers()
             if self._usage is not None:
                 self._usage.stop()
-            if self._beside is not None:
-                self._beside.stop()
+            if self._mpirun is not None:
+                self._mpirun.stop()
             if self.verdict is not None:
                 self._finish(self.verdict)
             elif self._loss is not None:
@@ -356,7 +336,7 @@ class JobRun:
         self._is_over = True
         if self._deadline is not None:
             self._deadline.cancel()
-        self._before_end(verdict)
+        self._before_end()
         reason = verdict.reason
         if verdict.may_restart and self.order.max_restarts:
             reason = f"{reason}. This was attempt {self.attempt + 1} of {self.order.max_restarts + 1}"

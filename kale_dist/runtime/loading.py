@@ -63,12 +63,10 @@ def load(
     modules: pathlib.Path | None = None,
     fill_main: bool = True,
     device: str | None = None,
-    verify_tensors: bool = False,
 ) -> Loaded:
     """Load a snapshot.
 
-    Everything that can run code is checked against its digest first. Tensors are mapped and checked by size alone,
-    unless `verify_tensors`.
+    Everything that can run code is checked against its digest first. Tensors are mapped and checked by size alone.
 
     Args:
         store: Where the blobs are.
@@ -78,7 +76,6 @@ def load(
             keeps what it has, and gets only classes and functions under names that are free.
         device: Where tensors and generators go that were on an accelerator. None: the rank's own device, which is
             "cpu" in a job without CUDA and outside of jobs.
-        verify_tensors: Check the digests of tensors too.
 
     Raises:
         ContractError: The snapshot was taken with another Python, torch or contract version.
@@ -96,9 +93,9 @@ def load(
         _tell_children(store, digest)
         if has_torch():
             reducers.copy_out_on_resize()
-        return _load(store, manifest, main, device, verify_tensors)
+        return _load(store, manifest, main, device)
     main = {"__name__": "__main__", "__builtins__": __builtins__, "__package__": manifest["main"]["package"]}
-    loaded = _load(store, manifest, main, device, verify_tensors)
+    loaded = _load(store, manifest, main, device)
     for made in loaded.references:
         name = getattr(made, "__qualname__", "")
         if getattr(made, "__module__", None) == "__main__" and name.isidentifier():
@@ -116,7 +113,7 @@ def fill_spawned(main: dict[str, Any]) -> None:
     store = blobs.FolderStore(place["store"])
     manifest = read_manifest(store, place["snapshot"])
     sources.install(json.loads(_checked(store, manifest["sources"])))
-    _load(store, manifest, main, "cpu", verify_tensors=False)
+    _load(store, manifest, main, "cpu")
 
 
 def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
@@ -224,15 +221,9 @@ def _checked(store: blobs.Store, digest: str) -> bytes:
     return data
 
 
-def _load(
-    store: blobs.Store,
-    manifest: dict[str, Any],
-    main: dict[str, Any],
-    device: str,
-    verify_tensors: bool,  # noqa: FBT001
-) -> Loaded:
+def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], device: str) -> Loaded:
     data = _checked(store, manifest["pickle"])
-    places = _Places(store, verify_tensors)
+    places = _Places(store)
     references = References()
     surroundings = reducers.Loading(
         storage=lambda index: places.view(*manifest["storages"][index]),
@@ -259,15 +250,14 @@ def _load(
 class _Places:
     """Buffers of a snapshot by blob, offset and size, each time in memory of its own."""
 
-    def __init__(self, store: blobs.Store, verify: bool) -> None:  # noqa: FBT001
+    def __init__(self, store: blobs.Store) -> None:
         self._store = store
-        self._verify = verify
         # Packs of small buffers are read many times; large buffers are mapped again for each caller.
-        self._pack = functools.cache(self._open)
+        self._pack = functools.cache(store.open)
 
     def view(self, blob: str, offset: int, size: int) -> memoryview:
         if size >= reducers.MAPPED_BYTES:
-            return self._slice(self._open(blob), blob, offset, size)
+            return self._slice(self._store.open(blob), blob, offset, size)
         return memoryview(bytearray(self._slice(self._pack(blob), blob, offset, size)))
 
     def _slice(self, data: memoryview, blob: str, offset: int, size: int) -> memoryview:
@@ -277,12 +267,6 @@ class _Places:
                 "Submit the job again."
             )
         return data[offset : offset + size]
-
-    def _open(self, blob: str) -> memoryview:
-        data = self._store.open(blob)
-        if self._verify and blobs.digest_of((data,)) != blob:
-            raise SnapshotDamagedError(f"The blob {blob} of the snapshot is damaged. Submit the job again.")
-        return data
 
 
 def _make_main(manifest: dict[str, Any]) -> types.ModuleType:

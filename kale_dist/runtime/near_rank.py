@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from kale_dist import contract
 from kale_dist.contract import Assignment, Stream
 from kale_dist.runtime import processes, usage
-from kale_dist.runtime.ending import End
 from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter
 from kale_dist.runtime.worker import STACKS_SIGNAL
 
@@ -31,6 +30,20 @@ ANSWER_S = 0.15
 """Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
 
 _LOOK_AGAIN_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """How a rank's process ended."""
+
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: str = ""
+    """Why it never was, or why it went with what kept it; empty for an end of its own."""
+    memory_limit: str = ""
+    """What ran out, where the kernel killed it because memory ran out: `memory.limit_text`."""
+    tail: tuple[str, ...] = ()
+    """Its last lines: of stderr if there are any, else of stdout."""
 
 
 class Listener(Protocol):

@@ -44,6 +44,42 @@ class Outcome:
     """Of the error, as the rank would have printed it, with the lines of the cells."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Signer:
+    """Whose outcome it is, and what it is signed with."""
+
+    key: bytes = dataclasses.field(repr=False)
+    """The job's secret."""
+    job: str
+    """Name of the run's object: `Order.job`."""
+    attempt: int
+    """From 0, as the run's head counts."""
+    rank: int
+
+    def header(self, *, ok: bool) -> dict[str, Any]:
+        """What the container's header says."""
+        return {
+            "contract": contract.VERSION, "job": self.job, "attempt": self.attempt, "rank": self.rank, "ok": ok
+        }  # fmt: skip
+
+    def sign(self, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> str:
+        """HMAC-SHA256 over the header and each buffer with its length."""
+        signature = hmac.new(self.key, json.dumps(header, sort_keys=True).encode(), hashlib.sha256)
+        for buffer in buffers:
+            signature.update(b"\n%d\n" % memoryview(buffer).nbytes)
+            signature.update(buffer)
+        return signature.hexdigest()
+
+    def has_signed(self, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> bool:
+        """Whether a container has this signer's signature."""
+        signed = {name: value for name, value in header.items() if name != "mac"}
+        wanted = self.header(ok=signed.get("ok") is True)
+        if "buffers" in signed:
+            wanted["buffers"] = signed["buffers"]
+        mac = str(header.get("mac")).encode("utf-8", "replace")
+        return hmac.compare_digest(mac, self.sign(wanted, buffers).encode()) and signed == wanted
+
+
 class _OutcomePickler(TensorPickler):
     """Sends what came with the snapshot back as a reference."""
 
@@ -58,24 +94,12 @@ class _OutcomePickler(TensorPickler):
         return super().reducer_override(obj)
 
 
-def write_success(
-    path: str | os.PathLike[str],
-    *,
-    key: bytes,
-    job: str,
-    attempt: int,
-    rank: int,
-    value: object,
-    references: References,
-) -> None:
+def write_success(path: str | os.PathLike[str], *, signer: Signer, value: object, references: References) -> None:
     """Write what a rank's function returned.
 
     Args:
         path: Where to (`contract.JobFiles.outcome`).
-        key: The job's secret.
-        job: The job's name.
-        attempt: The attempt, from 0.
-        rank: The rank.
+        signer: Whose it is.
         value: Anything that can be pickled. Tensors are written from where they are; those on an accelerator arrive
             in main memory.
         references: Of the snapshot that was loaded.
@@ -90,28 +114,18 @@ def write_success(
         raise unpicklable.explain(error, getattr(error, "culprit", value), [("the returned value", value)]) from error
     storages = [_joined(source) for source in pickler.storages]
     buffers = [data, *(buffer.raw() for buffer in pickler.buffers), *storages]
-    header = _header(job, attempt, rank, ok=True) | {"buffers": len(pickler.buffers)}
-    _write(path, key, header, buffers)
+    header = signer.header(ok=True) | {"buffers": len(pickler.buffers)}
+    _write(path, signer, header, buffers)
 
 
 def write_failure(
-    path: str | os.PathLike[str],
-    *,
-    key: bytes,
-    job: str,
-    attempt: int,
-    rank: int,
-    error: BaseException,
-    references: References,
+    path: str | os.PathLike[str], *, signer: Signer, error: BaseException, references: References
 ) -> None:
     """Write what a rank's function raised. However odd the exception is, something readable is written.
 
     Args:
         path: Where to (`contract.JobFiles.outcome`).
-        key: The job's secret.
-        job: The job's name.
-        attempt: The attempt, from 0.
-        rank: The rank.
+        signer: Whose it is.
         error: The exception, with its traceback.
         references: Of the snapshot that was loaded.
 
@@ -127,41 +141,31 @@ def write_failure(
         return data
 
     described = describe_error(error, dump)
-    _write(path, key, _header(job, attempt, rank, ok=False), [json.dumps(described).encode()])
+    _write(path, signer, signer.header(ok=False), [json.dumps(described).encode()])
 
 
-def read(
-    path: str | os.PathLike[str],
-    *,
-    key: bytes,
-    job: str,
-    attempt: int,
-    rank: int,
-    resolve: Callable[[int], Any],
-) -> Outcome:
+def read(path: str | os.PathLike[str], *, signer: Signer, resolve: Callable[[int], Any]) -> Outcome:
     """Read a rank's outcome, after its signature was checked.
 
     Args:
         path: Where it is.
-        key: The job's secret.
-        job: The job's name.
-        attempt: The attempt, from 0.
-        rank: The rank.
+        signer: Whose it is.
         resolve: Gives this process's own function or class for a number of the snapshot (`References.resolve`).
 
     Raises:
         ResultUnavailableError: There is no outcome, or its value cannot be loaded here.
         SnapshotDamagedError: It is cut short or was not signed with this key for this job, attempt and rank.
     """
+    rank, job = signer.rank, signer.job
     try:
         header, buffers = blobs.open_container(path)
     except StoreError as error:
         raise ResultUnavailableError(f"Rank {rank} of {job} has left no outcome: {error}", job) from error
     # The first buffer is what can run code: from here on it is a copy that no other process can write to.
     data = bytes(buffers[0]) if buffers else b""
-    if not _has_signature(header, [data, *buffers[1:]], key, job, attempt, rank):
+    if not signer.has_signed(header, [data, *buffers[1:]]):
         raise SnapshotDamagedError(
-            f"The outcome of rank {rank} of {job} was not signed by this job (attempt {attempt}): it is damaged, or "
+            f"The outcome of rank {rank} of {job} was not signed by this job (attempt {signer.attempt}): it is damaged, or "
             "somebody else wrote it. It has not been loaded."
         )
     if not header["ok"]:
@@ -182,23 +186,6 @@ def read(
     return Outcome(ok=True, value=value)
 
 
-def is_signed(path: str | os.PathLike[str], *, key: bytes, job: str, attempt: int, rank: int) -> bool:
-    """Whether a file is the outcome of this rank, signed by the job. Unpickles nothing.
-
-    Args:
-        path: Where it is.
-        key: The job's secret.
-        job: The job's name.
-        attempt: The attempt, from 0.
-        rank: The rank.
-    """
-    try:
-        header, buffers = blobs.open_container(path)
-    except (SnapshotDamagedError, StoreError):
-        return False
-    return _has_signature(header, buffers, key, job, attempt, rank)
-
-
 def _pickle(value: object, references: References, *, inline: bool = False) -> tuple[bytes, TensorPickler]:
     file = io.BytesIO()
     pickler = _OutcomePickler(file, references)
@@ -217,36 +204,10 @@ def _joined(source: Sequence[blobs.Buffer]) -> blobs.Buffer:
     return source[0] if len(source) == 1 else b"".join(source)
 
 
-def _header(job: str, attempt: int, rank: int, *, ok: bool) -> dict[str, Any]:
-    return {"contract": contract.VERSION, "job": job, "attempt": attempt, "rank": rank, "ok": ok}
-
-
-def _has_signature(
-    header: dict[str, Any], buffers: Sequence[blobs.Buffer], key: bytes, job: str, attempt: int, rank: int
-) -> bool:
-    signed = {name: value for name, value in header.items() if name != "mac"}
-    mac = header.get("mac")
-    wanted = _header(job, attempt, rank, ok=signed.get("ok") is True)
-    if "buffers" in signed:
-        wanted["buffers"] = signed["buffers"]
-    return (
-        isinstance(mac, str)
-        and hmac.compare_digest(mac.encode("utf-8", "replace"), _sign(key, wanted, buffers).encode())
-        and signed == wanted
-    )
-
-
-def _sign(key: bytes, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> str:
-    """HMAC-SHA256 over the header and each buffer with its length."""
-    signature = hmac.new(key, json.dumps(header, sort_keys=True).encode(), hashlib.sha256)
-    for buffer in buffers:
-        signature.update(b"\n%d\n" % memoryview(buffer).nbytes)
-        signature.update(buffer)
-    return signature.hexdigest()
-
-
-def _write(path: str | os.PathLike[str], key: bytes, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> None:
-    blobs.write_container(pathlib.Path(path), header | {"mac": _sign(key, header, buffers)}, buffers)
+def _write(
+    path: str | os.PathLike[str], signer: Signer, header: dict[str, Any], buffers: Sequence[blobs.Buffer]
+) -> None:
+    blobs.write_container(pathlib.Path(path), header | {"mac": signer.sign(header, buffers)}, buffers)
 
 
 def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int], Any]) -> reducers.Loading:

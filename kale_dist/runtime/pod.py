@@ -114,8 +114,9 @@ async def wait_for_input(place: Place) -> tuple[Order, bytes]:
     Raises:
         Problem: It does not come, or is not for this agent.
     """
-    files, deadline = InputFiles(place.input), time.monotonic() + INPUT_LIMIT_S
-    while not (files.order.exists() and files.key.exists()):
+    order_file, key_file = place.input / InputFiles.ORDER, place.input / InputFiles.KEY
+    deadline = time.monotonic() + INPUT_LIMIT_S
+    while not (order_file.exists() and key_file.exists()):
         if time.monotonic() > deadline:
             raise Problem(
                 f"the job's input did not appear in {place.input} within {INPUT_LIMIT_S:.0f} s: the Secret with it could "
@@ -123,12 +124,12 @@ async def wait_for_input(place: Place) -> tuple[Order, bytes]:
             )
         await asyncio.sleep(_LOOK_EACH_S)
     try:
-        described = json.loads(files.order.read_bytes())
+        described = json.loads(order_file.read_bytes())
         if described.get("version") != contract.VERSION:
             raise Problem(
                 f"the notebook speaks contract version {described.get('version')}, this pod {contract.VERSION}"
             )
-        order, key = Order.from_json(described), files.key.read_bytes()
+        order, key = Order.from_json(described), key_file.read_bytes()
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise Problem(f"the agent of pod {place.pod} cannot begin: {type(error).__name__}: {error}") from error
     if place.pod >= order.agents:
@@ -196,7 +197,7 @@ async def _main(place: Place, launched: tuple[socket.socket, int]) -> int:
     except (Problem, KaleDistError, OSError) as error:
         sys.stderr.write(f"kale_dist: {error}\n")
         ending.write_termination(place.termination_log, str(error).encode("utf-8", "replace"))
-        return ending.EXIT_TOLD_TO_END if "received SIGTERM" in str(error) else ending.EXIT_OURS
+        return contract.EXIT_TOLD_TO_END if "received SIGTERM" in str(error) else ending.EXIT_OURS
     finally:
         pool.close()
         processes.end_orphans(limit_s=2.0)

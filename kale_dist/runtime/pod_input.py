@@ -18,7 +18,8 @@ from kale_dist.runtime import loading
 from kale_dist.runtime.pod import Pod
 
 _LOOK_EACH_S = 0.2
-_FETCH_LIMIT_S = 120.0
+_TRIES = 5
+_PAUSE_S = 1.0
 _SILENCE_LIMIT_S = 30.0
 _PIECE_BYTES = 1 << 20
 
@@ -28,12 +29,11 @@ def missing(pod: Pod) -> list[str]:
     return [digest for digest in pod.order.blobs if not pod.store.exists(digest)]
 
 
-def bring(pod: Pod, *, fetch_from: str = "", received: Callable[[str], int] = lambda _: 0) -> None:
+def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0) -> None:
     """Get all blobs of a job and check that this pod can load them; returns when all are there.
 
     Args:
         pod: The pod.
-        fetch_from: Host of the agent that passes streamed blobs on; empty for the head.
         received: Bytes of a blob that have come so far, of those that the notebook streams.
 
     Raises:
@@ -44,7 +44,7 @@ def bring(pod: Pod, *, fetch_from: str = "", received: Callable[[str], int] = la
     order = pod.order
     match order.source:
         case Source.INPUT:
-            unpack_blobs(InputFiles(pod.place.input).snapshot, pod.store.root)
+            unpack_blobs(pod.place.input / InputFiles.SNAPSHOT, pod.store.root)
         case Source.FOLDER:
             _wait(pod, f"{order.store} in pod {pod.place.pod}", received)
         case Source.URL:
@@ -53,7 +53,7 @@ def bring(pod: Pod, *, fetch_from: str = "", received: Callable[[str], int] = la
             _wait(pod, "the notebook", received)
         case Source.STREAM:
             for digest in missing(pod):
-                _fetch(pod, fetch_from, digest)
+                _fetch(pod, digest)
     if absent := missing(pod):
         raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
     if found := loading.version_differences(pod.store, order.snapshot):
@@ -90,55 +90,35 @@ def _download(pod: Pod) -> None:
         pod.store.put([source.open(digest)])
 
 
-def _fetch(pod: Pod, host: str, digest: str) -> None:
-    """Fetch a blob from another agent, where it was left off; after a failure from the head."""
-    whole = pod.store.path(digest)
-    whole.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = whole.with_name(f".{whole.name}.part")
-    deadline, seen = time.monotonic() + _FETCH_LIMIT_S, -1
-    while True:
-        size = part.stat().st_size if part.exists() else 0
-        if size != seen:
-            deadline, seen = time.monotonic() + _FETCH_LIMIT_S, size
+def _fetch(pod: Pod, digest: str) -> None:
+    """Fetch a blob from the head."""
+    pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for tries_left in reversed(range(_TRIES)):
         try:
-            if _fetch_rest(pod, host, digest, part, size):
-                break
+            with fresh(pod.store.path(digest)) as part:
+                _receive(pod, digest, part)
         except (OSError, http.client.HTTPException) as error:
-            if time.monotonic() > deadline:
-                raise StoreError(f"Blob {digest} could not be fetched from {host}: {error}.") from error
-            host = pod.order.head
-            time.sleep(_LOOK_EACH_S)
-    with part.open("rb") as file:
-        is_intact = digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) == digest
-    if not is_intact:
-        part.unlink()
-        raise StoreError(f"Blob {digest} came damaged from {host}.")
-    part.chmod(0o444)
-    part.replace(whole)
+            if not tries_left:
+                raise StoreError(f"Blob {digest} could not be fetched from {pod.order.head}: {error}.") from error
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
-def _fetch_rest(pod: Pod, host: str, digest: str, part: pathlib.Path, offset: int) -> bool:
-    """Append what is missing; whether that is all."""
+def _receive(pod: Pod, digest: str, part: pathlib.Path) -> None:
     path = f"/blobs/{digest}"
-    peer = http.client.HTTPConnection(host, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
-    try:
-        mac = contract.sign_request(pod.key, "GET", path)
-        peer.request("GET", path, headers={contract.MAC_HEADER: mac, "Range": f"bytes={offset}-"})
+    peer = http.client.HTTPConnection(pod.order.head, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
+    with contextlib.closing(peer):
+        peer.request("GET", path, headers={contract.MAC_HEADER: contract.sign_request(pod.key, "GET", path)})
         answer = peer.getresponse()
-        # Nothing is left to ask for of a blob that is whole, or has no bytes.
-        if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            part.touch()
-            return True
-        if answer.status not in (http.client.OK, http.client.PARTIAL_CONTENT):
+        if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}")
-        size = int(answer.headers["Content-Length"])
-        with part.open("ab") as file:
-            while data := answer.read(min(_PIECE_BYTES, size)):
-                size -= len(data)
-                file.write(data)
-        return size == 0
-    finally:
-        peer.close()
+        with part.open("wb") as file:
+            shutil.copyfileobj(answer, file, _PIECE_BYTES)
+    with part.open("rb") as file:
+        if digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) != digest:
+            raise http.client.HTTPException("what came is cut short or damaged")
+    part.chmod(0o444)
 
 
 # -- the store: checkpoints and results --------------------------------------------------------------------------------
@@ -180,7 +160,7 @@ def bring_checkpoint(pod: Pod) -> str:
     Returns:
         What went wrong, as a sentence; empty for nothing.
     """
-    given, target, order = InputFiles(pod.place.input).checkpoint, pod.files.checkpoint, pod.order
+    given, target, order = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, pod.order
     try:
         if given.exists():
             shutil.copyfile(given, target)

@@ -1,7 +1,8 @@
-"""One rank of a running job, as the head sees it, in its own pod or in another: records its output and events, and how it ended."""
+"""One rank of a running job, as the head sees it, in its own pod or in another: records its events, and how it ended."""
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 from kale_dist import contract
 from kale_dist.contract import EventKind, RankStateName
 from kale_dist.runtime import context
-from kale_dist.runtime.ending import End
+from kale_dist.runtime.near_rank import End
 from kale_dist.runtime.writer import JobWriter
 
 
@@ -30,13 +31,13 @@ class Process(Protocol):
 
 
 class RankRun:
-    """Records everything a rank says and keeps what is known of it.
+    """Records what a rank says and keeps what is known of it.
 
     Args:
         rank: The rank.
         writer: The job's files.
-        on_change: Called when the rank's `state`, `done`, `end` or `is_held` has changed.
-        on_move: Called at each sign of progress, with the event or None for a line of output.
+        on_change: Called when the rank's `state`, `done` or `end` has changed.
+        on_event: Called with each event that it sends.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class RankRun:
         rank: int,
         writer: JobWriter,
         on_change: Callable[[RankRun], None],
-        on_move: Callable[[dict[str, Any] | None], None],
+        on_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self.rank = rank
         self.state = RankStateName.PENDING
@@ -55,23 +56,21 @@ class RankRun:
         self.end: End | None = None
         """How its process ended."""
         self.process: Process | None = None
-        self.is_held = False
-        """Whether its outcome is still on its way to the head: till then the rank is not gone."""
         self.dump = b""
         """Its last answer to `ask_stacks`; empty if there is none."""
         self.cpu_ticks = 0
         """Processor time that it had used at that answer, in clock ticks."""
-        self.moves = 0
-        """Signs of progress that it has given so far."""
+        self.output: Callable[[bytes, int], None] = functools.partial(writer.lines, rank)
+        """Called with its lines, and how many they are."""
         self._received = False
         self._writer = writer
         self._on_change = on_change
-        self._on_move = on_move
+        self._on_event = on_event
 
     @property
     def is_gone(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.process is None or (self.end is not None and not self.is_held)
+        return self.process is None or self.end is not None
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
@@ -115,16 +114,12 @@ class RankRun:
         self.pid = pid
         self._set_state(RankStateName.STARTING)
 
-    def output(self, body: bytes, count: int) -> None:
-        """It has written lines."""
-        self._moved(None)
-        self._writer.lines(self.rank, body, count)
-
     def events(self, data: bytes) -> None:
         """It has sent events."""
         for event in contract.decode_json_lines(data):
             if event.get("event") != EventKind.USAGE:
-                self._moved(event)
+                self._writer.moves[self.rank] += 1
+            self._on_event(event)
             if event.get("event") not in (context.ALIVE, context.DISPENSABLE):
                 self._writer.record(event)
 
@@ -149,18 +144,8 @@ class RankRun:
         self.end = end
         self._on_change(self)
 
-    def outcome_arrived(self) -> None:
-        """Its outcome lies in the job's folder, or will never come."""
-        self.is_held = False
-        if self.end is not None:
-            self._on_change(self)
-
     def _set_state(self, state: RankStateName) -> None:
         self.state = state
-        self._moved(None)
+        self._writer.moves[self.rank] += 1
         self._writer.event(EventKind.RANK, self.rank, state=str(state), pid=self.pid, exit_code=None, signal=None)
         self._on_change(self)
-
-    def _moved(self, event: dict[str, Any] | None) -> None:
-        self.moves += 1
-        self._on_move(event)

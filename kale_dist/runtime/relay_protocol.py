@@ -13,15 +13,13 @@ head sends only `M`. Before anything else:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import hashlib
 import hmac
 import json
 import socket
 import struct
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 FRAME = struct.Struct(">IcI")
 COUNT = struct.Struct(">I")
@@ -30,6 +28,9 @@ TICKS = struct.Struct(">Q")
 MAX_FRAME_BYTES = 64 << 20
 MAX_STRANGERS_FRAME_BYTES = 4096
 """The same for a peer that has not proved yet that it holds the key."""
+
+READ_BYTES = 1 << 20
+"""What is read ahead of a connection at most; beyond twice that the peer has to wait."""
 
 GONE_AFTER_S = 30
 """A peer whose host does not answer TCP itself for so long is gone."""
@@ -46,7 +47,7 @@ class Op(enum.StrEnum):
     WELCOME = "welcome"
     OVER = "over"
     FETCH = "fetch"
-    """Head to relay: fetch the blobs from `host`."""
+    """Head to relay: it has the blobs, which may be fetched there."""
     READY = "ready"
     """Relay to head: it has the blobs, and can load them."""
     REFUSED = "refused"
@@ -68,47 +69,26 @@ class Op(enum.StrEnum):
     FORKED = "forked"
     """Relay to head: a rank has a process; `pid`."""
     SAID = "said"
-    """Relay to head: a rank has said `message` over its control socket."""
-    OUTCOME = "outcome"
-    """Relay to head: `bytes` of a rank's outcome follow as `F` frames; 0 where there is none."""
+    """Relay to head: a rank has said `message` over its control socket. Before it says that it is done, its outcome has
+    come as `F` frames; `bytes` are all of them."""
     ENDED = "ended"
     """Relay to head: a rank's process is over; `end`."""
 
 
-class Channel(asyncio.Protocol):
+class Channel:
     """One connection between a head and a relay.
 
     Args:
-        on_frame: Called with each frame's kind, rank and payload.
-        on_close: Called once when the connection has ended.
+        reader: As asyncio gives it.
+        writer: As asyncio gives it.
     """
 
-    def __init__(self, on_frame: Callable[[bytes, int, bytes], None], on_close: Callable[[], None]) -> None:
-        self.on_frame = on_frame
-        self.on_close = on_close
-        self.limit_bytes = MAX_STRANGERS_FRAME_BYTES
-        self.peer_host = ""
-        self.may_write = asyncio.Event()
-        self.may_write.set()
-        self._transport: asyncio.Transport | None = None
-        self._data = bytearray()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    @property
-    def unsent_bytes(self) -> int:
-        """What the peer has not taken yet."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As asyncio calls it."""
-        self._transport = transport  # type: ignore[assignment] # a socket's transport can write
-        transport.set_write_buffer_limits(high=1 << 20)  # type: ignore[attr-defined]
-        self.peer_host = str(transport.get_extra_info("peername")[0])
-        connection: socket.socket = transport.get_extra_info("socket")
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        writer.transport.set_write_buffer_limits(high=1 << 20)
+        self.peer_host = str(writer.get_extra_info("peername")[0])
+        connection: socket.socket = writer.get_extra_info("socket")
         for level, name, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, GONE_AFTER_S // 3),
@@ -118,60 +98,64 @@ class Channel(asyncio.Protocol):
         ):
             connection.setsockopt(level, name, value)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio calls it."""
-        del exc
-        self._transport = None
-        self.may_write.set()
-        self.on_close()
+    @classmethod
+    async def connect(cls, host: str, port: int) -> Self:
+        """Connect to a head.
 
-    def pause_writing(self) -> None:
-        """As asyncio calls it."""
-        self.may_write.clear()
+        Raises:
+            OSError: It cannot be reached.
+        """
+        return cls(*await asyncio.open_connection(host, port, limit=READ_BYTES))
 
-    def resume_writing(self) -> None:
-        """As asyncio calls it."""
-        self.may_write.set()
+    @property
+    def is_open(self) -> bool:
+        """Whether something can be sent."""
+        return not self._writer.is_closing()
 
-    def data_received(self, data: bytes) -> None:
-        """As asyncio calls it."""
-        self._data += data
-        at = 0
-        while len(self._data) - at >= FRAME.size:
-            size, kind, rank = FRAME.unpack_from(self._data, at)
-            if size > self.limit_bytes:
-                self.close()
-                return
-            stop = at + FRAME.size + size
-            if len(self._data) < stop:
-                break
-            payload = bytes(memoryview(self._data)[at + FRAME.size : stop])
-            at = stop
-            if not self.is_open:
-                return
-            self.on_frame(kind, rank, payload)
-        del self._data[:at]
+    @property
+    def unsent_bytes(self) -> int:
+        """What the peer has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
+    async def read(self, limit_bytes: int = MAX_FRAME_BYTES) -> tuple[bytes, int, bytes] | None:
+        """The kind, rank and payload of the next frame; None at the end, which a frame above the limit is too."""
+        try:
+            size, kind, rank = FRAME.unpack(await self._reader.readexactly(FRAME.size))
+            if size > limit_bytes:
+                return None
+            return kind, rank, await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+
+    async def read_from_stranger(self) -> dict[str, Any]:
+        """The next message of a peer that has not proved yet that it holds the key; empty if it sends anything else."""
+        frame = await self.read(MAX_STRANGERS_FRAME_BYTES)
+        try:
+            message = json.loads(frame[2]) if frame is not None and frame[0] == b"M" else None
+        except (ValueError, RecursionError):
+            message = None
+        return message if isinstance(message, dict) else {}
 
     def send(self, kind: bytes, rank: int, *payload: bytes) -> None:
         """Send a frame; nothing where the connection has ended. Never waits."""
-        if self._transport is not None and not self._transport.is_closing():
-            size = sum(map(len, payload))
-            self._transport.writelines((FRAME.pack(size, kind, rank), *payload))
+        if self.is_open:
+            self._writer.writelines((FRAME.pack(sum(map(len, payload)), kind, rank), *payload))
 
     def say(self, op: Op, rank: int = NO_RANK, **fields: Any) -> None:
         """Send a message."""
         self.send(b"M", rank, json.dumps({"op": op, **fields}).encode())
 
-    def hold(self, *, is_held: bool) -> None:
-        """Whether to stop reading: what the peer sends then waits there."""
-        if self._transport is not None:
-            with contextlib.suppress(RuntimeError):
-                (self._transport.pause_reading if is_held else self._transport.resume_reading)()
+    async def drain(self) -> None:
+        """Wait until the peer has taken most of what was sent.
+
+        Raises:
+            OSError: The connection has ended.
+        """
+        await self._writer.drain()
 
     def close(self) -> None:
         """End the connection, after what was sent."""
-        if self._transport is not None:
-            self._transport.close()
+        self._writer.close()
 
 
 def sign(key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str) -> str:

@@ -74,12 +74,8 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
 
     order, rank, attempt = assignment.order, assignment.rank, assignment.attempt
     files = JobFiles(order.folder)
-    place: dict[str, Any] = {
-        "key": bytes.fromhex(order.key),
-        "job": order.job,
-        "attempt": attempt,
-        "rank": rank,
-    }
+    path = files.outcome(attempt, rank)
+    signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.job, attempt=attempt, rank=rank)
     references = References()
     kept = None
     error: BaseException | None = None
@@ -102,11 +98,11 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             value = value if models is None else models.with_weights(value)
             if kept is not None:
                 kept.advise()
-            outcome.write_success(files.outcome(attempt, rank), value=value, references=references, **place)
+            outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = raised
             _print_error(raised)
-            outcome.write_failure(files.outcome(attempt, rank), error=raised, references=references, **place)
+            outcome.write_failure(path, signer=signer, error=raised, references=references)
     except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
         if error is None:
             error = second

@@ -1,4 +1,4 @@
-"""The one writer of a job's folder: log with its index, events, progress, and a bounded copy on stdout.
+"""The one writer of a job's folder: log, events, progress, and a bounded copy on stdout.
 
 A thread writes, so that the agent's loop never waits for a disk. Lines get their numbers as they are written. If a disk is
 slow or full, lines are dropped before they have numbers, and a line says how many of which rank. Events are never dropped.
@@ -14,14 +14,13 @@ import dataclasses
 import json
 import os
 import pathlib
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kale_dist import contract
-from kale_dist.contract import INDEX_AGENT, EventKind, JobFiles, StateName, Stream
+from kale_dist.contract import EventKind, JobFiles, StateName, Stream
 
 TICK_S = 0.02
 """What comes within this time is written together."""
@@ -46,7 +45,6 @@ STDOUT_IN_HAND_BYTES = 4 << 20
 
 _RETRY_S = 0.5
 _CLOSE_LIMIT_S = 5.0
-_INDEX = struct.Struct(">QQII")
 _PUNCH_HOLE = 3
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
 
@@ -106,18 +104,16 @@ class JobWriter:
         self.written = Written()
         self.progress: dict[str, bytes] = {}
         """The last progress and usage of each rank, as JSON; replaced as a whole."""
+        self.moves: collections.Counter[int] = collections.Counter()
+        """Signs of progress that each rank has given so far: its lines, and what `RankRun` counts."""
         self._files = files
         self._loop = loop
         self._on_change = on_change
         self._limit_bytes = limit_bytes
         self._stdout = stdout
         self._observe = observe
-        self._log = self._index = self._events = -1
-        try:
-            self._log, self._index, self._events = (_open(path) for path in (files.log, files.log_index, files.events))
-        except OSError:
-            self._close_files()
-            raise
+        self._log = _open(files.log)
+        self._events = _open(files.events)
         self._log_bytes = os.fstat(self._log).st_size
         self._log_start = 0
         self._next_line = 0
@@ -154,6 +150,8 @@ class JobWriter:
     def lines(self, rank: int | None, body: bytes, count: int) -> None:
         """Append marked lines of a rank, or of the agent."""
         now = time.time_ns() // 1_000_000
+        if rank is not None:
+            self.moves[rank] += 1
         with self._condition:
             if self._queued + len(body) > QUEUE_BYTES:
                 self._lost[rank] += count
@@ -256,13 +254,11 @@ class JobWriter:
         if not lines:
             return
         number, offset = self._next_line, self._log_bytes
-        blocks, entries = [], []
+        blocks = []
         for one in lines:
-            block = contract.encode_record(number, one.ms, one.attempt, one.rank, one.body, one.count)
-            entries.append(_INDEX.pack(number, offset, one.count, INDEX_AGENT if one.rank is None else one.rank))
-            blocks.append(block)
+            blocks.append(contract.encode_record(number, one.ms, one.attempt, one.rank, one.body, one.count))
             number += one.count
-            offset += len(block)
+            offset += len(blocks[-1])
         if not _append(self._log, b"".join(blocks), self._log_bytes):
             with self._condition:
                 self._lost.update(lost)
@@ -271,9 +267,6 @@ class JobWriter:
             time.sleep(_RETRY_S)
             return
         self._next_line, self._log_bytes = number, offset
-        # Without its index the log is only slower to search.
-        with contextlib.suppress(OSError):
-            os.write(self._index, b"".join(entries))
         if self._stdout is not None:
             for one, block in zip(lines, blocks, strict=True):
                 self._stdout.offer(block, always=one.rank is None)
@@ -283,11 +276,8 @@ class JobWriter:
     def _forget_oldest(self, keep_bytes: int) -> None:
         """Give the disk back what the oldest records take; the offsets of the others stay as they are."""
         start = self._log_start
-        with contextlib.suppress(OSError), self._files.log_index.open("rb") as index:
-            while entry := index.read(_INDEX.size):
-                start = _INDEX.unpack(entry)[1]
-                if self._log_bytes - start <= keep_bytes:
-                    break
+        with contextlib.suppress(OSError), self._files.log.open("rb") as log:
+            start, _ = contract.record_after(log, self._log_bytes - keep_bytes) or (start, 0)
         libc = ctypes.CDLL(None, use_errno=True)
         size = ctypes.c_long(start - self._log_start)
         if start > self._log_start and not libc.fallocate(self._log, _PUNCH_HOLE, ctypes.c_long(self._log_start), size):
@@ -326,9 +316,8 @@ class JobWriter:
             temporary.replace(self._files.progress)
 
     def _close_files(self) -> None:
-        for descriptor in (self._log, self._index, self._events):
-            if descriptor >= 0:
-                os.close(descriptor)
+        os.close(self._log)
+        os.close(self._events)
 
 
 class StdoutCopy:

@@ -59,10 +59,7 @@ class RunningJob:
     def outcome(self, rank: int = 0, attempt: int = 0) -> outcome.Outcome:
         return outcome.read(
             self.files.outcome(attempt, rank),
-            key=bytes.fromhex(self.order.key),
-            job=self.order.job,
-            attempt=attempt,
-            rank=rank,
+            signer=outcome.Signer(key=bytes.fromhex(self.order.key), job=self.order.job, attempt=attempt, rank=rank),
             resolve=lambda index: None,
         )
 

@@ -60,7 +60,7 @@ class Pod:
         self.job = job
         folder.mkdir()
         told = {
-            PodVariable.INPUT: str(job.input.folder),
+            PodVariable.INPUT: str(job.input),
             PodVariable.WORK: str(folder / "work"),
             PodVariable.FIRST_POD: "0" if number == 0 else "1",
             PodVariable.REPLICA_INDEX: str(max(0, number - 1)),
@@ -129,7 +129,7 @@ class PodJob:
         self.store = FolderStore(self.root / "notebook")
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__)
         self.key = secrets.token_bytes(32)
-        self.input = InputFiles(self.root / "input")
+        self.input = self.root / "input"
         values: dict[str, Any] = {
             "job": self.root.name, "world_size": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
@@ -146,12 +146,11 @@ class PodJob:
         """What the Secret would bring, all at once."""
         parts = self.root / "parts"
         parts.mkdir()
-        files = InputFiles(parts)
-        files.key.write_bytes(self.key)
-        files.order.write_text(json.dumps(self.order.to_json()))
+        (parts / InputFiles.KEY).write_bytes(self.key)
+        (parts / InputFiles.ORDER).write_text(json.dumps(self.order.to_json()))
         if self.order.source is Source.INPUT:
-            files.snapshot.write_bytes(pack_blobs(self.store, self.order.blobs))
-        parts.rename(self.input.folder)
+            (parts / InputFiles.SNAPSHOT).write_bytes(pack_blobs(self.store, self.order.blobs))
+        parts.rename(self.input)
         return self
 
     def start(self, number: int, **environment: str) -> Pod:
@@ -200,7 +199,9 @@ class PodJob:
         path = JobFiles(self.root).outcome(attempt, rank)
         path.write_bytes(data)
         return outcome.read(
-            path, key=self.key, job=self.order.job, attempt=attempt, rank=rank, resolve=lambda index: None
+            path,
+            signer=outcome.Signer(key=self.key, job=self.order.job, attempt=attempt, rank=rank),
+            resolve=lambda index: None,
         )
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 240.0) -> Any:

@@ -114,7 +114,7 @@ def linger_when_lost():
 def test_a_cancel_between_two_attempts_holds(jobs):
     job = jobs.run(linger_when_lost, max_restarts=3)
     job.until(lambda: any(event["exit_code"] == 3 for event in job.events(EventKind.RANK)))
-    send(jobs.client.socket_path, cancel_message(job.order.job, 0.1))
+    send(jobs.client.address, cancel_message(job.order.job, 0.1))
     state = job.wait()
     assert (state["state"], state["attempt"]) == ("cancelled", 0)
 

@@ -11,7 +11,7 @@ import pytest
 from agent_jobs import RunningJob, add_ranks, all_running, gone_within
 
 from kale_dist.backends.agent_client import cancel_message, send
-from kale_dist.contract import EventKind
+from kale_dist.contract import EventKind, JobFiles
 
 
 def fail_on_one():
@@ -208,7 +208,8 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(jobs):
 
 def test_cancel_at_once_and_before_the_order(jobs):
     order = jobs.order(sleep_with_children)
-    assert send(jobs.client.socket_path, cancel_message(order.job))
+    assert send(jobs.client.address, cancel_message(order.job))
+    JobFiles(order.folder).cancelled.write_text("ann@laptop")
     jobs.client.take(order)
     assert RunningJob(order).wait()["state"] == "cancelled"
     job = jobs.run(sleep_with_children)

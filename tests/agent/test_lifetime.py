@@ -30,7 +30,7 @@ order = Jobs(pathlib.Path({root!r}), client).order(sleep, job="one", detach={det
 client.take(order)
 job = RunningJob(order)
 job.until(lambda: job.state()["state"] == "running")
-print(client.pid, client.socket_path, *job.pids().values(), order.key, order.snapshot, flush=True)
+print(client.pid, client.address, *job.pids().values(), order.key, order.snapshot, flush=True)
 time.sleep(600)
 """
 
@@ -40,7 +40,7 @@ def start_kernel(python, root, *, detach, seconds):
     text = SCRIPT.format(root=str(root), detach=detach, seconds=seconds, path=[str(here.parent), str(here.parents[2])])
     process = subprocess.Popen([python, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True)
     agent, path, *ranks, _, _ = process.stdout.readline().split()
-    return process, int(agent), pathlib.Path(path), [int(pid) for pid in ranks]
+    return process, int(agent), path, [int(pid) for pid in ranks]
 
 
 def read_job(root):
@@ -66,7 +66,7 @@ def test_the_kernels_death_ends_its_jobs(bare_python, tmp_path):
         "The notebook's kernel ended",
     )
     assert gone_within([agent], 30)
-    assert not path.parent.exists()
+    assert not send(path, cancel_message("one"))
 
 
 def test_a_detached_job_outlives_the_kernel(bare_python, tmp_path):
@@ -78,7 +78,7 @@ def test_a_detached_job_outlives_the_kernel(bare_python, tmp_path):
     assert all(is_alive(pid) for pid in [agent, *ranks])
     assert read_job(tmp_path).wait()["state"] == "succeeded"
     assert gone_within([agent, *ranks], 30)
-    assert not path.parent.exists()
+    assert not send(path, cancel_message("one"))
 
 
 def test_a_detached_job_can_be_cancelled_from_elsewhere(bare_python, tmp_path):

@@ -80,7 +80,9 @@ def notebook(connection, state, cells, after, args, kwargs):
     connection.recv()
     main["captured"] = captured
     main["outcome"] = outcome.read(
-        state / "outcome", key=KEY, job="j", attempt=0, rank=0, resolve=captured.originals.resolve
+        state / "outcome",
+        signer=outcome.Signer(key=KEY, job="j", attempt=0, rank=0),
+        resolve=captured.originals.resolve,
     )
     if main["outcome"].error is not None and "error" not in after:
         sys.exit(main["outcome"].traceback)
@@ -98,7 +100,8 @@ def rank(state, digest):
     store = blobs.FolderStore(state)
     loading.stage_modules(store, digest, state / "modules")
     loaded = loading.load(store, digest, modules=state / "modules")
-    signed = {"key": KEY, "job": "j", "attempt": 0, "rank": 0, "references": loaded.references}
+    signer = outcome.Signer(key=KEY, job="j", attempt=0, rank=0)
+    signed = {"signer": signer, "references": loaded.references}
     try:
         value = loaded.fn(*loaded.args, **loaded.kwargs)
         outcome.write_success(state / "outcome", value=value, **signed)

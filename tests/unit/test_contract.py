@@ -59,10 +59,10 @@ def test_parts_of_a_line_are_marked(text):
     ]
 
 
-def test_a_record_without_numbers_takes_the_place_it_is_given():
+def test_the_lines_of_a_record_without_numbers_have_none():
     (found,) = read(record(None, b"lines 5 to 9 are missing", rank=None, stream=Stream.AGENT))
     assert (found.first, found.next) == (None, None)
-    assert [line.sequence for line in found.lines(41)] == [41]
+    assert [line.sequence for line in found.lines()] == [None]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_ranks_are_dealt_to_agents_in_order():
 
 def test_files_of_a_job_lie_in_its_folder(tmp_path):
     files = JobFiles(str(tmp_path))
-    names = {files.record, files.key, files.log, files.log_index, files.events, files.progress, files.modules}
+    names = {files.record, files.key, files.log, files.events, files.progress, files.modules}
     names |= {files.checkpoint, files.run_facts, files.outcome(0, 0), files.outcome(0, 1), files.outcome(1, 0)}
-    assert len(names) == 12
+    assert len(names) == 11
     assert all(path.parent == tmp_path for path in names)
     assert files.run(1).log == files.log
     assert files.run(2).log == tmp_path / "run-2" / "log"

@@ -1,4 +1,4 @@
-"""Who waits in a collective, and how long nothing has moved."""
+"""Who waits in a collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import faulthandler
 import pytest
 
 from kale_dist.runtime.ending import name_ranks
-from kale_dist.runtime.hang_watch import Frame, Sample, StallClock, parse_main_thread, waits
+from kale_dist.runtime.hang_watch import Frame, Sample, parse_main_thread, waits
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 CELL = "/tmp/ipykernel_1/1.py"
@@ -73,28 +73,3 @@ def test_the_users_frame_is_not_ours_or_torchs():
 )
 def test_ranks_are_named_in_words(ranks, text):
     assert name_ranks(ranks) == text
-
-
-def test_a_stall_is_warned_of_once_and_then_fails():
-    clock = StallClock(10, 30, now=0)
-    assert clock.next_look_s(4) == 6
-    assert not clock.warning_is_due(9.9)
-    assert clock.warning_is_due(10)
-    assert not clock.warning_is_due(20)
-    assert clock.next_look_s(20) == 10
-    assert not clock.failure_is_due(29)
-    assert clock.failure_is_due(30)
-
-
-def test_a_move_starts_it_anew():
-    clock = StallClock(10, 30, now=0)
-    assert clock.warning_is_due(11)
-    clock.moved(12)
-    assert clock.idle_s(13) == 1
-    assert not clock.failure_is_due(31)
-    assert clock.warning_is_due(22)
-
-
-@pytest.mark.parametrize(("warn", "fail", "next_s"), [(None, None, None), (None, 5, 5), (3, None, 3)])
-def test_either_limit_may_be_missing(warn, fail, next_s):
-    assert StallClock(warn, fail, now=0).next_look_s(0) == next_s

@@ -68,15 +68,13 @@ def test_a_missing_blob_is_a_store_error(store):
         store.put([good])
 
 
-def test_tensors_are_checked_by_size_and_on_demand_by_digest(store):
+def test_tensors_are_checked_by_size(store):
     numpy = pytest.importorskip("numpy")
     array = numpy.ones(200_000)
     snapshot = capture(len, (array,), {}, store=store, label="len")
     (blob,) = [name for name in snapshot.blobs if store.path(name).stat().st_size == array.nbytes]
     overwrite(store.path(blob), b"\1" * array.nbytes)
     loading.load(store, snapshot.digest, fill_main=False)
-    with pytest.raises(SnapshotDamagedError, match=blob):
-        loading.load(store, snapshot.digest, fill_main=False, verify_tensors=True)
     overwrite(store.path(blob), b"\1" * 100)
     with pytest.raises(SnapshotDamagedError, match="cut short"):
         loading.load(store, snapshot.digest, fill_main=False)

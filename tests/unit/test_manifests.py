@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from kale_dist import manifests, payload, quantities
+from kale_dist.contract import EXIT_TOLD_TO_END
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import KINDS, bootstrap
 from kale_dist.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
-from kale_dist.runtime import ending
 from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -301,7 +301,7 @@ def test_a_sigterm_before_the_agent_is_there_ends_the_container(tmp_path, when):
         script = script.replace("source = os.path", f"{kill}\nsource = os.path", 1)
     runtime = zipped(tmp_path / "r.zip", kill)
     ended = start(tmp_path, command=[sys.executable, "-c", script], runtime=runtime)
-    assert ended.returncode == bootstrap.EXIT_TOLD_TO_END == ending.EXIT_TOLD_TO_END, ended.stderr
+    assert ended.returncode == EXIT_TOLD_TO_END, ended.stderr
 
 
 def test_an_input_that_cannot_be_unpacked_is_said(tmp_path):

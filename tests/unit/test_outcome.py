@@ -1,5 +1,6 @@
 """Outcomes: signed, with the notebook's own classes, and an exception whatever it is like."""
 
+import dataclasses
 import functools
 import json
 import linecache
@@ -16,15 +17,15 @@ from kale_dist.errors import NotSerializableError, RemoteError, ResultUnavailabl
 from kale_dist.runtime import outcome, sources
 from kale_dist.runtime.reducers import References
 
-WHO = {"key": b"k" * 32, "job": "digits", "attempt": 0, "rank": 1}
+WHO = outcome.Signer(key=b"k" * 32, job="digits", attempt=0, rank=1)
 
 
 @pytest.fixture
 def back(tmp_path):
     def back(value, references=None):
         known = references or References()
-        outcome.write_success(tmp_path / "outcome", value=value, references=known, **WHO)
-        read = outcome.read(tmp_path / "outcome", resolve=known.resolve, **WHO)
+        outcome.write_success(tmp_path / "outcome", value=value, references=known, signer=WHO)
+        read = outcome.read(tmp_path / "outcome", resolve=known.resolve, signer=WHO)
         assert read.ok
         assert read.error is None
         return read.value
@@ -41,8 +42,8 @@ def failed(tmp_path):
         try:
             fail()
         except BaseException as caught:
-            outcome.write_failure(tmp_path / "outcome", error=caught, references=References(), **WHO)
-        read = outcome.read(tmp_path / "outcome", resolve=References().resolve, **WHO)
+            outcome.write_failure(tmp_path / "outcome", error=caught, references=References(), signer=WHO)
+        read = outcome.read(tmp_path / "outcome", resolve=References().resolve, signer=WHO)
         assert not read.ok
         return read
 
@@ -82,12 +83,12 @@ def test_objects_of_the_snapshot_come_back_as_references(tmp_path):
     rank, notebook = References(), References()
     rank.add(3, There)
     notebook.add(3, Here)
-    outcome.write_success(tmp_path / "o", value=[There(), There], references=rank, **WHO)
-    value = outcome.read(tmp_path / "o", resolve=notebook.resolve, **WHO).value
+    outcome.write_success(tmp_path / "o", value=[There(), There], references=rank, signer=WHO)
+    value = outcome.read(tmp_path / "o", resolve=notebook.resolve, signer=WHO).value
     assert type(value[0]) is Here
     assert value[1] is Here
     with pytest.raises(ResultUnavailableError, match="cannot be loaded here"):
-        outcome.read(tmp_path / "o", resolve=References().resolve, **WHO)
+        outcome.read(tmp_path / "o", resolve=References().resolve, signer=WHO)
 
 
 def test_a_function_made_in_the_rank_comes_back_by_value(back):
@@ -97,7 +98,7 @@ def test_a_function_made_in_the_rank_comes_back_by_value(back):
 
 def test_a_value_that_cannot_be_pickled_is_named_by_its_path(tmp_path):
     with pathlib.Path("/dev/null").open() as file, pytest.raises(NotSerializableError) as caught:
-        outcome.write_success(tmp_path / "o", value={"log": [file.buffer]}, references=References(), **WHO)
+        outcome.write_success(tmp_path / "o", value={"log": [file.buffer]}, references=References(), signer=WHO)
     assert caught.value.path == ("the returned value", "['log']", "[0]", "_io.BufferedReader")
     assert not (tmp_path / "o").exists()
 
@@ -112,9 +113,11 @@ class Bomb:
 
 @pytest.mark.parametrize("changed", [{"key": b"x" * 32}, {"job": "other"}, {"attempt": 1}, {"rank": 0}])
 def test_an_outcome_of_another_job_attempt_rank_or_key_is_not_unpickled(tmp_path, changed):
-    outcome.write_success(tmp_path / "o", value=Bomb(), references=References(), **(WHO | changed))
+    outcome.write_success(
+        tmp_path / "o", value=Bomb(), references=References(), signer=dataclasses.replace(WHO, **changed)
+    )
     with pytest.raises(SnapshotDamagedError, match="was not signed by this job"):
-        outcome.read(tmp_path / "o", resolve=len, **WHO)
+        outcome.read(tmp_path / "o", resolve=len, signer=WHO)
 
 
 @pytest.mark.parametrize("rewrite", [
@@ -130,29 +133,29 @@ def test_an_outcome_of_another_job_attempt_rank_or_key_is_not_unpickled(tmp_path
     lambda header, buffers: (header | {"mac": "é"}, buffers),
 ])  # fmt: skip
 def test_every_changed_byte_is_found_before_unpickling(tmp_path, rewrite):
-    outcome.write_success(tmp_path / "o", value=torch.ones(100), references=References(), **WHO)
+    outcome.write_success(tmp_path / "o", value=torch.ones(100), references=References(), signer=WHO)
     header, buffers = blobs.open_container(tmp_path / "o")
     assert header["mac"]
     blobs.write_container(tmp_path / "o", *rewrite(header, buffers))
     with pytest.raises(SnapshotDamagedError, match="rank 1 of digits"):
-        outcome.read(tmp_path / "o", resolve=len, **WHO)
+        outcome.read(tmp_path / "o", resolve=len, signer=WHO)
 
 
 def test_no_outcome_is_unavailable_and_says_which(tmp_path):
     with pytest.raises(ResultUnavailableError, match="Rank 1 of digits has left no outcome"):
-        outcome.read(tmp_path / "nothing", resolve=len, **WHO)
+        outcome.read(tmp_path / "nothing", resolve=len, signer=WHO)
 
 
 def test_a_cut_outcome_is_damaged(tmp_path):
-    outcome.write_success(tmp_path / "o", value=b"x" * 1000, references=References(), **WHO)
+    outcome.write_success(tmp_path / "o", value=b"x" * 1000, references=References(), signer=WHO)
     (tmp_path / "o").write_bytes((tmp_path / "o").read_bytes()[:500])
     with pytest.raises(SnapshotDamagedError):
-        outcome.read(tmp_path / "o", resolve=len, **WHO)
+        outcome.read(tmp_path / "o", resolve=len, signer=WHO)
 
 
 def test_a_folder_that_is_gone_is_a_store_error():
     with pytest.raises(StoreError):
-        outcome.write_success("/proc/no/o", value=1, references=References(), **WHO)
+        outcome.write_success("/proc/no/o", value=1, references=References(), signer=WHO)
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_a_damaged_record_says_where_it_lies_and_hides_no_other_job(text):
     records.files("bad").record.write_text(text)
     with pytest.raises(JobNotFoundError, match=rf"cannot be read.*{records.files('bad').folder}"):
         records.read("bad")
-    assert records.names() == ["good"]
+    assert [record.name for record in records.all_records()] == ["good"]
 
 
 def test_a_later_versions_fields_are_passed_over():
@@ -132,7 +132,7 @@ def test_a_name_that_is_taken_says_how_the_job_is_removed():
 def test_names_are_oldest_first():
     for name, created in (("b", 2.0), ("a", 3.0), ("c", 1.0)):
         submitted(name, created=created)
-    assert records.names() == ["c", "b", "a"]
+    assert [record.name for record in records.all_records()] == ["c", "b", "a"]
 
 
 def test_deletion_keeps_the_blobs_that_others_need():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from kale_dist.contract import FailureCause, RankStateName, StateName
-from kale_dist.status import JobStatus, ReplicaStatus, reduce_event, reduce_events
+from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
 
 
 def status_of(*events, ranks=2):
@@ -22,7 +22,7 @@ def test_a_job_runs_from_pending_to_success():
     assert (running.state, running.started, running.ended) == (StateName.RUNNING, 7.0, None)
     assert running.replicas[1].pid == 42
     assert running.replicas[0].state is RankStateName.PENDING
-    done = reduce_event(running, {"event": "state", "state": "succeeded", "time": 9.0, "attempt": 0})
+    done = reduce_events(running, [{"event": "state", "state": "succeeded", "time": 9.0, "attempt": 0}])
     assert done.is_final
     assert (done.ended, done.fraction) == (9.0, 1.0)
 
@@ -122,9 +122,9 @@ def test_a_new_attempt_sets_the_ranks_back_and_old_events_are_passed_over():
     ],
 )
 def test_what_is_no_event_of_this_job_changes_nothing_and_hides_nothing(event):
-    assert reduce_event(status_of(), event) == status_of()
+    assert reduce_events(status_of(), [event]) == status_of()
     note = {"event": "note", "text": "later"}
-    assert reduce_events(status_of(), [event, note]) == reduce_event(status_of(), note)
+    assert reduce_events(status_of(), [event, note]) == reduce_events(status_of(), [note])
 
 
 def test_many_reports_are_reduced_in_little_time():
@@ -156,7 +156,7 @@ def test_epochs_that_are_trained_once_more_count_once():
         ("train", 1), ("train", 2), ("report", 3), ("train", 3), ("train", 4),
     ]  # fmt: skip
     assert (status.attempt, status.checkpoint_epoch) == (1, 2)
-    anew = reduce_event(status, {"event": "resumed", "epoch": 0, "attempt": 2})
+    anew = reduce_events(status, [{"event": "resumed", "epoch": 0, "attempt": 2}])
     assert [(row.source, row.epoch) for row in anew.metrics] == [("report", 3)]
     assert anew.checkpoint_epoch is None
 

@@ -107,8 +107,7 @@ def test_a_callback_that_raises_or_ends_itself_harms_nobody():
 
 
 def test_a_wake_is_quicker_than_the_clock(monkeypatch):
-    monkeypatch.setattr(watch, "_SOON_S", 100.0)
-    monkeypatch.setattr(watch, "_LATE_S", 100.0)
+    monkeypatch.setattr(watch, "_LOOK_S", 100.0)
     go = threading.Event()
     backend = Waking(lambda run: go.wait(30))
     ref = submit(backend)

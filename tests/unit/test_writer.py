@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import struct
 import threading
 import time
 
@@ -87,16 +86,6 @@ def test_numbers_have_no_gaps_over_ranks(folder):
     assert folder.writer.written.next_line == 302
     assert folder.writer.written.is_last
     assert folder.changes
-
-
-def test_the_index_finds_each_record(folder):
-    folder.put(0, b"a", b"b")
-    folder.put(None, b"c")
-    folder.close()
-    entries = list(struct.iter_unpack(">QQII", folder.files.log_index.read_bytes()))
-    first, second = folder.records()
-    assert entries == [(0, 0, 2, 0), (2, len(first.encode()), 1, 0xFFFFFFFF)]
-    assert second.rank is None
 
 
 def test_the_last_event_knows_how_many_lines_there_were(folder):

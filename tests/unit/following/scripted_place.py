@@ -14,7 +14,7 @@ from kale_dist import contract, records
 from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, RunHandle
 from kale_dist.contract import EventKind, FailureCause, StateName, Stream
 from kale_dist.errors import BackendError, JobExistsError
-from kale_dist.following.head_reader import Clock
+from kale_dist.following.copy import Clock
 from kale_dist.places import ClusterOptions
 from kale_dist.spec import JobSpec, Policy, Topology
 
