@@ -130,6 +130,9 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
+    if not order.cuda:
+        # Accelerate leaves ranks without an accelerator alone, each with all data, unless it is told that this is meant.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "True")
     if order.agents == 1:
         # The machine's name may resolve to an address that is not listened on.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

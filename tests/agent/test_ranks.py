@@ -61,6 +61,7 @@ def test_a_rank_is_what_torchrun_would_have_made(jobs, monkeypatch, tmp_path):
     assert names["MASTER_ADDR"] == "127.0.0.1"
     assert int(names["MASTER_PORT"]) > 0
     assert names["TORCHELASTIC_RESTART_COUNT"] == "0"
+    assert names["ACCELERATE_USE_CPU"] == "True"
     assert names["MY_SETTING"] == "seven"
     assert folder == str(tmp_path)
     assert argv == sys.argv
