@@ -163,10 +163,7 @@ def set_generator_states(states: tuple[Any, Any, Any]) -> None:
 
 
 _DRAWN_WHOLE = 1 << 24
-"""A sampler that gives more is drawn in pieces: minGPT asks for 10,000,000,000 samples with replacement."""
-
-_PIECE = 1 << 16
-"""Samples in such a piece, about."""
+"""A sampler that gives more is drawn chunk by chunk: minGPT asks for 10,000,000,000 samples with replacement."""
 
 
 class Dealer(View):
@@ -268,27 +265,21 @@ class Dealer(View):
         """The chunks of a pass, whether each is the last, and the samples of its accumulation window."""
         size, source, group = self._kale_per_chunk, self._kale_source, self._kale_group
         try:
-            samples = len(source)
+            samples = len(source) // self._kale_drop_unit * self._kale_drop_unit
         except (TypeError, NotImplementedError):
-            yield from ((chunk, last, None) for chunk, last in _drawn_ahead(iter(source), size, group))
-            return
-        if samples > _DRAWN_WHOLE and type(source) is not SequentialSampler:
-            used = itertools.islice(iter(source), samples // self._kale_drop_unit * self._kale_drop_unit)
-            pieces = _drawn_ahead(used, size * max(1, _PIECE // size), group)
-            for piece, is_end in pieces:
-                for start in range(0, len(piece), size):
-                    yield piece[start : start + size], is_end and start + size >= len(piece), None
+            samples = None
+        if samples is None or (samples > _DRAWN_WHOLE and type(source) is not SequentialSampler):
+            used = itertools.islice(iter(source), samples)
+            yield from ((chunk, last, None) for chunk, last in _drawn_ahead(used, size, group))
             return
         order = self._draw()
         used = len(order) // self._kale_drop_unit * self._kale_drop_unit
-        sizes = [1] * used if self._kale_items == "samples" else [len(batch) for batch in order[:used]]
         per_window = size * self._kale_accumulate
         for start in range(0, used, size):
             first = start // per_window * per_window
-            window = sum(sizes[first : first + per_window]) if self._kale_items != "samples" else None
-            if window is None:
-                window = min(per_window, used - first)
-            yield order[start : min(start + size, used)], start + size >= used, window
+            window = order[first : min(first + per_window, used)]
+            samples = len(window) if self._kale_items == "samples" else sum(map(len, window))
+            yield order[start : min(start + size, used)], start + size >= used, samples
 
     def _draw(self) -> Any:
         source = self._kale_source
