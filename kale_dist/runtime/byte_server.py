@@ -91,7 +91,7 @@ class ByteServer:
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
         self.upload_locks: dict[str, threading.Lock] = {}
-        self._server = _Server(open_port(host, port, 1024), self)
+        self._server = HttpServer(open_port(host, port, 1024), _Request, self)
         self.port: int = self._server.socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
         self._thread.start()
@@ -132,14 +132,20 @@ class ByteServer:
         self._thread.join()
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    """Threads for requests on a socket that listens already."""
+class HttpServer(http.server.ThreadingHTTPServer):
+    """Threads for requests on a socket that listens already.
+
+    Args:
+        listener: The socket.
+        requests: Answers one request.
+        owner: Whose answers they are.
+    """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listener: socket.socket, owner: ByteServer) -> None:
-        super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
+    def __init__(self, listener: socket.socket, requests: type[http.server.BaseHTTPRequestHandler], owner: Any) -> None:
+        super().__init__(listener.getsockname()[:2], requests, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.owner = owner
@@ -155,7 +161,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
     timeout = SILENCE_LIMIT_S
     disable_nagle_algorithm = True
     wbufsize = -1
-    server: _Server
+    server: HttpServer
 
     def handle_one_request(self) -> None:
         """As the base class, but a connection that breaks just ends."""

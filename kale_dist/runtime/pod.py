@@ -108,15 +108,17 @@ class Problem(Exception):  # noqa: N818 - it never leaves this package
     """Why a pod's agent cannot begin; a sentence."""
 
 
-async def wait_for_input(place: Place) -> tuple[Order, bytes]:
+async def wait_for_input(place: Place, told_to_end: asyncio.Event) -> tuple[Order, bytes]:
     """Wait for the job's input; gives the order and the key.
 
     Raises:
-        Problem: It does not come, or is not for this agent.
+        Problem: It does not come, or is not for this agent; or the pod received SIGTERM meanwhile.
     """
     order_file, key_file = place.input / InputFiles.ORDER, place.input / InputFiles.KEY
     deadline = time.monotonic() + INPUT_LIMIT_S
     while not (order_file.exists() and key_file.exists()):
+        if told_to_end.is_set():
+            raise Problem("the pod received SIGTERM before its input was there")
         if time.monotonic() > deadline:
             raise Problem(
                 f"the job's input did not appear in {place.input} within {INPUT_LIMIT_S:.0f} s: the Secret with it could "
@@ -149,13 +151,7 @@ async def serve(place: Place, pool: ForkPool) -> int:
     loop = asyncio.get_running_loop()
     told_to_end = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, told_to_end.set)
-    waiting, told = asyncio.ensure_future(wait_for_input(place)), asyncio.ensure_future(told_to_end.wait())
-    await asyncio.wait((waiting, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if not waiting.done():
-        waiting.cancel()
-        raise Problem("the pod received SIGTERM before its input was there")
-    order, key = waiting.result()
+    order, key = await wait_for_input(place, told_to_end)
     pod = Pod(place, order, key, pool)
     try:
         pod.files.folder.mkdir(mode=0o700, parents=True)

@@ -9,12 +9,12 @@ import collections
 import contextlib
 import http.server
 import math
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kale_dist.contract import EventKind, RankStateName
+from kale_dist.runtime.byte_server import HttpServer
 from kale_dist.runtime.job_run import open_port
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -151,7 +151,7 @@ class MetricsServer:
 
     def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
         listener = open_port(host, port, 16)
-        self._server = _Server(listener, text)
+        self._server = HttpServer(listener, _Request, text)
         self.port: int = listener.getsockname()[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -161,27 +161,14 @@ class MetricsServer:
         self._server.server_close()
 
 
-class _Server(http.server.HTTPServer):
-    """One request at a time."""
-
-    def __init__(self, listener: socket.socket, text: Callable[[], str]) -> None:
-        super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.text = text
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a broken connection is its peer's affair."""
-
-
 class _Request(http.server.BaseHTTPRequestHandler):
     timeout = _SILENCE_LIMIT_S
-    server: _Server
+    server: HttpServer
 
     def do_GET(self) -> None:
         """Answer."""
         is_there = self.path.partition("?")[0] == "/metrics"
-        body = self.server.text().encode() if is_there else b"The metrics are at /metrics\n"
+        body = self.server.owner().encode() if is_there else b"The metrics are at /metrics\n"
         self.send_response_only(200 if is_there else 404)
         self.send_header("Content-Type", _CONTENT_TYPE if is_there else "text/plain")
         self.send_header("Content-Length", str(len(body)))
