@@ -130,9 +130,10 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Snapsho
         from kale_dist.image.for_job import settle
 
         imports = snapshot.imports if run.auto_packages else None
-        settled = settle(recipe, store, imports=imports, say=_say)
-        image, recipe = settled.image, settled.recipe
-        snapshot = dataclasses.replace(snapshot, notes=(*snapshot.notes, *settled.notes))
+        recipe, notes = settle(recipe, store, imports=imports, say=_say)
+        if not recipe.adds_something:
+            image, recipe = recipe.base, None
+        snapshot = dataclasses.replace(snapshot, notes=(*snapshot.notes, *notes))
     return snapshot, dataclasses.replace(
         run.spec,
         name=name,

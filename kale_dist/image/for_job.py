@@ -26,26 +26,19 @@ _SAY_EACH_S = 2.0
 _BAR_LENGTH = 24
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
-    """A recipe that later changes on this machine cannot alter."""
-
-    recipe: Recipe | None
-    """None: nothing goes on top of the base."""
-    image: str
-    """Then the base; else empty."""
-    notes: tuple[str, ...] = ()
-    """What the user should be told, a sentence or two each."""
-
-
-def settle(recipe: Recipe, store: Store, *, imports: Iterable[str] | None, say: Callable[[str], None]) -> Settled:
-    """Take in what the recipe names on this machine.
+def settle(
+    recipe: Recipe, store: Store, *, imports: Iterable[str] | None, say: Callable[[str], None]
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Take in what the recipe names on this machine, so that later changes there cannot alter it.
 
     Args:
         recipe: As `image_checks.check` gives it.
         store: Where the bytes of its files go.
         imports: What the call imports, if the packages behind it belong to the recipe; None: they do not.
         say: Takes a line for the user, such as what was found for the imports.
+
+    Returns:
+        The recipe, and what the user should be told, a sentence or two each.
 
     Raises:
         SnapshotError: A file cannot be read any more.
@@ -60,10 +53,7 @@ def settle(recipe: Recipe, store: Store, *, imports: Iterable[str] | None, say: 
             say(line)
         notes = report.notes
         recipe = auto.with_packages(recipe, report.packages)
-    recipe = keep_files(recipe, store)
-    if not recipe.adds_something:
-        return Settled(recipe=None, image=recipe.base, notes=notes)
-    return Settled(recipe=recipe, image="", notes=notes)
+    return keep_files(recipe, store), notes
 
 
 def keep_files(recipe: Recipe, store: Store) -> Recipe:

@@ -197,12 +197,8 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
 
 def _once(target: Reference, found: Callable[[], str], make: Callable[[], str], say: Say) -> tuple[str, bool]:
     """What is found, else made, and whether it was made. Kernels of this machine make the same image one after another."""
-    image = found()
-    if image:
-        return image, False
     waiting = f"Another process on this machine makes the image {target}; waiting for it."
     with cache.alone(target.tag, lambda: say(waiting)):
-        # Another kernel may just have made it.
         image = found()
         if image:
             return image, False

@@ -23,7 +23,6 @@ _SILENT_S = _WATCH_S + 30.0
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 30.0
-_POLL_S = 2.0
 _LIVELY_S = 5.0
 """A watch that has held for this long was a success."""
 
@@ -39,13 +38,8 @@ class Sink(Protocol):
     def changed(self, change: str, item: dict[str, Any]) -> None:
         """An object was `ADDED`, `MODIFIED` or `DELETED`."""
 
-    def troubled(self, error: Exception | None, *, is_watch: bool) -> None:
-        """Why nothing is known now; None whenever a list or watch has started.
-
-        Args:
-            error: What went wrong.
-            is_watch: Whether objects can be listed but not watched; they are then listed every two seconds.
-        """
+    def troubled(self, error: Exception | None) -> None:
+        """Why nothing is known now; None whenever a watch has started."""
 
 
 class ResourceWatch:
@@ -84,27 +78,18 @@ class ResourceWatch:
     # -- inside, in the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        may_watch = True
         while not self._stopped.is_set():
             try:
                 if self._version is None:
                     self._version = self._list()
-                if not may_watch:
-                    self._version = None
-                    self._stopped.wait(_POLL_S)
-                    continue
                 self._watch()
             except Exception as error:  # noqa: BLE001 - a watch that ended because of a server's answer would hide it
                 if self._stopped.is_set():
                     return
                 status = getattr(error, "status", None)
-                if status == http.HTTPStatus.FORBIDDEN and self._version is not None:
-                    may_watch = False
-                    self._sink.troubled(error, is_watch=True)
-                    continue
                 self._failures += 1
                 if self._failures > 1 or status in _REFUSED:
-                    self._sink.troubled(error, is_watch=False)
+                    self._sink.troubled(error)
                 if status == http.HTTPStatus.GONE:
                     self._version = None
                     if self._failures == 1:
@@ -132,7 +117,6 @@ class ResourceWatch:
                 break
         if not self._stopped.is_set():
             self._sink.listed(items)
-            self._sink.troubled(None, is_watch=False)
         return str(page["metadata"]["resourceVersion"])
 
     def _watch(self) -> None:
@@ -151,7 +135,7 @@ class ResourceWatch:
             _request_timeout=(_CONNECT_S, _SILENT_S),
         )
         self._response = response
-        self._sink.troubled(None, is_watch=True)
+        self._sink.troubled(None)
         try:
             # `stop` may have come between the request and its response.
             for line in () if self._stopped.is_set() else _lines(response):

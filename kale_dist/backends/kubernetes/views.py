@@ -33,8 +33,6 @@ class ContainerView:
     ended: float | None = None
     """When it terminated, in seconds since 1970."""
     restarts: int = 0
-    last_reason: str = ""
-    """Why it ended before it was started again."""
     last_message: str = ""
     last_exit_code: int | None = None
     requests: tuple[tuple[str, str], ...] = ()
@@ -257,7 +255,6 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any], *, is_init: b
         exit_code=details.get("exitCode"),
         ended=seconds(details.get("finishedAt")),
         restarts=status.get("restartCount") or 0,
-        last_reason=last.get("reason") or "",
         last_message=(last.get("message") or "").strip(),
         last_exit_code=last.get("exitCode"),
         requests=tuple((resources.get("requests") or {}).items()),

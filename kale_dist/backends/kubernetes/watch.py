@@ -1,4 +1,4 @@
-"""Watches the jobs of a namespace: one set of watches for all jobs of this process. Polls only where it may not watch.
+"""Watches the jobs of a namespace: one set of watches for all jobs of this process.
 
 Three `ResourceWatch`es (the objects of one kind, pods, events) feed one `_State`, from which `view` makes a frozen `JobView`. While a
 job waits under a quota a fourth one looks at the quotas: when room becomes free the job is touched, because the operator's
@@ -210,10 +210,10 @@ class _Sink:
         take = {JOBS: state.change_job, "pods": state.change_pod, "events": state.change_event}[self._kind]
         self._owner.take(state, self._kind, lambda: take(change, item))
 
-    def troubled(self, error: Exception | None, *, is_watch: bool) -> None:
-        """Take what went wrong. What may be listed but not watched is listed every two seconds, which is no trouble."""
+    def troubled(self, error: Exception | None) -> None:
+        """Take what went wrong."""
         state, kind = self._state, self._kind
-        if kind == _QUOTAS or (is_watch and error is not None):
+        if kind == _QUOTAS:
             return
 
         def note() -> set[str]:

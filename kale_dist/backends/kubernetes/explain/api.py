@@ -18,7 +18,6 @@ from kale_dist.manifests import KINDS, Kind
 
 FORBIDDEN = HTTPStatus.FORBIDDEN.value
 NOT_FOUND = HTTPStatus.NOT_FOUND.value
-CONFLICT = HTTPStatus.CONFLICT.value
 _SHOWN = 600
 
 

@@ -701,7 +701,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
-            "you may not list {kind} in the namespace {namespace}, so the state of the job is not known",
+            "you may not list and watch {kind} in the namespace {namespace}, so the state of the job is not known",
             "Have the administrator grant get, list and watch of {kind}",
         ),
         Entry(
