@@ -80,7 +80,7 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
     here = (_python(), _state_folder())
     try:
         if on == "docker":
-            from kale_dist.backends.docker import preparation as engine
+            from kale_dist.backends.docker import engines as engine
 
             found = engine.examine()
         else:

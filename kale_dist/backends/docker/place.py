@@ -16,7 +16,7 @@ import docker.errors
 
 from kale_dist import payload, records
 from kale_dist.backends.base import Connection, JobRef, Look, Part, Place, RunHandle
-from kale_dist.backends.docker import archive, containers, engines, preparation
+from kale_dist.backends.docker import archive, containers, engines
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.backends.docker.explain import End, explain
@@ -70,7 +70,7 @@ class DockerPlace(Place):
 
     def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
         """Settle the image and have it on the engine; look whether the job could run."""
-        return preparation.prepare(spec, submit=submit)
+        return engines.prepare(spec, submit=submit)
 
     def render(self, spec: JobSpec) -> str:
         """The command lines that would do the same."""
