@@ -93,7 +93,7 @@ def write(
     # Torch's own writer raises RuntimeError when a disk is full.
     except (OSError, RuntimeError) as error:
         reason, free = getattr(error, "strerror", None) or error, shutil.disk_usage(path.parent).free
-        raise StoreError(f"{path} could not be written: {reason}. {free:,} bytes are free on the disk") from error
+        raise StoreError(f"{path} could not be written; its disk has {free:,} bytes free ({reason})") from error
     finally:
         torch.serialization.set_crc32_options(before)
     return tuple(left_out)
