@@ -205,7 +205,8 @@ class OutcomeReader:
                 pass
             else:
                 if found.error is not None:
-                    return found.error, found.traceback
+                    # Without frames it would only repeat the reason.
+                    return found.error, found.traceback if "\n  File " in found.traceback else ""
         return RankError(status.reason), ""
 
     def _resolve(self, index: int) -> object:

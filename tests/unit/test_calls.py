@@ -201,6 +201,15 @@ def test_elsewhere_a_model_is_built_from_the_snapshot():
     assert done.stdout.strip() == str(model(torch.ones(1, 3)).tolist())
 
 
+def test_a_mistake_of_a_step_is_told_once_without_frames_of_ours():
+    def train_step(model, data_loader, criterion, optimizer, device, args):
+        return {"loss": torch.ones(3)}
+
+    error = kd.distribute(*objects(), train_step, number_of_processes=1).exception()
+    assert str(error).count("returned['loss'] has shape (3,)") == 1
+    assert "File" not in str(error)
+
+
 def test_without_its_snapshot_an_attached_job_has_weights_but_no_model():
     model, *rest = objects()
     kd.distribute(model, *rest, number_of_processes=1, name="snapshot-gone").wait()
