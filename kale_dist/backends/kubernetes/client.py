@@ -103,6 +103,8 @@ def connect(namespace: str = "", context: str = "", config: Config | None = None
         found = _connections.get(source)
         if found is None:
             found = _connections[source] = _open(source)
+            # Jobs remember the context by its name.
+            _connections[dataclasses.replace(source, context=found.context)] = found
     # What is configured, and this pod, are of one's own cluster.
     configured, pod_s = ("", "") if secret else (config.namespace, own_namespace())
     own = namespace or configured or found.namespace or pod_s or "default"
@@ -365,7 +367,7 @@ def _named(whole: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def _identity(api: client.ApiClient, server: str) -> str:
     """Who the API server takes this user for. The first request: it tells a cluster that answers from one that does not."""
     try:
-        review = client.AuthenticationV1Api(api).create_self_subject_review(client.V1SelfSubjectReview())
+        review = _unchecked(client.AuthenticationV1Api(api)).create_self_subject_review(client.V1SelfSubjectReview())
     except client.ApiException as error:
         # Before Kubernetes 1.28 there is no such review.
         is_anonymous = _ANONYMOUS in str(error.body)
