@@ -127,6 +127,8 @@ def _pair(batch: Any, device: Any) -> tuple[Any, Any]:
     elif isinstance(batch, tuple | list) and len(batch) == 2:  # noqa: PLR2004 - a pair
         return _on(batch[0], device), _on(batch[1], device)
     shown = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+    if isinstance(batch, Mapping):
+        shown = f"dicts with {', '.join(map(repr, batch))}, of which none is 'labels' or 'target'"
     raise ConfigError(
         "train_step",
         f"is left out, and the loader's batches are not pairs (inputs, targets) but {shown}",

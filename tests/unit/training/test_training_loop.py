@@ -132,6 +132,8 @@ def test_ready_made_steps_take_mappings_and_refuse_what_they_do_not_know():
     assert set(fit(loader=DataLoader(items, 4)).metrics) == {"loss", "accuracy"}
     with pytest.raises(ConfigError, match="train_step: is left out, and the loader's batches are not pairs"):
         fit(loader=DataLoader([(x, y, y) for x, y in data()], 4))
+    with pytest.raises(ConfigError, match="dicts with 'x', 'y', of which none is 'labels' or 'target'"):
+        fit(loader=DataLoader([{"x": x, "y": y} for x, y in data()], 4))
 
 
 @pytest.mark.parametrize(
