@@ -89,6 +89,8 @@ class OutcomeReader:
             sentence += (
                 ". packages='auto' puts what a call imports on top of its image, packages=['name'] what is named"
             )
+        elif isinstance(cause, FileNotFoundError) and self._spec.image:
+            sentence += ". A job sees the files of its image and of its volumes=, and not those of this machine"
         kind = JobTimeoutError if status.cause in _TIME_CAUSES else JobFailedError
         error = kind(f"{sentence}\n\n{traceback}" if traceback else sentence, self._ref)
         error.__cause__ = cause

@@ -139,6 +139,14 @@ def test_an_error_for_a_module_that_the_image_lacks_says_how_it_gets_there(on):
     job.delete()
 
 
+def test_an_error_for_a_file_that_only_this_machine_has_says_so(on, tmp_path):
+    (tmp_path / "table.csv").write_text("1,2")
+    job = flat.launch((tmp_path / "table.csv").read_text, number_of_processes=1, **on)
+    with pytest.raises(JobFailedError, match=r"table.csv.*not those of this machine"):
+        job.result(120)
+    job.delete()
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, killed):
     job = flat.launch(kills_its_container, number_of_processes=2, **on)
