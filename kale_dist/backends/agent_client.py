@@ -234,7 +234,7 @@ class AgentClient:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5.0)
         with errors:
-            errors.seek(0)
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4000))
             self.last_words = errors.read(4000).decode(errors="backslashreplace")
         self._socket = None
         with self._changed:

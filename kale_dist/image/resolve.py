@@ -88,9 +88,9 @@ def resolve(
         def make() -> str:
             say(f"Making the image {target} on {pinned.reference}.")
             if recipe.apt:
-                # The base may lie in the engine alone, which therefore is asked.
-                facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
                 with bases.connected(recipe) as engine:
+                    # The base may lie in the engine alone, which therefore is asked.
+                    facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
                     builder.build_in_engine(
                         engine,
                         recipe,

@@ -93,6 +93,10 @@ class RankRun:
         if self.process is not None and self._received and self.end is None:
             self.process.ask_stacks()
 
+    def moved(self) -> None:
+        """It has given a sign of progress."""
+        self._writer.moves[self.rank] += 1
+
     def record_end(self, state: RankStateName) -> None:
         """Write the rank's last event."""
         self.state = state
@@ -118,7 +122,7 @@ class RankRun:
         """It has sent events."""
         for event in contract.decode_json_lines(data):
             if event.get("event") != EventKind.USAGE:
-                self._writer.moves[self.rank] += 1
+                self.moved()
             self._on_event(event)
             if event.get("event") not in (context.ALIVE, context.DISPENSABLE):
                 self._writer.record(event)
@@ -146,6 +150,6 @@ class RankRun:
 
     def _set_state(self, state: RankStateName) -> None:
         self.state = state
-        self._writer.moves[self.rank] += 1
+        self.moved()
         self._writer.event(EventKind.RANK, self.rank, state=str(state), pid=self.pid, exit_code=None, signal=None)
         self._on_change(self)

@@ -249,6 +249,8 @@ class HeadsRelays:
         elif kind == b"S":
             far.run.stacks(payload[TICKS.size :], TICKS.unpack_from(payload)[0])
         elif kind == b"F":
+            # The rank is done when all of it is here: a large value may take longer than a job may stand still.
+            far.run.moved()
             await asyncio.to_thread(_append, far.part, payload)
 
     async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.machinery
+import inspect
 import pathlib
 import site
 import stat
@@ -136,14 +137,10 @@ class _Collector:
         script = self._file("", path.parent, path)
         # An option and its value may be one word: --config=base.yaml.
         named = sorted({*_literals(path), *words, *(word.partition("=")[2] for word in words)})
-        data: dict[str, ModuleFile] = {}
-        for folder in (path.parent.resolve(), pathlib.Path.cwd().resolve()):
-            places = [folder / name for name in named if _plain(name) and ".." not in pathlib.PurePath(name).parts]
-            for file in (file for place in places for file in _below(place)):
-                made = self._file("", folder, file)
-                data.setdefault(made.path, made)
-        data.pop(script.path, None)
-        self._keep([script], list(data.values()), path)
+        inside = [name for name in named if _plain(name) and ".." not in pathlib.PurePath(name).parts]
+        folders = (path.parent.resolve(), pathlib.Path.cwd().resolve())
+        data = (self._file("", folder, file) for folder in folders for name in inside for file in _below(folder / name))
+        self._keep([script], data, path)
         return list(_imports(script))
 
     def has_taken(self, name: str) -> bool:
@@ -169,10 +166,10 @@ class _Collector:
         return self._keep(code, [file for file in found if file.source.suffix not in {".py", ".so"}], folder)
 
     def _single(self, top: str, path: pathlib.Path) -> list[ModuleFile]:
-        beside: list[ModuleFile] = []
+        places: list[pathlib.Path] = []
         if any(word in _text(path) for word in _FINDS_ITSELF):
             places = [path.parent / literal for literal in sorted(_literals(path)) if _plain(literal)]
-            beside = [self._file("", path.parent, file) for place in places for file in _below(place)]
+        beside = (self._file("", path.parent, file) for place in places for file in _below(place))
         if path.suffix == ".so":
             self.notes.append(f"{top} is a compiled module of yours ({path}): it runs only on machines like this one.")
         return self._keep([self._file("", path.parent, path)], beside, path)
@@ -181,16 +178,22 @@ class _Collector:
         relative = pathlib.PurePosixPath(top, path.relative_to(folder).as_posix())
         return ModuleFile(path=str(relative), source=path, mode=0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644)
 
-    def _keep(self, code: list[ModuleFile], data: list[ModuleFile], place: pathlib.Path) -> list[ModuleFile]:
+    def _keep(self, code: list[ModuleFile], data: Iterable[ModuleFile], place: pathlib.Path) -> list[ModuleFile]:
         """Have code sent, and the files that belong to it if they are not too large; gives those that are new."""
-        size = sum(file.source.stat().st_size for file in data)
-        if size > MAX_DATA_BYTES:
-            self.notes.append(
-                f"{place} comes with {size / 2**20:,.0f} MiB of other files, over {MAX_DATA_BYTES >> 20} MiB: only code is "
-                "sent to the ranks. Put the files on a volume"
-            )
-            data = []
-        new = [file for file in (*code, *data) if file.path not in self.files]
+        found, size = {file.path: file for file in code}, 0
+        # One by one: a folder with data may have millions of files.
+        for file in data:
+            if file.path not in found:
+                found[file.path] = file
+                size += file.source.stat().st_size
+            if size > MAX_DATA_BYTES:
+                self.notes.append(
+                    f"{place} comes with more than {MAX_DATA_BYTES >> 20} MiB of other files: only code is sent to the ranks. "
+                    "Put the files on a volume"
+                )
+                found = {file.path: file for file in code}
+                break
+        new = [file for file in found.values() if file.path not in self.files]
         self.files.update((file.path, file) for file in new)
         return new
 
@@ -313,7 +316,7 @@ def notes_on_edits(name: str) -> list[str]:
     except (OSError, SyntaxError, ValueError) as error:
         return [f"{module.__file__} can no longer be compiled ({error}): the ranks' import of {name} will fail."]
     values = [one for value in vars(module).values() for one in (value, *_members(value, module))]
-    functions = [getattr(one, "__func__", one) for one in values]
+    functions = [_undecorated(one) for one in values]
     # Generated functions (dataclasses, named tuples) have code of no file.
     live = [one.__code__ for one in functions if isinstance(one, types.FunctionType)]
     if all(code in written for code in live if code.co_filename == module.__file__):
@@ -331,6 +334,14 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from _codes(constant)
+
+
+def _undecorated(value: Any) -> Any:
+    """The function behind decorators, a class method or a property."""
+    try:
+        return inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
+    except Exception:  # noqa: BLE001 - any object may stand in a module, and its attributes may do anything
+        return value
 
 
 def _members(value: Any, module: types.ModuleType) -> Iterable[Any]:

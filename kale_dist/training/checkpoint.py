@@ -89,11 +89,18 @@ def write(
     torch.serialization.set_crc32_options(False)
     try:
         with blobs.fresh(path) as temporary:
+            temporary.touch(0o600)
             torch.save(whole, temporary)
     # Torch's own writer raises RuntimeError when a disk is full.
     except (OSError, RuntimeError) as error:
-        reason, free = getattr(error, "strerror", None) or error, shutil.disk_usage(path.parent).free
-        raise StoreError(f"{path} could not be written; its disk has {free:,} bytes free ({reason})") from error
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        if not path.parent.is_dir():
+            raise StoreError(f"{path} could not be written: {reason}.") from error
+        free = shutil.disk_usage(path.parent).free
+        raise StoreError(
+            f"{path} could not be written; its disk has {free:,} bytes free ({reason}). Free some space, delete old jobs with "
+            "`kale-dist delete`, or set XDG_STATE_HOME to a folder on a larger disk."
+        ) from error
     finally:
         torch.serialization.set_crc32_options(before)
     return tuple(left_out)

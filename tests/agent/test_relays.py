@@ -170,11 +170,14 @@ def test_an_outcome_arrives_before_its_rank_is_done(tmp_path, size, told):
         head.relays.deal_blobs()
         played = await joined(head, 1)
         run = head.spawn(1)
+        before = head.writer.moves[1]
         for start in range(0, size, 250_000):
             played.channel.send(b"F", 1, data[start : start + 250_000])
         await played.channel.drain()
         await asyncio.sleep(0.1)
         assert run.done is None
+        # On its way it is a sign of progress: the job has not stalled.
+        assert (head.writer.moves[1] > before) == (size > 0)
         assert not head.files.outcome(0, 1).exists()
         played.channel.say(Op.SAID, 1, message={"done": True, "ok": True}, bytes=told)
         await until(lambda: run.done)

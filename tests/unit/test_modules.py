@@ -114,7 +114,7 @@ def test_a_package_over_the_size_travels_as_code_with_a_note(local, monkeypatch)
     found = modules.collect(["large"])
     assert names(found) == ["large/__init__.py", "large/x.py"]
     (note,) = found.notes
-    assert "large comes with 2 MiB of other files, over 1 MiB" in note
+    assert "large comes with more than 1 MiB of other files" in note
 
 
 def test_large_neighbours_of_a_module_stay_with_a_note(local, monkeypatch):
@@ -160,6 +160,22 @@ def test_a_module_edited_since_its_import_is_warned_of(local, after, warned):
     snapshot = capture(helpers.f, (), {}, store=blobs.MemoryStore(), label="f")
     assert len(snapshot.notes) == warned
     assert all("helpers" in note for note in snapshot.notes)
+
+
+@pytest.mark.parametrize(("after", "warned"), [("return 1", 0), ("return 2", 1)])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import contextlib\n@contextlib.contextmanager\ndef f():\n    yield\n    return 1\n",
+        "class C:\n    @property\n    def p(self):\n        return 1\n",
+        "class C:\n    @classmethod\n    def p(cls):\n        return 1\n",
+    ],
+)
+def test_an_edit_behind_a_decorator_is_warned_of(local, before, after, warned):
+    folder = local({"decorated.py": before})
+    importlib.import_module("decorated")
+    (folder / "decorated.py").write_text(before.replace("return 1", after))
+    assert len(modules.notes_on_edits("decorated")) == warned
 
 
 def test_generated_code_is_not_taken_for_an_edit(local):

@@ -226,7 +226,7 @@ def test_files_that_are_too_large_are_not_sent(folder):
         os.truncate(file.fileno(), modules.MAX_DATA_BYTES + 1)
     sent, notes = files_of("train.py")
     assert sent == ["train.py"]
-    assert "train.py comes with 64 MiB of other files, over 64 MiB" in notes[0]
+    assert "train.py comes with more than 64 MiB of other files" in notes[0]
 
 
 def test_time_limits_of_a_script(folder, capsys):

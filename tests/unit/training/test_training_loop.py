@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.runtime import context, sources
 from kale_dist.training import checkpoint
 from kale_dist.training.loop import train
@@ -382,6 +382,20 @@ def test_checkpoints_of_odd_values(tmp_path):
     for name, value in read.model.items():
         torch.testing.assert_close(value, states[name])
     assert read.model["a"].data_ptr() == read.model["tied"].data_ptr()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_checkpoint_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(StoreError, match="could not be written: No such file or directory"):
+        checkpoint.write(tmp_path / "gone" / "checkpoint", model={}, epoch=1)
+
+    def full(_value, _path):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726\nC++ frames")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(StoreError, match=r"its disk has [0-9,]+ bytes free \(\[enforce.*726\)\. Free some space"):
+        checkpoint.write(tmp_path / "checkpoint", model={}, epoch=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 class ItsOwnLoss(nn.Module):
