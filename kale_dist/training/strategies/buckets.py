@@ -164,10 +164,21 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
         )
     elif was_dense:
         gradient = gradient.to_sparse(1)
+    gradient = gradient.detach().coalesce()
+    values = gradient.values()
+    # Torch refuses to sum half-precision sparse tensors, and of complex ones it loses the sum without an error.
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    shape = (*gradient.shape, *parts.shape[values.dim() :])
+    total = torch.sparse_coo_tensor(
+        gradient.indices(), parts.float() if parts.dtype is torch.float16 else parts, shape, is_coalesced=True
+    )
     # NCCL sums no sparse tensors, gloo does.
-    total = gradient.detach().coalesce().cpu()
+    total = total.cpu()
     dist.all_reduce(total, group=group.world)
-    mean = (total / group.world_size).coalesce().to(parameter.device)
+    total = total.coalesce()
+    parts = (total.values() / group.world_size).to(parts.dtype)
+    values = torch.view_as_complex(parts) if values.is_complex() else parts
+    mean = torch.sparse_coo_tensor(total.indices(), values, gradient.shape, is_coalesced=True).to(parameter.device)
     parameter.grad = mean.to_dense() if was_dense else mean
 
 

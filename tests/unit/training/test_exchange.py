@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP
+from kale_dist.training.group import Group
 from kale_dist.training.loop import train
+from kale_dist.training.strategies.buckets import average_sparse
 from kale_dist.training.strategies.ddp import DataParallel
 
 
@@ -251,6 +253,27 @@ def test_sparse_gradients(ranks):
     expected = plain(body, 2, model=Words, make_optimizer=sgd)
     for weights in ranks(2, lambda: run(body, model=Words, make_optimizer=sgd)):
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_of_any_dtype_are_averaged(ranks):
+    dtypes = torch.float16, torch.bfloat16, torch.float64, torch.complex64
+
+    def job():
+        group = Group(torch.device("cpu"))
+        found = []
+        for dtype in dtypes:
+            parameter = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
+            rows = [0, 2] if group.rank else [2]
+            values = torch.full((len(rows), 2), 1 + group.rank, dtype=dtype)
+            parameter.grad = torch.sparse_coo_tensor([rows], values, (4, 2))
+            average_sparse(parameter, group)
+            found.append(parameter.grad.to_dense())
+        return found
+
+    for averages in ranks(2, job):
+        for dtype, average in zip(dtypes, averages, strict=True):
+            assert average.equal(torch.tensor([[1.0] * 2, [0.0] * 2, [1.5] * 2, [0.0] * 2]).to(dtype))
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
