@@ -157,13 +157,12 @@ def cancel(cluster: Cluster, kind: Kind, namespace: str, name: str, person: str)
             raise api.explain(error, doing) from error
 
 
-def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
-    """Delete a job, and with it all that it owns. One that does not exist is no error.
+def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
+    """Delete a job's object; the cluster deletes what it owns. One that does not exist is no error.
 
     Raises:
         BackendError: The cluster refused.
     """
-    # First of all: this process may have little time left.
     where = (*kind.api, namespace, kind.plural, name)
     try:
         cluster.custom.delete_namespaced_custom_object(*where, propagation_policy="Background")
@@ -171,6 +170,16 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
         if api.status_of(error) != api.NOT_FOUND:
             doing = Doing(verb="delete", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
             raise api.explain(error, doing) from error
+
+
+def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
+    """Delete a job with its Secret and its Service. One that does not exist is no error.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    # First of all: this process may have little time left.
+    delete_object(cluster, kind, namespace, name)
     with contextlib.suppress(Exception):
         # The job owns it; without the garbage collector (a dead controller manager) it would stay.
         cluster.core.delete_namespaced_secret(manifests.input_secret_name(name), namespace)

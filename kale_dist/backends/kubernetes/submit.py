@@ -152,7 +152,8 @@ def create(
         try:
             make(namespace, wanted)
         except BaseException as error:
-            objects.delete(cluster, kind, namespace, made["metadata"]["name"])
+            # Alone: the Secret or Service that is in the way may be that of another user's job of another kind.
+            objects.delete_object(cluster, kind, namespace, made["metadata"]["name"])
             if not isinstance(error, Exception):
                 raise
             name = wanted["metadata"]["name"]
