@@ -123,7 +123,6 @@ def export(
         "kind": "Secret",
         "metadata": {"name": f"{name}-call", **place},
         "type": "Opaque",
-        "immutable": True,
         "data": {_FILE: base64.b64encode(packed).decode()},
     }
     container = {
