@@ -18,8 +18,8 @@ from kale_dist.runtime import loading
 from kale_dist.runtime.pod import Pod
 
 _LOOK_EACH_S = 0.2
-_TRIES = 5
-_PAUSE_S = 1.0
+_TRIES = 7
+"""After the first one a pause of one second, which doubles: a minute in all."""
 _SILENCE_LIMIT_S = 30.0
 _PIECE_BYTES = 1 << 20
 
@@ -93,14 +93,14 @@ def _download(pod: Pod) -> None:
 def _fetch(pod: Pod, digest: str) -> None:
     """Fetch a blob from the head."""
     pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for tries_left in reversed(range(_TRIES)):
+    for tried in range(_TRIES):
         try:
             with fresh(pod.store.path(digest)) as part:
                 _receive(pod, digest, part)
         except (OSError, http.client.HTTPException) as error:
-            if not tries_left:
+            if tried + 1 == _TRIES:
                 raise StoreError(f"Blob {digest} could not be fetched from {pod.order.head}: {error}.") from error
-            time.sleep(_PAUSE_S)
+            time.sleep(2**tried)
         else:
             return
 

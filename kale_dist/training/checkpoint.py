@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import io
+import mmap
 import pathlib
 import pickle
 import random
@@ -113,12 +113,13 @@ def read(path: pathlib.Path) -> Checkpoint:
         SnapshotDamagedError: The file is not a checkpoint of this version.
         OSError: The file cannot be opened.
     """
-    return _loaded(path, mmap=True)
+    return _loaded(path)
 
 
-def _loaded(file: pathlib.Path | io.BytesIO, *, mmap: bool) -> Checkpoint:
+def _loaded(file: Any) -> Checkpoint:
+    """A checkpoint in a file, which is mapped, or in memory that reads like one."""
     try:
-        found = torch.load(file, weights_only=True, mmap=mmap, map_location="cpu")
+        found = torch.load(file, weights_only=True, mmap=isinstance(file, pathlib.Path), map_location="cpu")
         if found.pop("version") != VERSION:
             raise ValueError("it is of another version")  # noqa: TRY301 - one place words the error
         return Checkpoint(**found)
@@ -335,11 +336,12 @@ def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
     size = group.send(None if data is None else len(data))
     if size is None:
         return None
-    whole = torch.frombuffer(data, dtype=torch.uint8) if data is not None else torch.empty(size, dtype=torch.uint8)
-    group.send_tensor(whole)
-    if path is not None:
+    if path is not None and data is not None:
+        group.send_tensor(torch.frombuffer(data, dtype=torch.uint8))
         return read(path)
-    return _loaded(io.BytesIO(whole.numpy().tobytes()), mmap=False)
+    received = mmap.mmap(-1, size)
+    group.send_tensor(torch.frombuffer(received, dtype=torch.uint8))
+    return _loaded(received)
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class Ghosts:
         self._arrived: Tensor | None = None
         self._with_gradient = False
         self._is_checked = False
-        self._fill = float("nan")
+        self._fill: Callable[[int], float] = lambda _: float("nan")
         self._runs_backward = False
         for unit in units:
             replace_forward(unit.module, functools.partial(self._call, unit, unit.module.forward), stack)
@@ -174,7 +174,7 @@ class Ghosts:
         """
         outcome, made = self._run(args, kwargs, known, arrived, with_gradient=with_gradient, check=check)
         if check and arrived is not None and _has_nan(outcome) and not _has_nan(arrived):
-            self._look_for_ghosts(args, kwargs, known, arrived)
+            self._explain_nan(args, kwargs, known, arrived)
         return outcome, made
 
     def _run(
@@ -255,7 +255,7 @@ class Ghosts:
         self._made.append((name, result))
         if not unit.is_ghost:
             return forward(*args, **kwargs)
-        return pytree.tree_map_only(Shape, lambda shape: ghost(shape, self._fill, self._device), result)
+        return pytree.tree_map_only(Shape, lambda shape: ghost(shape, self._fill(position), self._device), result)
 
     def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This stage begins: its input becomes what the stage before has sent."""
@@ -290,29 +290,38 @@ class Ghosts:
 
     # -- a result that is not a number -----------------------------------------------------------------------------
 
-    def _look_for_ghosts(self, args: Any, kwargs: Any, known: Calls, arrived: Tensor) -> None:
-        """Find out whether NaN comes from a ghost, by running the stage with zeros in the place of all.
+    def _explain_nan(self, args: Any, kwargs: Any, known: Calls, arrived: Tensor) -> None:
+        """Find out whether NaN comes from a ghost, by running the stage with others.
 
         Raises:
-            KaleDistError: It does.
+            KaleDistError: It does. The text names whose result is used behind the cut.
         """
-        try:
-            self._fill_all(0.0)
-            outcome, _ = self._run(args, kwargs, known, arrived.detach(), with_gradient=False, check=False)
-        finally:
-            self._fill_all(float("nan"))
-        if not _has_nan(outcome):
-            raise KaleDistError(
-                f"strategy=Pipeline: stage {self._stage} uses something of an earlier stage beside the one tensor that crosses"
-                f" the cut at {self._first[self._stage - 1]}: a skip connection over the cut, or a weight of that stage. Cut"
-                " where one tensor is all that later modules need"
-            )
+        foreign = [(name, p) for name, p in self._model.named_parameters() if is_ghost(p)]
 
-    def _fill_all(self, value: float) -> None:
-        self._fill = value
-        for one in self._model.parameters():
-            if is_ghost(one):
-                one.data = ghost(Shape(tuple(one.shape), one.dtype), value, one.device)
+        def gives_nan(position: int | None, parameter: str | None) -> bool:
+            self._fill = lambda at: float("nan") if at == position else 0.0
+            for name, one in foreign:
+                one.data = ghost(
+                    Shape(tuple(one.shape), one.dtype), float("nan") if name == parameter else 0.0, one.device
+                )
+            outcome, _ = self._run(args, kwargs, known, arrived.detach(), with_gradient=False, check=False)
+            return _has_nan(outcome)
+
+        try:
+            if gives_nan(None, None):
+                # The model itself gives it.
+                return
+            names = [name for at, (name, _) in enumerate(known) if gives_nan(at, None)]
+            names = names or [name for name, _ in foreign if gives_nan(None, name)]
+        finally:
+            self._fill = lambda _: float("nan")
+            for _, one in foreign:
+                one.data = ghost(Shape(tuple(one.shape), one.dtype), float("nan"), one.device)
+        raise KaleDistError(
+            f"strategy=Pipeline: stage {self._stage} uses {', '.join(names[:3]) or 'something'} of an earlier stage, beside the"
+            f" one tensor that crosses the cut at {self._first[self._stage - 1]}: a skip connection over the cut. Cut where"
+            " one tensor is all that later modules need"
+        )
 
 
 def ghost(shape: Shape, value: float, device: torch.device) -> Tensor:
