@@ -58,4 +58,4 @@ class DDP(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has a shard of its own."""
-        return Layout.of_replicas(rank, world_size)
+        return Layout.of_replicas(rank, world_size, exact=self.compress is None)

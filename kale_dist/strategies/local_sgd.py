@@ -41,7 +41,7 @@ class LocalSGD(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has a shard of its own; with an average after every step they agree at all times."""
-        return Layout.of_replicas(rank, world_size, agree="epoch")
+        return Layout.of_replicas(rank, world_size, agree="epoch", exact=False)
 
 
 def refuse_closures(word: str, given: Conditions) -> None:

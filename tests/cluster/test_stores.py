@@ -137,9 +137,9 @@ def test_a_url_carries_snapshot_and_results_and_a_re_run_sends_what_changed(name
 
 
 def test_a_protocol_whose_package_is_not_installed_is_refused_before_anything_is_sent(namespace):
-    with pytest.raises(StoreError, match="s3fs"):
+    with pytest.raises(StoreError, match="gcsfs"):
         kd.launch(
-            last_of, [1.0], name="unsent", number_of_processes=1, on=pods_in(namespace, store="s3://bucket/folder")
+            last_of, [1.0], name="unsent", number_of_processes=1, on=pods_in(namespace, store="gs://bucket/folder")
         )
     left = run_kubectl("-n", namespace, "get", "pytorchjobs,secrets", "-o", "name")
     assert "unsent" not in left

@@ -221,7 +221,7 @@ def test_a_rank_without_memory_is_told_with_its_limit(on):
     job = flat.launch(eats_memory, number_of_processes=1, resources={"memory_gib": 0.5}, **on)
     status = job.wait(timeout=120)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.DIED), status
-    assert "0.5 GiB" in status.reason
+    assert "512 MiB" in status.reason
     job.delete()
 
 

@@ -113,7 +113,13 @@ def test_an_image_on_an_image_of_ours_has_both(place, house):
     house.wheel("kdother", requires=["kdthing"])
     with house.serving() as url:
         first = place.resolve(Recipe(packages=("kdthing",), index_urls=(url,))).reference
-        second = place.resolve(Recipe(packages=("kdother",), index_urls=(url,)), base=first).reference
+        had = dataclasses.replace(
+            bases.FACTS,
+            folders=("site-packages",),
+            distributions=(bases.installed("kdthing", "1.0"), *bases.FACTS.distributions),
+        )
+        recipe = Recipe(packages=("kdother",), index_urls=(url,))
+        second = place.resolve(recipe, base=first, ask=lambda _: bases.answer(had)).reference
     *_, layer = layers_of(place, second)
     assert "/opt/kale-dist/site-packages-2/kdother/__init__.py" in layer
     assert not [path for path in layer if "kdthing" in path]
