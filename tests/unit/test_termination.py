@@ -26,9 +26,7 @@ def test_the_exit_code(verdict, told_to_end, code):
 
 @pytest.mark.parametrize("text", ["short", "x" * 100_000, '\n"\\' * 30_000, "\U0001f600" * 30_000, "\udc80" * 10])
 def test_last_words_fit_what_a_kubelet_reads(text, tmp_path):
-    verdict = Verdict(
-        StateName.FAILED, FailureCause.DIED, text, rank=3, error_type=text, error_text=text, last_line=text
-    )
+    verdict = Verdict(StateName.FAILED, FailureCause.DIED, text, rank=3, error_type=text, last_line=text)
     ending.write_termination(tmp_path / "log", ending.termination_message(verdict))
     data = (tmp_path / "log").read_bytes()
     assert len(data) <= ending.MAX_BYTES

@@ -191,7 +191,8 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
 def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
     """Wait until no pod of a deleted job is left: they hold GPUs and quota, and their names.
 
-    Pods that never started, and never will, are not waited for: the operator's init container ignores SIGTERM for 60 s.
+    Pods whose init container still runs are not waited for: the operator's ignores SIGTERM for 60 s, and nothing runs after
+    it.
 
     Raises:
         BackendError: Pods still exist after `timeout_s` seconds.
@@ -203,11 +204,7 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
             items: list[Any] = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
         except Exception as error:
             raise api.explain(error, Doing(verb="list", resource="pods", namespace=namespace)) from error
-        left = [
-            pod.metadata.name
-            for pod in items
-            if not (pod.metadata.deletion_timestamp and pod.status.phase == "Pending")
-        ]
+        left = [pod.metadata.name for pod in items if not (pod.metadata.deletion_timestamp and _initialises(pod))]
         if not left:
             return
         if time.monotonic() > deadline:
@@ -217,6 +214,11 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
                 retryable=True,
             )
         time.sleep(_POLL_S)
+
+
+def _initialises(pod: Any) -> bool:
+    """Whether an init container of a pod runs."""
+    return any(one.state and one.state.running for one in pod.status.init_container_statuses or ())
 
 
 def list_all(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind, Any]]:
