@@ -141,7 +141,7 @@ class NamespaceWatch:
                 for name in self._callbacks:
                     if name not in state.jobs:
                         self._look_up(name)
-            if kind == "events" and _QUOTAS not in self._watches and state.waiting_for_quota():
+            if kind in (JOBS, "events") and _QUOTAS not in self._watches and state.waiting_for_quota():
                 self._watch_quotas(state)
             for name in names:
                 self._views.pop(name, None)
