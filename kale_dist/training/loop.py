@@ -423,7 +423,7 @@ class Session:
         has_replicas = len(self.layout.replicas) > 1
         prints = fingerprint(self.named.values()) if is_training and has_replicas else []
         numbers = self.strategy.metrics() if is_training else {}
-        if is_training and not self.group.is_alone:
+        if is_training and len(self._layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
         outcome = average(
