@@ -25,7 +25,7 @@ class Resources:
 
     Args:
         cpu: Cores requested: a number, or a text such as `"500m"`. None: 1 on a cluster, no request elsewhere.
-        cpu_limit: Most cores, likewise; None for no limit, unless a quota of the namespace demands one.
+        cpu_limit: Most cores, likewise; None for no limit, unless a quota or a LimitRange of the namespace demands one.
         memory: Memory requested, and its limit, with its unit: `"4Gi"`.
         memory_gib: The same as a number of GiB. None: 2 GiB on a cluster, no limit elsewhere. Holds /dev/shm, too.
         gpus: None: 1 with `cuda=True`, else 0.

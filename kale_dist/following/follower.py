@@ -515,7 +515,8 @@ class Follower:
                 )
             except JobExistsError:
                 # The follower of another machine was first, or this one before it was killed: it is the same run.
-                self._handle = handle_of(self._place, self._record, self._run)
+                theirs, _ = self._place.adopt(self._handle.ref, trust=None)
+                self._handle = dataclasses.replace(handle_of(self._place, self._record, self._run), place=theirs.place)
         except BackendError as error:
             self.problem = f"{error}"
             self._on_change()

@@ -20,13 +20,16 @@ from kale_dist.manifests.pod_template import pod_template
 from kale_dist.manifests.settings import REPLICA_INDEX_LABEL, RunSettings, object_name
 from kale_dist.spec import JobSpec
 
+INIT_REQUESTS = {"cpu": "50m", "memory": "10Mi"}
+"""What the container asks for that the operator puts before workers beside a master."""
+
 _INIT_CONTAINER = {
     "name": "init-pytorch",
     "image": "alpine:3.10",
     "command": ["sh", "-c", "true"],
-    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
+    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": INIT_REQUESTS},
 }
-"""As the operator puts it before workers beside a master."""
+"""As the operator makes it."""
 
 
 class KubeflowJob(Kind):

@@ -1,5 +1,6 @@
 """What a cluster is asked before a job is submitted, against an API server that answers as a test tells it."""
 
+import math
 import types
 
 import pytest
@@ -52,6 +53,8 @@ def test_without_the_right_to_create_pods_none_is_tried(monkeypatch, tmp_path):
     ("message", "name", "is_fatal"),
     [
         ('pods "x" is forbidden: maximum cpu usage per Container is 1, but limit is 2', "limit-range", True),
+        ('pods "x" is forbidden: [minimum cpu usage per Container is 1, minimum memory usage per Container is 2Gi]',
+         "limit-range", True),
         ('pods "x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes', "pod-security", True),
         ('pods "x" is forbidden: error looking up service account team/nope: serviceaccount "nope" not found',
          "service-account", True),
@@ -75,6 +78,34 @@ def test_a_cluster_without_the_operator(monkeypatch, tmp_path):
     assert found[0].name == "operator-missing"
     assert found[0].is_fatal
     assert "kubectl apply --server-side" in str(found[0].trouble)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "hard", "free_cores", "forbids_master"),
+    [
+        (None, {}, math.inf, False),
+        (None, {"limits.cpu": "4"}, 0.0, False),
+        ({"default": {"cpu": "500m"}}, {"limits.cpu": "4"}, 0.5, False),
+        # A container that asks for more than the default limit is refused, unless it has a limit of its own.
+        ({"default": {"cpu": "2", "memory": "1Gi"}, "min": {"cpu": "50m"}}, {}, 2.0, False),
+        # The operator's init container asks for 10Mi.
+        ({"min": {"memory": "64Mi"}}, {}, math.inf, True),
+    ],
+)
+def test_limit_ranges_shape_the_job(monkeypatch, tmp_path, bounds, hard, free_cores, forbids_master):
+    ranges = [{"metadata": {}, "spec": {"limits": [{"type": "Container", **bounds}]}}] if bounds else []
+    with FakeApi().running() as api:
+        api.answer("POST", MAY, 201, {"spec": {"resourceAttributes": {}}, "status": {"allowed": True}})
+        api.answer("GET", "/api/v1/namespaces/team", 200, {"metadata": {"name": "team"}})
+        api.answer("GET", "/api/v1/namespaces/team/limitranges", 200, {"items": ranges})
+        quotas = [{"metadata": {"name": "q"}, "spec": {"hard": hard}, "status": {"hard": hard}}]
+        api.answer("GET", "/api/v1/namespaces/team/resourcequotas", 200, {"items": quotas})
+        rules = {"resourceRules": [], "nonResourceRules": [], "incomplete": True}
+        reviews = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
+        api.answer("POST", reviews, 201, {"spec": {}, "status": rules})
+        monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
+        found = checks.look_at_namespace(client.connect(), manifests.KINDS["pytorch"])
+    assert (found.free_cores, found.forbids_master) == (free_cores, forbids_master)
 
 
 def nodes(*amounts):

@@ -8,8 +8,9 @@ kubernetes = pytest.importorskip("kubernetes")
 
 from test_explain import look_of  # noqa: E402
 
+from kale_dist.backends.base import JobRef, RunHandle  # noqa: E402
 from kale_dist.backends.kubernetes import look  # noqa: E402
-from kale_dist.backends.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition  # noqa: E402
+from kale_dist.backends.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition, is_about  # noqa: E402
 from kale_dist.contract import FailureCause  # noqa: E402
 from kale_dist.places import ClusterOptions  # noqa: E402
 from kale_dist.spec import JobSpec, Topology  # noqa: E402
@@ -144,6 +145,8 @@ def test_a_queued_job_says_where_and_why(said, expected):
 
 @pytest.mark.parametrize(("position", "expected"), [
     (QueuePosition(number=3), "is queued in Kueue's queue gpus, at position 3. "),
+    (QueuePosition(number=None, problem="LocalQueue gpus doesn't exist"),
+     "is suspended: Kueue's queue gpus does not take it (LocalQueue gpus doesn't exist). Cancel it and correct queue="),
     (QueuePosition(number=2, of=4), "is queued in Kueue's queue gpus, at position 2 of the namespace's 4. "),
 ])  # fmt: skip
 def test_a_queued_job_says_its_position(position, expected):
@@ -193,3 +196,20 @@ def test_a_view_of_nothing_is_not_fresh():
 def test_a_job_whose_pods_were_not_listed_yet_is_not_judged():
     conditions = [{"type": "Succeeded", "status": "True"}]
     assert not seen(of=job(status={"conditions": conditions}), is_complete=False).fresh
+
+
+@pytest.mark.parametrize(("kind", "name", "time", "expected"), [
+    ("PyTorchJob", "x", 10, True),
+    ("Pod", "x-master-0", 10, True),
+    ("Pod", "x-worker-0", 10, True),
+    ("Workload", "pytorchjob-x-a5d2d", 10, True),
+    ("Pod", "x-master-0", 4, False),
+    ("PyTorchJob", "x-2", 10, False),
+    ("Pod", "x-large-master-0", 10, False),
+    ("Workload", "pytorchjob-x-large-a5d2d", 10, False),
+    ("Deployment", "x", 10, False),
+])  # fmt: skip
+def test_events_of_other_jobs_are_told_apart(kind, name, time, expected):
+    event = EventView(uid="e", kind=kind, name=name, object_uid="o", is_warning=False, reason="", message="", time=time)
+    handle = RunHandle(ref=JobRef("kubernetes", "team/x"), object="x", run=1, spec=spec(), place=(("created", "5.0"),))
+    assert is_about(event, handle) is expected

@@ -55,6 +55,21 @@ def test_without_it_the_namespace_s_workloads_are_put_in_order(api):
     assert position() == QueuePosition(number=3, of=4)
 
 
+def test_what_kueue_does_not_take_into_the_queue_has_no_position(api):
+    refused = workload("x", 1)
+    said = {
+        "type": "QuotaReserved",
+        "status": "False",
+        "reason": "Inadmissible",
+        "message": "LocalQueue gpus doesn't exist",
+    }
+    refused["status"]["conditions"] = [said]
+    api.answer("GET", WORKLOADS, 200, {"items": [refused, workload("y", 5)]})
+    assert position() == QueuePosition(number=None, problem="LocalQueue gpus doesn't exist")
+    other = {**JOB, "metadata": {**JOB["metadata"], "name": "y"}}
+    assert position(other) == QueuePosition(number=1, of=1)
+
+
 def test_a_train_job_is_found_by_its_job_set(api):
     job = {**JOB, "spec": {"suspend": True}}
     api.answer("GET", WORKLOADS, 200, {"items": [workload("x", 5, kind="JobSet")]})

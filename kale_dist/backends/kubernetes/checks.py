@@ -12,6 +12,7 @@ import concurrent.futures
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from kale_dist.backends.kubernetes.self_pod import NODE_REQUIRED
 from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
 from kale_dist.manifests import Kind, PodGroup, RunSettings, kind_of
+from kale_dist.manifests.kubeflow_jobs import INIT_REQUESTS
 from kale_dist.spec import JobSpec
 
 _TIMEOUT_S = 10.0
@@ -69,13 +71,15 @@ class Namespace:
     """Level that it enforces; empty if none, or if it may not be read."""
     quotas: tuple[Any, ...] = ()
     """`V1ResourceQuota` objects that hold for all pods."""
-    needs_cpu_limit: bool = False
-    """Whether a quota demands of each pod a limit of cores that the namespace does not give it by itself."""
+    free_cores: float = math.inf
+    """Cores that a container may ask for without a limit: 0 where a quota demands a limit, else the one that a LimitRange gives."""
+    refuses_init: bool = False
+    """Whether a LimitRange wants containers to be larger than the init container of the operator."""
 
     @property
     def forbids_master(self) -> bool:
         """Whether workers beside a master would be refused, because of the operator's init container."""
-        return self.pod_security == _RESTRICTED
+        return self.pod_security == _RESTRICTED or self.refuses_init
 
 
 def look_at_namespace(cluster: Cluster, kind: Kind) -> Namespace:
@@ -104,13 +108,19 @@ def look_at_namespace(cluster: Cluster, kind: Kind) -> Namespace:
     all_quotas = [quota for quota in quotas.result() or () if not quota.spec.scopes and not quota.spec.scope_selector]
     demands = any("limits.cpu" in (quota.spec.hard or {}) for quota in all_quotas)
     limits = [item for found in ranges.result() or () for item in found.spec.limits or () if item.type == "Container"]
-    gives = any("cpu" in (item.default or {}) or "cpu" in (item.max or {}) for item in limits)
+    gives = [quantities.amount(item.default["cpu"]) for item in limits if "cpu" in (item.default or {})]
     labels = {} if found is None else found.metadata.labels or {}
     return Namespace(
         granted=rights.result(),
         pod_security=labels.get(_ENFORCE, ""),
         quotas=tuple(all_quotas),
-        needs_cpu_limit=demands and not gives,
+        free_cores=min(gives, default=0.0 if demands else math.inf),
+        refuses_init=any(
+            quantities.amount(item.min[key]) > quantities.amount(asked)
+            for item in limits
+            for key, asked in INIT_REQUESTS.items()
+            if key in (item.min or {})
+        ),
     )
 
 

@@ -183,6 +183,8 @@ def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble
         "position": "" if view.queue_position is None else f", {view.queue_position}",
         "queue_said": f": {said[-1]}" if said else "",
     }
+    if view.queue_position is not None and view.queue_position.problem:
+        return explain.of_job("queue-closed", view, kind, {**facts, "detail": view.queue_position.problem}).trouble
     is_too_large = said and "maximum capacity" in said[-1]
     return explain.of_job("queued-for-ever" if is_too_large else "queued", view, kind, facts).trouble
 
@@ -227,7 +229,11 @@ def _status(
     return JobStatus(
         ref=f"kubernetes://{namespace}/{name}",
         state=state,
-        reason=said.message if state is StateName.FAILED else "" if position is None else f"Queued {position}",
+        reason=said.message
+        if state is StateName.FAILED
+        else ""
+        if position is None
+        else position.problem or f"Queued {position}",
         queue_position=None if position is None else position.number,
         created=seconds(first["metadata"]["creationTimestamp"]),
         started=seconds(kind.state(first).started),

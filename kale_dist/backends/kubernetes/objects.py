@@ -6,6 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from kale_dist import manifests
@@ -110,6 +111,17 @@ def runtimes(cluster: Cluster) -> tuple[str, ...]:
     return tuple(found)
 
 
+@contextlib.contextmanager
+def _asking(verb: str, kind: Kind, namespace: str, name: str) -> Iterator[None]:
+    """Explain what the cluster refuses. That an object does not exist is no error, unless it was to be created."""
+    try:
+        yield
+    except Exception as error:
+        if verb == "create" or api.status_of(error) != api.NOT_FOUND:
+            doing = Doing(verb=verb, resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
+            raise api.explain(error, doing) from error
+
+
 # -- one of them -------------------------------------------------------------------------------------------------------
 
 
@@ -121,11 +133,8 @@ def create(cluster: Cluster, kind: Kind, job: Any) -> Any:
         BackendError: The cluster refused.
     """
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
-    try:
+    with _asking("create", kind, namespace, name):
         return cluster.custom.create_namespaced_custom_object(*kind.api, namespace, kind.plural, job)
-    except Exception as error:
-        doing = Doing(verb="create", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
-        raise api.explain(error, doing) from error
 
 
 def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
@@ -134,12 +143,10 @@ def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
     Raises:
         BackendError: The cluster refused.
     """
-    try:
-        return cluster.custom.get_namespaced_custom_object(*kind.api, namespace, kind.plural, name)
-    except Exception as error:
-        if api.status_of(error) == api.NOT_FOUND:
-            return None
-        raise api.explain(error, Doing(verb="get", resource=kind.plural, namespace=namespace, name=name)) from error
+    found = None
+    with _asking("get", kind, namespace, name):
+        found = cluster.custom.get_namespaced_custom_object(*kind.api, namespace, kind.plural, name)
+    return found  # noqa: RET504 - of one that does not exist it is None
 
 
 def cancel(cluster: Cluster, kind: Kind, namespace: str, name: str, person: str) -> None:
@@ -149,12 +156,8 @@ def cancel(cluster: Cluster, kind: Kind, namespace: str, name: str, person: str)
         BackendError: The cluster refused.
     """
     change = {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}, **kind.suspension(value=True)}
-    try:
+    with _asking("patch", kind, namespace, name):
         cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
-    except Exception as error:
-        if api.status_of(error) != api.NOT_FOUND:
-            doing = Doing(verb="patch", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
-            raise api.explain(error, doing) from error
 
 
 def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
@@ -163,13 +166,10 @@ def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> No
     Raises:
         BackendError: The cluster refused.
     """
-    where = (*kind.api, namespace, kind.plural, name)
-    try:
-        cluster.custom.delete_namespaced_custom_object(*where, propagation_policy="Background")
-    except Exception as error:
-        if api.status_of(error) != api.NOT_FOUND:
-            doing = Doing(verb="delete", resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
-            raise api.explain(error, doing) from error
+    with _asking("delete", kind, namespace, name):
+        cluster.custom.delete_namespaced_custom_object(
+            *kind.api, namespace, kind.plural, name, propagation_policy="Background"
+        )
 
 
 def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:

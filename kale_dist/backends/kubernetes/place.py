@@ -28,7 +28,7 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.backends.kubernetes.port_forward import PodConnection
-from kale_dist.backends.kubernetes.views import event_view
+from kale_dist.backends.kubernetes.views import event_view, is_about, seconds
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import BlockReader, InputFiles, OutcomePart, Source
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
@@ -284,7 +284,7 @@ class KubernetesPlace:
         return dict(found)
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
-        """What the cluster has said of the object and of all whose names begin with its own; it keeps that for an hour."""
+        """What the cluster has said of the object and its pods; it keeps that for an hour."""
         namespace = handle.spec.cluster.namespace
         try:
             listed: Any = self._cluster(handle).core.list_namespaced_event(namespace, _preload_content=False)
@@ -297,7 +297,7 @@ class KubernetesPlace:
                 message=" ".join(event.message.split()), count=event.count,
             )
             for event in sorted(found, key=lambda event: event.time)
-            if f"{event.name}-".startswith(f"{handle.object}-")
+            if is_about(event, handle)
         ]  # fmt: skip
 
     def volumes(self) -> Sequence[str]:
@@ -318,7 +318,8 @@ class KubernetesPlace:
 
     def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, run: int) -> RunHandle:
         place = {
-            "server": cluster.server, "context": cluster.context, "uid": job["metadata"]["uid"], "source": str(source)
+            "server": cluster.server, "context": cluster.context, "uid": job["metadata"]["uid"], "source": str(source),
+            "created": str(seconds(job["metadata"].get("creationTimestamp")) or 0),
         }  # fmt: skip
         return RunHandle(
             ref=JobRef(self.name, f"{spec.cluster.namespace}/{spec.name}"),

@@ -68,19 +68,32 @@ def _in_cluster_queue(cluster: Cluster, namespace: str, queue: str) -> _Places:
 def _in_namespace(cluster: Cluster, namespace: str, queue: str) -> _Places:
     where = (_GROUP, "v1beta1", namespace, "workloads")
     workloads = _items(functools.partial(cluster.custom.list_namespaced_custom_object, *where))
-    waiting = [workload for workload in workloads if workload["spec"].get("queueName") == queue and _waits(workload)]
-    waiting.sort(key=lambda one: (-int(one["spec"].get("priority", 0)), one["metadata"]["creationTimestamp"]))
+    here = [workload for workload in workloads if workload["spec"].get("queueName") == queue and _waits(workload)]
+    here.sort(key=lambda one: (-int(one["spec"].get("priority", 0)), one["metadata"]["creationTimestamp"]))
+    waiting = [workload for workload in here if not _problem(workload)]
+    places = [QueuePosition(number=number, of=len(waiting)) for number in range(1, len(waiting) + 1)]
+    refused = [(workload, QueuePosition(number=None, problem=_problem(workload))) for workload in here]
     return {
-        owner: QueuePosition(number=number, of=len(waiting))
-        for number, workload in enumerate(waiting, start=1)
+        owner: place
+        for workload, place in (*refused, *zip(waiting, places, strict=True))
         for owner in _owners(workload)
     }
 
 
 def _waits(workload: Mapping[str, Any]) -> bool:
-    conditions = (workload.get("status") or {}).get("conditions") or ()
-    held = {item["type"] for item in conditions if item["status"] == "True"}
+    held = {item["type"] for item in _conditions(workload) if item["status"] == "True"}
     return bool(workload["spec"].get("active", True)) and not held & {"QuotaReserved", "Admitted", "Finished"}
+
+
+def _problem(workload: Mapping[str, Any]) -> str:
+    """Why Kueue does not even put it into the queue, such as one that does not exist."""
+    return next(
+        (str(item.get("message")) for item in _conditions(workload) if item.get("reason") == "Inadmissible"), ""
+    )
+
+
+def _conditions(workload: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return (workload.get("status") or {}).get("conditions") or ()
 
 
 def _owners(workload: Mapping[str, Any]) -> list[tuple[str, str]]:

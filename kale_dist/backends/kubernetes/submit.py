@@ -82,8 +82,9 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
         settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
     settled = objects.with_runtime_field(cluster, settled)
     settled = self_pod.beside_notebook(settled, own)
-    if found.needs_cpu_limit and settled.resources.cpu_limit is None:
-        limit = dataclasses.replace(settled.resources, cpu_limit=settled.resources.cpu or 1.0)
+    cores = settled.resources.cpu or 1.0
+    if settled.resources.cpu_limit is None and cores * settled.topology.processes_per_pod > found.free_cores:
+        limit = dataclasses.replace(settled.resources, cpu_limit=cores)
         settled = dataclasses.replace(settled, resources=limit)
     if not submits:
         return settled

@@ -7,6 +7,8 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
+from kale_dist.backends.base import RunHandle
+from kale_dist.manifests import kind_of
 from kale_dist.manifests.settings import (
     COMPLETION_INDEX,
     CONTAINER_ANNOTATION,
@@ -120,10 +122,12 @@ class EventView:
 class QueuePosition:
     """Where a job stands among those that wait for the same quota."""
 
-    number: int
-    """From 1."""
+    number: int | None
+    """From 1; None if Kueue does not take the job into the queue."""
     of: int | None = None
     """How many jobs of the namespace wait, if only these were counted; None if `number` counts other namespaces' too."""
+    problem: str = ""
+    """Why Kueue does not take it, in Kueue's words."""
 
     def __str__(self) -> str:
         """As it stands in a sentence."""
@@ -218,6 +222,20 @@ def event_view(data: Mapping[str, Any]) -> EventView:
         time=max(seconds(time) or 0.0 for time in times),
         count=data.get("count") or series.get("count") or 1,
     )
+
+
+def is_about(event: EventView, handle: RunHandle) -> bool:
+    """Whether an event concerns a run's object or what was made for it. Earlier jobs may have had the same names."""
+    kind, owner = kind_of(handle.spec), event.name.rpartition("-")[0]
+    names = kind.pod_names(handle.spec, handle.run)
+    told = kind.told_by(handle.object)
+    if event.time < float(handle.get("created") or 0):
+        return False
+    if event.kind == "Pod":
+        return event.name in names or owner in names
+    if event.kind == "Workload":
+        return owner in {f"{teller.lower()}-{name}" for teller, name in told}
+    return (event.kind, event.name) in told
 
 
 def seconds(text: str | None) -> float | None:

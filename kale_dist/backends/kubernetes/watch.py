@@ -254,14 +254,10 @@ class _State:
         # Pods of an earlier job of this name may still be ending.
         since = 0.0 if job is None else seconds(job["metadata"].get("creationTimestamp")) or 0.0
         pods = [pod for pod in self._pods.get(name, {}).values() if pod.created >= since]
-        claims = dict.fromkeys(claim for pod in pods for claim in pod.claims)
-        about = [
-            *self.kind.told_by(name),
-            ("Workload", name),
-            *(("Pod", pod.name) for pod in pods),
-            *(("PersistentVolumeClaim", claim) for claim in claims),
-        ]
-        events = [event for key in about for event in self._events.get(key, {}).values()]
+        about = [*self.kind.told_by(name), ("Workload", name), *(("Pod", pod.name) for pod in pods)]
+        events = [event for key in about for event in self._events.get(key, {}).values() if event.time >= since]
+        for claim in dict.fromkeys(claim for pod in pods for claim in pod.claims):
+            events += self._events.get(("PersistentVolumeClaim", claim), {}).values()
         problem = " ".join(dict.fromkeys(self.problems.values()))
         return JobView(
             name=name,

@@ -315,7 +315,12 @@ class ScriptedPlace:
         return []
 
     def adopt(self, ref, *, trust):
-        raise NotImplementedError
+        assert trust is None
+        number = max(self.runs)
+        spec = spec_of()
+        return RunHandle(
+            ref=ref, object=f"{ref.name}-{number}", run=number, spec=spec, place=(("where", "there"),)
+        ), None
 
     def describe(self, handle):
         return {}

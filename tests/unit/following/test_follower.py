@@ -484,6 +484,8 @@ def test_a_name_that_is_taken_means_that_another_follower_was_first(backend, sub
     theirs.succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
     assert texts(backend, ref)[-1] == "begun by the other"
+    # Of this object, not of the first run's: by its UID an object is told from another of the same name.
+    assert records.runs(ref.record_name)[1].place == (("where", "there"),)
 
 
 def test_a_follower_that_was_killed_between_two_runs_starts_the_next_one(backend, submit, place, clock):

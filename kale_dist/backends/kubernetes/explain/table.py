@@ -225,7 +225,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "limit-range", _REFUSED,
-            r"forbidden: \[?(?P<rule>(maximum|minimum) \S+ usage per .+|.*limit to request ratio.+)",
+            r"forbidden: \[?(?P<rule>(maximum|minimum) \S+ usage per [^\]]+|.*limit to request ratio.+)",
             "a LimitRange of the namespace {namespace} forbids the size of the pod: {rule}", "Change resources= accordingly",
             heals=False,
         ),
@@ -662,6 +662,10 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "queued", (Seen.STRUCTURE,), "", "the job is queued in {queue}{position}{queue_said}",
             "Wait; 'kubectl -n {namespace} get workloads' shows the queue",
+        ),
+        Entry(
+            "queue-closed", (Seen.STRUCTURE,), "", "the job is suspended: {queue} does not take it ({detail})",
+            "Cancel it and correct queue=, or have the administrator make or open the queue",
         ),
         Entry(
             "queued-for-ever", (Seen.STRUCTURE,), "",
