@@ -274,6 +274,7 @@ class Session:
         _follow_lazy_modules((trained.model, trained.criterion), self.strategy)
         scaler = torch.amp.GradScaler(device.type) if is_ready_made and precision == "fp16" else None
         schedules = Schedules(group=group, pace=pace, epochs=epochs, alone=loader.length(train_loader))
+        schedules.samples = lambda: self._running.samples
         several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
         self.control = OptimizerControl(
             next(iter(several), trained.optimizer),
@@ -292,7 +293,7 @@ class Session:
         stack.enter_context(losses.watched(trained.criterion))
         if profile:
             self._profiler = Profiler(profile, device, self.strategy)
-        self.train_feed = Feed(
+        self._running = self.train_feed = Feed(
             name="train",
             group=column,
             row=row,
@@ -403,6 +404,7 @@ class Session:
     def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any], source: str = "") -> Averaged:
         before_s = collective_s()
         feed.begin(epoch)
+        self._running = feed
         is_training = feed is self.train_feed
         try:
             with self._autocast():
@@ -426,14 +428,14 @@ class Session:
         if is_training and len(self._layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        outcome = average(
-            self.group, normalise(name, returned), feed.samples, (prints, numbers, feed.rate if feed.reads else None)
-        )
+        extra = prints, numbers, feed.rate if feed.reads else None, self._learning_rates()
+        outcome = average(self.group, normalise(name, returned), feed.samples, extra)
+        self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         if is_training:
-            self._mend_drift([prints for prints, _, _ in outcome.extras], epoch)
+            self._mend_drift([prints for prints, *_ in outcome.extras], epoch)
             # First: the last row of `job.metrics` is what a step returned.
-            self._report_strategy([numbers for _, numbers, _ in outcome.extras], epoch)
-            self._report_pace([rate for _, _, rate in outcome.extras], epoch)
+            self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
+            self._report_pace([rate for _, _, rate, _ in outcome.extras], epoch)
             if returned is None:
                 self.group.say(
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
@@ -460,6 +462,23 @@ class Session:
                 f" ({list(self.named)[positions[0]]}).{_DRIFT_HINT}"
             )
 
+    def _learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.trained.optimizer.param_groups if "lr" in group]
+
+    def _mend_learning_rates(self, everyone: Sequence[list[float]], epoch: int) -> None:
+        """A step that sets learning rates by its own rank's loss would have ranks take different steps from here on."""
+        first = everyone[0]
+        if all(rates == first for rates in everyone) or any(len(rates) != len(first) for rates in everyone):
+            return
+        groups = (group for group in self.trained.optimizer.param_groups if "lr" in group)
+        for group, rate in zip(groups, first, strict=True):
+            group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        self.group.say(
+            f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
+            " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
+            " ranks first."
+        )
+
     def _report_strategy(self, everyone: Sequence[Mapping[str, float]], epoch: int) -> None:
         """Sum the strategy's numbers over the ranks, and send them as metrics of the epoch."""
         values: dict[str, float] = {}
@@ -475,12 +494,7 @@ class Session:
     def _report_pace(self, rates: Sequence[float | None], epoch: int) -> None:
         """Send the learning rate and the samples a second of all shards together, as series for trackers."""
         total = sum(rate or 0.0 for rate in rates)
-        groups = self.trained.optimizer.param_groups
-        values = {
-            f"lr{f'_{number}' if number else ''}": float(group["lr"])
-            for number, group in enumerate(groups)
-            if "lr" in group
-        }
+        values = {f"lr{f'_{number}' if number else ''}": rate for number, rate in enumerate(self._learning_rates())}
         if total:
             values["samples_per_s"] = total
         if values and not self.group.rank:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,8 @@ class Schedules:
     """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
     here: int | None = None
     """Batches of an epoch on this rank."""
+    samples: Callable[[], int] = lambda: 1
+    """How many samples this rank has had in the step that is running."""
 
     def moves(self, scheduler: Any) -> int:
         """How often the scheduler is to be stepped where the step has called it once."""
@@ -73,6 +76,16 @@ class Schedules:
         )
         index = portion.index // self.pace.accumulate
         return (index + 1) * self.alone // steps - index * self.alone // steps
+
+    def mean(self, value: Any) -> float:
+        """A metric of the step as one process would have it: the ranks' values, weighted by their samples."""
+        weight = self.samples()
+        sums = torch.tensor(
+            [float(value) * weight, weight, float(value)], dtype=torch.float64, device=self.group.device
+        )
+        self.group.sum(sums)
+        total, weights, plain = sums.tolist()
+        return total / weights if weights else plain / self.group.answered
 
 
 def total_of(scheduler: Any) -> int | None:
@@ -386,6 +399,11 @@ class OptimizerControl:
             # A scheduler may be made of others, which it steps itself.
             self._in_scheduler = True
             try:
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    # Ranks that saw different losses would go on with different learning rates.
+                    given = inspect.signature(original).bind(scheduler, *args, **kwargs)
+                    given.arguments["metrics"] = self._schedules.mean(given.arguments["metrics"])
+                    args, kwargs = given.args[1:], given.kwargs
                 for _ in range(1 if args or kwargs else self._schedules.moves(scheduler)):
                     original(scheduler, *args, **kwargs)
             finally:

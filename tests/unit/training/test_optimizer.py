@@ -216,6 +216,42 @@ def test_a_plateau_scheduler_without_a_loss_is_refused():
         fit(zero_first, model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
+def test_a_plateau_scheduler_in_a_step_sees_the_loss_of_all_ranks(ranks):
+    """By the loss of its own samples, each rank would come to another learning rate, and so to other weights."""
+
+    def job():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        given = iter((1.0, 4.0) if torch.distributed.get_rank() else (2.0, 2.0))
+
+        def step(model, loader, criterion, optimizer, device, args):
+            zero_first(model, loader, criterion, optimizer, device, args)
+            scheduler.step(metrics=next(given), epoch=None)
+
+        fit(step, model, optimizer, loader=DataLoader(data(3), 4), epochs=2)  # two samples for rank 0, one for rank 1
+        return scheduler.best
+
+    assert ranks(2, job) == pytest.approx([5 / 3, 5 / 3])
+
+
+def test_learning_rates_that_a_step_sets_by_its_own_loss_are_equal_after_an_epoch(ranks):
+    def job():
+        text = io.StringIO()
+
+        def step(model, loader, criterion, optimizer, device, args):
+            zero_first(model, loader, criterion, optimizer, device, args)
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + torch.distributed.get_rank())
+
+        with contextlib.redirect_stdout(text):
+            _, model = fit(step, epochs=2)
+        return model.weight.detach(), text.getvalue()
+
+    (first, said), (second, _) = ranks(2, job)
+    torch.testing.assert_close(first, second)
+    assert "Learning rates were not equal on all ranks after epoch 1: rank 0's were copied to all." in said
+
+
 def test_clip_norm_holds_for_the_gradient_of_all_ranks(ranks):
     def job():
         return fit(zero_first, clip_norm=0.05, accumulate=2)[1].weight.detach()
