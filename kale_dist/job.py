@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 import os
 import pathlib
 import threading
@@ -364,10 +365,8 @@ class Job(Generic[R]):
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
-    def logs(
-        self, ranks: Sequence[int] | int | None = None, *, follow: bool = False, tail: int | None = None
-    ) -> Iterator[LogLine]:
-        """Lines of the ranks' output, from the first; `str(line)` has the rank in front.
+    def logs(self, ranks: Sequence[int] | int | None = None, *, follow: bool = False, tail: int | None = None) -> Log:
+        """Lines of the ranks' output, from the first; `str(line)` has the rank in front, and printing all shows them.
 
         Args:
             ranks: Only these ranks; None for all, and what the agent says.
@@ -382,7 +381,8 @@ class Job(Generic[R]):
             JobNotFoundError: The job was deleted.
         """
         wanted = checks.check_lines(ranks, tail, self._spec.topology.number_of_processes)
-        return self._passed_on(self._backend.logs(self._ref, follow=follow, ranks=wanted, tail=tail))
+        read = functools.partial(self._backend.logs, self._ref, ranks=wanted, tail=tail)
+        return Log(self._passed_on(read(follow=follow)), read)
 
     def stream_logs(self) -> None:
         """Print the log until the job has ended, each line after its rank, and a line for the metrics of each epoch."""
@@ -577,6 +577,25 @@ class Job(Generic[R]):
     def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
         with self._interruptible():
             yield from lines
+
+
+class Log(Iterator[LogLine]):
+    """The lines of a job's log, read one by one. Printed, or at the end of a cell, the text of those there are by then.
+
+    Args:
+        lines: The lines to come.
+        read: Reads the lines that there are from the first again.
+    """
+
+    def __init__(self, lines: Iterator[LogLine], read: Callable[[], Iterator[LogLine]]) -> None:
+        self._lines = lines
+        self._read = read
+
+    def __next__(self) -> LogLine:
+        return next(self._lines)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self._read()))
 
 
 def state_of(status: JobStatus) -> str:

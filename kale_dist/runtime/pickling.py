@@ -10,6 +10,7 @@ import ctypes
 import functools
 import inspect
 import multiprocessing.context
+import pathlib
 import pickle
 import sys
 import types
@@ -97,6 +98,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             return _reduce_error
         if kind in _STANDARD:
             return _STANDARD[kind]
+        if f"{kind.__module__}.{kind.__qualname__}" in _SUMMARY_WRITERS:
+            return _reduce_summary_writer
         torch = sys.modules.get("torch")
         if torch is None:
             return None
@@ -235,6 +238,17 @@ _STANDARD: dict[type, Callable[[Any], Reduced]] = {
     weakref.WeakKeyDictionary: _reduce_weak_keys,
 }
 """What the standard library puts around functions of cells, and cannot pickle there. `singledispatch` has weak keys."""
+
+
+_SUMMARY_WRITERS = ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter")
+
+
+def _reduce_summary_writer(writer: Any) -> Reduced:
+    folder = str(getattr(writer, "log_dir", None) or writer.logdir)
+    return reducers.make_summary_writer, (
+        type(writer),
+        folder if "://" in folder else str(pathlib.Path(folder).absolute()),
+    )
 
 
 def _reduce_context(context: Any) -> Reduced:

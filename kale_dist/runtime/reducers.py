@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kale_dist.runtime import context
+
 
 class References:
     """Numbers for the functions and classes that are sent by value, the same on both sides.
@@ -321,6 +323,26 @@ def set_parametrized_state(module: Any, attributes: dict[str, Any]) -> None:
     parametrize._inject_new_class(module)  # noqa: SLF001 - torch's own deepcopy of such a module does the same
     for name in module.parametrizations:
         parametrize._inject_property(module, name)  # noqa: SLF001
+
+
+class SilentWriter:
+    """In the place of TensorBoard's writer in ranks other than 0, whose points would lie between those of rank 0."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_args, **_kwargs: None
+
+    def __enter__(self) -> typing.Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+def make_summary_writer(kind: Callable[[str], Any], folder: str) -> Any:
+    """A `SummaryWriter` of TensorBoard that writes to the folder of the notebook's; in rank 0 only."""
+    return SilentWriter() if context.context().rank else kind(folder)
 
 
 def make_context(method: str | None) -> Any:

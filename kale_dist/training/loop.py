@@ -178,7 +178,7 @@ def train(
         if eval_data_loader is not None:
             step = eval_step or supervised.eval_epoch
             call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
-        session.watch((train_step, eval_step))
+        session.watch((train_step, eval_step), {"train_args": train_args, "eval_args": eval_args})
         every = checkpoint_every or 0
         progress = session.resumption.progress
         for epoch in range(progress.epochs + 1, epochs + 1):
@@ -372,7 +372,7 @@ class Session:
             self.group.say(reason)
         return merge(values, evaluated), stop or bool(reason)
 
-    def watch(self, steps: Iterable[Any]) -> None:
+    def watch(self, steps: Iterable[Any], given: Mapping[str, Any]) -> None:
         """Note what the user's steps can change, so that what does not come back can be named after an epoch."""
         trained = self.trained
         several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
@@ -386,7 +386,7 @@ class Session:
             *trained.state,
         )
         if self.group.rank == 0:
-            self._captured = Captured(steps, known)
+            self._captured = Captured(steps, known, given)
 
     def _name_what_stays(self) -> None:
         captured, self._captured = self._captured, None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ _DEPTH = 3
 _LOOKED_INTO = 32
 """Longer lists and dicts count as changed by their length alone."""
 
+_OF_FIELDS = (types.SimpleNamespace, argparse.Namespace)
+"""Objects that hold values of the user's, as those of dataclasses and of the notebook's own classes do."""
+
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -38,10 +43,12 @@ class Captured:
     Args:
         functions: The user's steps.
         known: Objects that come back, or that are ours.
+        given: What the steps get besides, by name.
     """
 
-    def __init__(self, functions: Iterable[Any], known: Iterable[Any]) -> None:
+    def __init__(self, functions: Iterable[Any], known: Iterable[Any], given: Mapping[str, Any]) -> None:
         self._functions = tuple(functions)
+        self._given = given
         self._known = {id(value) for value in known}
         self._before = self._marks()
 
@@ -53,6 +60,7 @@ class Captured:
 
     def _marks(self) -> dict[str, Any]:
         found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
+        found |= self._given
         return {name: _mark(value, 2) for name, value in found.items() if id(value) not in self._known}
 
 
@@ -70,6 +78,8 @@ def _mark(value: Any, depth: int) -> Any:
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
         return id(value), len(value), [(name, _mark(part, depth - 1)) for name, part in parts] if is_looked_into else ()
+    if dataclasses.is_dataclass(value) or isinstance(value, _OF_FIELDS) or type(value).__module__ == "__main__":
+        return id(value), _mark(dict(getattr(value, "__dict__", {})), depth)[1:] if depth else ()
     return (id(value),)
 
 

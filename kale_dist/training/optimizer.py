@@ -85,7 +85,7 @@ class Schedules:
         )
         self.group.sum(sums)
         total, weights, plain = sums.tolist()
-        return total / weights if weights else plain / self.group.answered
+        return float(total / weights if weights else plain / self.group.answered)
 
 
 def total_of(scheduler: Any) -> int | None:

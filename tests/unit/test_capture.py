@@ -5,11 +5,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 from played import play
 
 from kale_dist import blobs, contract
+from kale_dist.runtime import context, reducers
 from kale_dist.snapshot.capture import capture
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -130,6 +132,22 @@ def call():
 """,
         after="assert outcome.value == (int, '__main__')",
     )
+
+
+def test_a_writer_of_tensorboard_writes_on_in_the_same_folder(tmp_path):
+    play(
+        tmp_path,
+        "import os\nfrom torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter('events')",
+        "writer.add_scalar('loss', 3.0, 0)\nwriter.flush()\nbefore = len(os.listdir('events'))",
+        "def call():\n    writer.add_scalar('loss', 2.0, 1)\n    writer.close()\n    return os.getcwd()",
+        after="assert outcome.value != os.getcwd() and (before, len(os.listdir('events'))) == (1, 2)",
+    )
+
+
+def test_ranks_other_than_0_write_nothing_to_tensorboard(monkeypatch):
+    monkeypatch.setattr(context, "context", lambda: types.SimpleNamespace(rank=1))
+    with reducers.make_summary_writer(pytest.fail, "runs") as writer:
+        writer.add_scalar("loss", 1.0)
 
 
 def test_classes_in_a_registry_of_their_base_or_metaclass_are_the_registered_ones(tmp_path):

@@ -492,6 +492,16 @@ def test_what_a_step_writes_into_a_dict_or_list_of_the_same_length_is_named(rank
     assert "left behind in the ranks: records, tables, weights." in said_by(lambda: fit(train_step=step), ranks)
 
 
+def test_what_a_step_notes_in_its_arguments_is_named(ranks):
+    def step(model, loader, criterion, optimizer, device, args):
+        for _batch in loader:
+            args.best += 1
+        return 0.5
+
+    args = types.SimpleNamespace(best=0.0, of=("numbers", 3))
+    assert "left behind in the ranks: train_args." in said_by(lambda: fit(train_step=step, train_args=args), ranks)
+
+
 def test_a_step_without_metrics_is_told_how_to_return_them(ranks):
     said = said_by(lambda: fit(train_step=moving_average, epochs=2), ranks)
     assert said.count("train_step returned nothing, so there are no metrics. Return a number or a dict") == 1
