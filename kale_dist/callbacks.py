@@ -32,7 +32,7 @@ class _Monitor:
             problem = f"monitor={self.monitor!r} is not the name of a metric"
             word = str(self.monitor).removeprefix("val_").removeprefix("eval_").removeprefix("train_")
             raise ConfigError("callbacks", problem, f"Write it as 'eval/{word}' or 'train/{word}'")
-        if self.mode not in _MODES:
+        if not isinstance(self.mode, str) or self.mode not in _MODES:
             raise ConfigError("callbacks", f"mode={self.mode!r} is not a mode", "Use 'min' or 'max'")
 
 
@@ -75,6 +75,7 @@ class EMA:
     """Whether the averaged weights are evaluated after each epoch, too; the metrics begin with `averaged/`."""
 
     def __post_init__(self) -> None:
+        _check_evaluate(self)
         decay = self.decay
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
             raise ConfigError(
@@ -96,6 +97,7 @@ class SWA:
     """As for `EMA`."""
 
     def __post_init__(self) -> None:
+        _check_evaluate(self)
         start = self.start
         is_epoch = isinstance(start, int) and not isinstance(start, bool) and start >= 1
         if not is_epoch and not (isinstance(start, float) and 0 <= start < 1):
@@ -110,6 +112,12 @@ class SWA:
 
 
 Average = EMA | SWA
+
+
+def _check_evaluate(one: Average) -> None:
+    if not isinstance(one.evaluate, bool):
+        raise ConfigError("callbacks", f"evaluate={one.evaluate!r} is neither True nor False", "Give a bool")
+
 
 Callback = EarlyStopping | ModelCheckpoint | Average
 """All of these; anything else in the list is a function."""

@@ -20,7 +20,7 @@ from kale_dist.layout import Run
 from kale_dist.places import Kubernetes, Place, word_of
 from kale_dist.starting import Call
 from kale_dist.training_checks import Training
-from kale_dist.wording import closest
+from kale_dist.wording import closest, show
 
 if TYPE_CHECKING:
     import torch
@@ -317,7 +317,8 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
         JobNotFoundError: There is no such job.
     """
     if not isinstance(ref, str):
-        raise ConfigError("ref", f"{ref!r} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
+        raise ConfigError("ref", f"{show(ref)} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
+    checks.check_flag("trust", trust)
     return _found(ref, trust=trust)
 
 
@@ -349,9 +350,8 @@ def jobs(
     """
     if isinstance(on, Kubernetes):
         namespace = namespace or on.namespace or None
-    on = on if isinstance(on, str) else word_of(on)
-    backend = _named_backend("on", on)
-    if namespace is None and not labels:
+    backend = _named_backend("on", word_of(on) if isinstance(on, Place) else on)
+    if namespace is None and labels in (None, {}):
         listed = backend.list()
     else:
         listed = [JobRef.parse(status.ref) for status in backend.survey(namespace=namespace, labels=labels)]
@@ -364,10 +364,10 @@ def jobs(
 
 
 def _named_backend(argument: str, name: Any) -> Backend:
-    if name not in backends.NAMES:
+    if not isinstance(name, str) or name not in backends.NAMES:
         near = closest(name, backends.NAMES)
         example = "Write it as 'local://name'" if argument == "ref" else "Use one of: " + ", ".join(backends.NAMES)
-        raise ConfigError(argument, f"there is no backend {name!r}", f"{near}{example}")
+        raise ConfigError(argument, f"there is no backend {show(name)}", f"{near}{example}")
     return backends.get(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -81,10 +82,10 @@ class Options:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31):
             # What numpy, random and torch all take, with room for the ranks.
             raise ConfigError(
-                "seed", f"{seed!r} is not an int from 0 to 2**31 - 1", "Give one, or None for a random one"
+                "seed", f"{show(seed)} is not an int from 0 to 2**31 - 1", "Give one, or None for a random one"
             )
         object.__setattr__(self, "environment", _variables(self.environment))
-        object.__setattr__(self, "track", trackers.resolve(self.track or None))
+        object.__setattr__(self, "track", trackers.resolve(self.track))
         _ = self.policy
 
     @property
@@ -95,15 +96,18 @@ class Options:
 
 
 def _variables(environment: Any) -> tuple[tuple[str, str], ...]:
-    given = dict(environment) if isinstance(environment, tuple) else {} if environment is None else environment
+    given = {} if environment is None else environment
+    if isinstance(given, tuple):
+        with contextlib.suppress(TypeError, ValueError):
+            given = dict(given)
     if not isinstance(given, Mapping):
         raise ConfigError("environment", f"{show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
     for name, value in given.items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise ConfigError("environment", f"{name!r} cannot be a variable's name", "Use letters, digits and _")
+            raise ConfigError("environment", f"{show(name)} cannot be a variable's name", "Use letters, digits and _")
         if not isinstance(value, str) or "\0" in value:
             remedy = f"Write {str(value)!r}" if "\0" not in str(value) else "Leave out the NUL character"
-            raise ConfigError("environment", f"the value {value!r} of {name} is not text", remedy)
+            raise ConfigError("environment", f"the value {show(value)} of {name} is not text", remedy)
         if name in _SET_BY_US or name.startswith(_OWN_PREFIX):
             raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
     return tuple(sorted(given.items()))
@@ -237,13 +241,13 @@ def is_model(value: Any) -> bool:
 def check_flag(argument: str, value: Any) -> None:
     """Accept True and False alone: the string 'no' would count as true."""
     if not isinstance(value, bool):
-        raise ConfigError(argument, f"{value!r} is neither True nor False", "Give a bool")
+        raise ConfigError(argument, f"{show(value)} is neither True nor False", "Give a bool")
 
 
 def check_count(argument: str, value: Any) -> None:
     """Accept whole numbers of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(argument, f"{value!r} is not a whole number", "Give an int of 1 or more")
+        raise ConfigError(argument, f"{show(value)} is not a whole number", "Give an int of 1 or more")
     if value < 1:
         raise ConfigError(argument, f"{value} is less than 1", "Give an int of 1 or more")
 
@@ -255,7 +259,7 @@ def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, .
         ConfigError: There is no such rank, or `tail` is no number of lines.
     """
     if tail is not None and (isinstance(tail, bool) or not isinstance(tail, int) or tail < 0):
-        raise ConfigError("tail", f"{tail!r} is not an int of 0 or more", "Give a number of lines, or None for all")
+        raise ConfigError("tail", f"{show(tail)} is not an int of 0 or more", "Give a number of lines, or None for all")
     if ranks is None:
         return None
     asked = (ranks,) if isinstance(ranks, int) else ranks
@@ -271,4 +275,6 @@ def check_timeout(timeout: Any) -> None:
     """Accept None and seconds; what is not above 0 only looks."""
     number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and (not number or math.isnan(timeout)):
-        raise ConfigError("timeout", f"{timeout!r} is not a number of seconds", "Give seconds, or None for no limit")
+        raise ConfigError(
+            "timeout", f"{show(timeout)} is not a number of seconds", "Give seconds, or None for no limit"
+        )

@@ -52,7 +52,7 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
     Raises:
         ConfigError: One of them is wrong.
     """
-    auto = packages == AUTO and isinstance(packages, str)
+    auto = isinstance(packages, str) and packages == AUTO
     if auto:
         _parser("packages")
     listed = _packages(None if auto else packages)

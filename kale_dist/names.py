@@ -44,7 +44,7 @@ def check(name: str) -> None:
         ConfigError: The name is not of this form. The remedy has a name that is.
     """
     if not isinstance(name, str):
-        raise ConfigError("name", f"{name!r} is not a string", "Write a name such as 'train-net'")
+        raise ConfigError("name", f"{show(name)} is not a string", "Write a name such as 'train-net'")
     if not name:
         raise ConfigError("name", "it is empty", "Write a name such as 'train-net', or leave it out")
     if len(name) > MAX_LENGTH:
@@ -150,11 +150,13 @@ def check_store(argument: str, value: Any) -> str:
     Raises:
         ConfigError: Pods could not reach it, or it holds a password.
     """
-    if value is None or value == "":
+    if value is None:
         return ""
     example = "Write it as 'pvc://claim/folder' or a URL such as 's3://bucket/folder'"
     if not isinstance(value, str):
         raise ConfigError(argument, f"{show(value)} is not text", example)
+    if not value:
+        return ""
     scheme, separator, rest = value.partition("://")
     # First: the other refusals show the address.
     if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:

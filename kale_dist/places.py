@@ -5,6 +5,7 @@ They take what is easiest to write (dicts, lists, `"2Gi"`, YAML text), check it,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -65,7 +66,8 @@ def _set(place: Any, fields: Sequence[dataclasses.Field[Any]]) -> Iterator[tuple
     for field in fields:
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(place, field.name)
-        if value != default:
+        # An array cannot say whether it equals something.
+        if type(value) is not type(default) or value != default:
             yield field, value
 
 
@@ -223,7 +225,7 @@ class ClusterOptions:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (whole and least <= value <= _LARGEST.get(field, _LARGEST_ID)):
                 most = f" to {_LARGEST[field]}" if field in _LARGEST else " or more"
-                raise ConfigError(field, f"{value!r} is not an int of {least}{most}", "Leave it out")
+                raise ConfigError(field, f"{show(value)} is not an int of {least}{most}", "Leave it out")
         for field in ("priority_class", "service_account", "scheduler_name", "cluster_secret", "queue"):
             if getattr(self, field):
                 _check_object_name(field, getattr(self, field))
@@ -233,7 +235,7 @@ class ClusterOptions:
             _check_object_name("runtime", self.runtime.removeprefix("TrainingRuntime/"))
         if self.namespace and not names.is_label(self.namespace):
             remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
-            raise ConfigError("namespace", f"{self.namespace!r} cannot be a namespace", remedy)
+            raise ConfigError("namespace", f"{show(self.namespace)} cannot be a namespace", remedy)
         if self.runtime and self.kind not in ("", "train"):
             raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
         if self.servers and self.kind != "tf":
@@ -371,7 +373,7 @@ def _container_settings(place: Docker | Kubernetes) -> dict[str, Any]:
     """What containers of either kind have, in one form."""
     per_pod = place.processes_per_pod
     if per_pod is not None and (isinstance(per_pod, bool) or not isinstance(per_pod, int) or per_pod < 1):
-        problem = f"{per_pod!r} is not a whole number of 1 or more"
+        problem = f"{show(per_pod)} is not a whole number of 1 or more"
         raise ConfigError("processes_per_pod", problem, "Give an int of 1 or more")
     return {
         "image": _image(place.image),
@@ -433,7 +435,9 @@ def _roles(given: Any) -> str:
     """Resources by role as JSON: of each role only what is set."""
     if isinstance(given, str):
         # As it is kept.
-        return given
+        with contextlib.suppress(ValueError, AttributeError):
+            if not given or all(isinstance(one, dict) for one in json.loads(given).values()):
+                return given
     if not isinstance(given, Mapping) or not all(isinstance(role, str) for role in given):
         raise ConfigError(
             "roles", f"{show(given)} is not a dict", "Write it as {'worker': {'cpu': 2, 'memory': '4Gi'}}"
@@ -475,14 +479,16 @@ def _check_seconds(field: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     if not number or (may_be_none and value == 0):
         remedy = "Give seconds, or None for no limit" if may_be_none else "Give 0 or more"
-        raise ConfigError(field, f"{value!r} is not a number of seconds", remedy)
+        raise ConfigError(field, f"{show(value)} is not a number of seconds", remedy)
 
 
 def _json(field: str, given: Any) -> str:
     """Dicts, lists, JSON or YAML text as JSON with sorted keys."""
-    if given is None or given == "":
+    if given is None:
         return ""
     if isinstance(given, str):
+        if not given:
+            return ""
         given = _parsed(field, given)
     if field == "tolerations" and isinstance(given, Mapping):
         given = [given]

@@ -17,6 +17,9 @@ from kale_dist.wording import closest, shorten, show
 MOUNT = "/kale-dist/save-to"
 """Where pods see a claim that only `save_to` names."""
 
+_LONGEST_NAME = 255
+"""Bytes that Linux allows in the name of a file."""
+
 _LASTING = (VolumeKind.CLAIM, VolumeKind.FOLDER, VolumeKind.HOST_PATH)
 _EXAMPLE = "Write it as '/data/model.pt', 'pvc://claim/folder/model.pt' or a URL such as 's3://bucket/model.pt'"
 
@@ -55,6 +58,8 @@ def settle(value: Any, spec: JobSpec, place: str) -> tuple[str | None, JobSpec]:
     if not is_here:
         return _in_volume(text, spec, place), spec
     path = pathlib.Path(text).expanduser().absolute()
+    if len(path.name.encode()) > _LONGEST_NAME:
+        raise ConfigError("save_to", f"{shorten(path.name)} is too long for a file's name", "Give a shorter one")
     if path.is_dir() or not path.parent.is_dir():
         problem = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError("save_to", problem, "Name a file in a folder that exists, such as 'model.pt'")

@@ -109,13 +109,13 @@ def sweep(
         ConfigError: An argument is wrong, Optuna is not installed, or this sweep runs already.
     """
     if not callable(call):
-        raise ConfigError("call", f"{call!r} is not a function", "Give a function of a trial that returns a job")
+        raise ConfigError("call", f"{show(call)} is not a function", "Give a function of a trial that returns a job")
     checks.check_count("trials", trials)
     checks.check_count("parallel", parallel)
     if processes is not None:
         checks.check_count("processes", processes)
     if not isinstance(metric, str) or not metric:
-        raise ConfigError("metric", f"{metric!r} is not the name of a metric", "Name one, such as 'eval/loss'")
+        raise ConfigError("metric", f"{show(metric)} is not the name of a metric", "Name one, such as 'eval/loss'")
     source, _, rest = metric.partition("_")
     if source in ("train", "eval", "val") and rest:
         source = "eval" if source == "val" else source
@@ -123,8 +123,8 @@ def sweep(
         raise ConfigError("metric", f"{metric!r} does not say where it comes from", remedy)
     if direction is None and any(word in metric.lower() for word in _MINIMISED):
         direction = "minimize"
-    if direction not in _DIRECTIONS:
-        problem = f"is needed for {metric!r}" if direction is None else f"{direction!r} is not a direction"
+    if not isinstance(direction, str) or direction not in _DIRECTIONS:
+        problem = f"is needed for {metric!r}" if direction is None else f"{show(direction)} is not a direction"
         raise ConfigError("direction", problem, "Use 'minimize' or 'maximize'")
     if name is not None:
         names.check(name)
@@ -552,7 +552,7 @@ def _open(
         lock.close()
         if not isinstance(storage, str):
             raise
-        problem = f"{storage!r} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
+        problem = f"{show(storage)} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
         raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
     finally:
         optuna.logging.set_verbosity(verbosity)

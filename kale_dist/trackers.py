@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError
 from kale_dist.status import MetricRow
-from kale_dist.wording import closest
+from kale_dist.wording import closest, show
 
 _MLFLOW_BATCH = 1000
 """Metrics that MLflow's server takes in one request."""
@@ -113,8 +113,8 @@ class WandB:
     """Whether the trained state dict is stored as a file of the run."""
 
     def __post_init__(self) -> None:
-        if self.mode not in ("online", "offline"):
-            raise ConfigError("mode", f"{self.mode!r} is not a mode", "Use 'online' or 'offline'")
+        if not isinstance(self.mode, str) or self.mode not in ("online", "offline"):
+            raise ConfigError("mode", f"{show(self.mode)} is not a mode", "Use 'online' or 'offline'")
 
     def open(self, run: TrackedRun, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
@@ -152,7 +152,7 @@ def _checked(one: Any) -> Tracker:
         near = closest(one, tuple(_TRACKERS)) if isinstance(one, str) else ""
         words = ", ".join(map(repr, _TRACKERS))
         remedy = f"{near}Use one of {words}, or settings such as kale_dist.trackers.MLflow(uri=...)"
-        raise ConfigError("track", f"there is no tracker {one!r}", remedy)
+        raise ConfigError("track", f"there is no tracker {show(one)}", remedy)
     if importlib.util.find_spec(one.package) is None:
         problem = f"{one.word} needs the package {one.package}, which is not installed here"
         raise ConfigError("track", problem, f"Run: pip install {one.package}")

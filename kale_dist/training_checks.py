@@ -98,19 +98,21 @@ class Training:
         for argument in ("split_batches", "shard"):
             check_flag(argument, getattr(self, argument))
         precision, clip_norm = self.precision, self.clip_norm
-        if precision is not None and precision not in _PRECISIONS:
+        if precision is not None and (not isinstance(precision, str) or precision not in _PRECISIONS):
             near = closest(precision, _PRECISIONS)
-            raise ConfigError("precision", f"there is no precision {precision!r}", f"{near}Use 'bf16', 'fp16' or None")
+            raise ConfigError(
+                "precision", f"there is no precision {show(precision)}", f"{near}Use 'bf16', 'fp16' or None"
+            )
         if clip_norm is not None:
             number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
             if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
                 raise ConfigError(
-                    "clip_norm", f"{clip_norm!r} is not a positive number", "Give a number such as 1.0, or None"
+                    "clip_norm", f"{show(clip_norm)} is not a positive number", "Give a number such as 1.0, or None"
                 )
-        if self.eval_sharding not in _EVAL_SHARDINGS:
+        if not isinstance(self.eval_sharding, str) or self.eval_sharding not in _EVAL_SHARDINGS:
             near = closest(self.eval_sharding, _EVAL_SHARDINGS)
             remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
-            raise ConfigError("eval_sharding", f"it cannot be {self.eval_sharding!r}", remedy)
+            raise ConfigError("eval_sharding", f"it cannot be {show(self.eval_sharding)}", remedy)
         _check_callbacks(self)
         # A word becomes its settings here, so that everything behind the call knows only these.
         object.__setattr__(self, "strategy", strategies.resolve(self.strategy))
@@ -155,6 +157,11 @@ def _check_model(model: Any) -> None:
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise ConfigError(
             "model", f"it is wrapped in {type(model).__name__}", "Pass model.module: kale_dist needs no wrapper"
+        )
+    if not hasattr(model, "_parameters"):
+        name = type(model).__name__
+        raise ConfigError(
+            "model", f"{name}.__init__ did not call that of torch.nn.Module", "Begin it with super().__init__()"
         )
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:

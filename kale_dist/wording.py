@@ -51,7 +51,10 @@ def needing(extra: str, argument: str, what: str) -> Iterator[None]:
 
 def show(value: Any) -> str:
     """A value for a message: its text if that is short, else its type."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - of a user's class, whose error would hide the one that is told
+        text = "?" * (_SHOWN_CHARACTERS + 1)
     return text if len(text) <= _SHOWN_CHARACTERS else f"an object of type {type(value).__name__}"
 
 

@@ -131,7 +131,7 @@ def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     Raises:
         ConfigError: It is not.
     """
-    if value in choices and not isinstance(value, bool):
+    if (value is None or isinstance(value, str)) and value in choices:
         return
     said = did_you_mean(str(value), [one for one in choices if isinstance(one, str)])
     raise ConfigError("strategy", f"there is no {setting}={value!r}", f"{said}Use one of: {_listed(choices)}")

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice
+from kale_dist.strategies.tensor import check_flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class DDP(Settings):
 
     def __post_init__(self) -> None:
         refuse_choice("exchange", self.exchange, (None, "torch", "shared-memory", "ring", "driver"))
+        check_flags(self, "average_buffers")
         refuse_choice("compress", self.compress, (None, "fp16", "bf16", "powersgd"))
         if self.compress is not None and self.exchange not in (None, "torch"):
             problem = (

@@ -47,7 +47,7 @@ class FSDP(Settings):
                     "strategy", f"units={units!r} does not name modules", 'Give names such as ("layers.*",)'
                 )
             object.__setattr__(self, "units", tuple(units))
-        elif units not in ("blocks", "whole"):
+        elif not isinstance(units, str) or units not in ("blocks", "whole"):
             said = did_you_mean(str(units), ("blocks", "whole"))
             remedy = f"{said}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
             raise ConfigError("strategy", f"there is no units={units!r}", remedy)

@@ -30,7 +30,8 @@ class LocalSGD(Settings):
 
     def __post_init__(self) -> None:
         every = self.sync_every
-        if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        steps = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+        if not steps and not (isinstance(every, str) and every == "epoch"):
             problem = f"sync_every={every!r} is neither a number of steps nor 'epoch'"
             raise ConfigError("strategy", problem, "Write sync_every=8, for instance, or sync_every='epoch'")
         refuse_choice("outer", self.outer, (None, "diloco"))

@@ -1,0 +1,180 @@
+"""Every argument of the public calls, given nonsense: it is refused at the call, by a sentence, and nothing is touched."""
+
+import dataclasses
+import inspect
+import os
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist import starting, sweeps
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class Incomparable:
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise ValueError
+
+    def __bool__(self):
+        raise ValueError
+
+
+NONSENSE = (
+    None, -1, 0, 10**30, -0.5, float("nan"), float("inf"), "", " ", "ü漢字\u202e", "a\0b", "a\nb", "/does/not/exist", "x" * 5000,
+    b"bytes", True, [], [None], {}, {1: 2}, {"": ""}, {None: None}, {"a": {"b": [1]}}, {1}, ("a",), (1, 2), [["a"]], object(),
+    int, print, torch.zeros(3), np.float32(1), np.arange(3), 1j, pathlib.Path("/does/not/exist"), kd.Local, kd.Kubernetes,
+    iter([]), Incomparable(), torch.nn.Linear(2, 2), "pvc://", "s3://", "://", "local://", "1",
+)  # fmt: skip
+
+
+class AcceptedError(Exception):
+    pass
+
+
+class NoInit(torch.nn.Module):
+    def __init__(self):
+        pass
+
+
+def work(number=1):
+    return number
+
+
+def training(**changes):
+    model = torch.nn.Linear(2, 2)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {
+        "model": model,
+        "train_data_loader": loader,
+        "criterion": torch.nn.CrossEntropyLoss(),
+        "optimizer": optimizer,
+    }
+    return kd.distribute(**{**given, **changes})
+
+
+def on(place):
+    return lambda **given: kd.launch(work, on=place(**{"image": "team/torch:2", **given}))
+
+
+def monitoring(callback):
+    return lambda **given: training(callbacks=[callback(**{"monitor": "train/loss", **given})])
+
+
+def averaging(callback):
+    return lambda **given: training(callbacks=[callback(**given)])
+
+
+def strategy(kind):
+    return lambda **given: training(strategy=kind(**given))
+
+
+CALLS = {
+    "distribute": (training, list(inspect.signature(kd.distribute).parameters)),
+    "launch": (
+        lambda **given: kd.launch(given.pop("fn", work), **given),
+        ["fn", "number_of_processes", "cuda", "name", "on", "environment", "track"],
+    ),
+    "render": (lambda **given: kd.render(given["fn"]), ["fn"]),
+    "attach": (lambda **given: kd.attach(**{"ref": "local://there-is-none", **given}), ["ref", "trust"]),
+    "jobs": (kd.jobs, ["on"]),
+    **{
+        place.__name__: (on(place), [field.name for field in dataclasses.fields(place)])
+        for place in (kd.Docker, kd.Kubernetes)
+    },
+    **{
+        one.__name__: (monitoring(one), [field.name for field in dataclasses.fields(one)])
+        for one in (kd.callbacks.EarlyStopping, kd.callbacks.ModelCheckpoint)
+    },
+    **{
+        one.__name__: (averaging(one), [field.name for field in dataclasses.fields(one)])
+        for one in (kd.callbacks.EMA, kd.callbacks.SWA)
+    },
+    **{
+        one.__name__: (strategy(one), [field.name for field in dataclasses.fields(one)])
+        for one in (kd.strategies.DDP, kd.strategies.FSDP, kd.strategies.Gossip, kd.strategies.LocalSGD)
+    },
+}
+
+touched = []
+watching = []
+
+
+def audit(event, args):
+    """Note what would show that a call has written, started or connected something."""
+    if not watching:
+        return
+    if event == "open":
+        _, mode, flags = args
+        is_written = bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
+    else:
+        is_written = event in ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.mkdir", "socket.connect")
+    if is_written:
+        touched.append((event, args))
+
+
+@pytest.fixture(scope="module")
+def audited():
+    sys.addaudithook(audit)  # stays for the life of the process
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch, tmp_path):
+    def accept(*_):
+        raise AcceptedError
+
+    monkeypatch.setattr(starting, "start", accept)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "argument"), [(call, name) for call, (_, names) in CALLS.items() for name in names])
+@pytest.mark.filterwarnings("ignore")
+def test_nonsense_is_refused_by_a_sentence_and_nothing_is_touched(call, argument, audited):
+    with pytest.raises(AcceptedError):
+        training()  # so that torch has imported what it imports late
+    refusals = []
+    for value in NONSENSE:
+        touched.clear()
+        watching.append(True)
+        try:
+            CALLS[call][0](**{argument: value})
+        except (AcceptedError, JobNotFoundError, BackendError):
+            touched.clear()
+        except ConfigError as error:
+            refusals.append(error)
+        finally:
+            watching.clear()
+        assert not touched, value
+    assert all(error.problem and error.remedy for error in refusals)
+
+
+def test_a_model_whose_init_forgot_that_of_its_base_is_refused():
+    with pytest.raises(ConfigError, match=r"Begin it with super\(\).__init__\(\)"):
+        training(model=NoInit())
+
+
+def test_a_long_value_is_not_repeated_in_its_refusal():
+    with pytest.raises(ConfigError) as caught:
+        training(epochs="x" * 5000)
+    assert "an object of type str is not a whole number" in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["call", "metric", "trials", "parallel", "processes", "direction", "name"])
+def test_a_sweep_refuses_nonsense(argument, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(sweeps, "_open", lambda *_: pytest.skip("accepted"))
+    for value in (-1, 1.5, "", " ", [], object(), np.arange(3), Unspeakable()):
+        with pytest.raises(ConfigError):
+            kd.sweep(**{"call": work, "metric": "loss", argument: value})
