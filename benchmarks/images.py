@@ -38,7 +38,7 @@ from kale_dist import engine, records
 from kale_dist.blobs import FolderStore
 from kale_dist.image import dockerfile
 from kale_dist.image.resolve import resolve
-from kale_dist.recipe import ImageFile, Recipe
+from kale_dist.spec.recipe import ImageFile, Recipe
 
 HOST = os.environ.get("REGISTRY", "localhost:5000")
 BASE = os.environ.get("KALE_DIST_IMAGE", f"{HOST}/kale-dist/torch-cpu:2.13.0")

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kale_dist import callbacks, strategies
-    from kale_dist.calls import attach, distribute, jobs, launch, render
+    from kale_dist.calls.verbs import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
-    from kale_dist.job import Job
+    from kale_dist.job.handle import Job
     from kale_dist.launcher import form
     from kale_dist.notebook_runner.execution import run_notebook
-    from kale_dist.places import Docker, Kubernetes, Local
-    from kale_dist.recipe import Recipe
-    from kale_dist.resources import Resources
     from kale_dist.runtime.context import context, report
+    from kale_dist.spec.places import Docker, Kubernetes, Local
+    from kale_dist.spec.recipe import Recipe
+    from kale_dist.spec.resources import Resources
+    from kale_dist.spec.volumes import Volume
     from kale_dist.sweeps import sweep
     from kale_dist.training.lazy_dataset import dataset
-    from kale_dist.volumes import Volume
 
 __version__ = "0.1.0"
 
@@ -58,23 +58,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Docker": "places",
-    "Job": "job",
+    "Docker": "spec.places",
+    "Job": "job.handle",
     "KaleDistError": "errors",
-    "Kubernetes": "places",
-    "Local": "places",
-    "Recipe": "recipe",
-    "Resources": "resources",
-    "Volume": "volumes",
-    "attach": "calls",
+    "Kubernetes": "spec.places",
+    "Local": "spec.places",
+    "Recipe": "spec.recipe",
+    "Resources": "spec.resources",
+    "Volume": "spec.volumes",
+    "attach": "calls.verbs",
     "callbacks": "",
     "context": "runtime.context",
     "dataset": "training.lazy_dataset",
-    "distribute": "calls",
+    "distribute": "calls.verbs",
     "form": "launcher",
-    "jobs": "calls",
-    "launch": "calls",
-    "render": "calls",
+    "jobs": "calls.verbs",
+    "launch": "calls.verbs",
+    "render": "calls.verbs",
     "report": "runtime.context",
     "run_notebook": "notebook_runner.execution",
     "strategies": "",

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kale_dist import calls, checks, names
+from kale_dist.calls import checks, verbs
 from kale_dist.errors import ConfigError, short_refusals
-from kale_dist.job import Job
-from kale_dist.places import Kubernetes
-from kale_dist.resources import Resources
-from kale_dist.volumes import Volume, VolumeKind
+from kale_dist.job.handle import Job
+from kale_dist.spec import names
+from kale_dist.spec.places import Kubernetes
+from kale_dist.spec.resources import Resources
+from kale_dist.spec.volumes import Volume, VolumeKind
 from kale_dist.wording import closest, show
 
 R = TypeVar("R")
@@ -91,11 +92,11 @@ def train_comp(
                     "train_parameters", f"{name} is {value!r}, which was not given", f"Add {value}='/path'"
                 )
             given[name] = paths[value]
-    checks.check_function(train_specification, (), given, calls.launch)
+    checks.check_function(train_specification, (), given, verbs.launch)
     options = arguments(distribution_specification, place=place, **settings)
     if model_name:
         options["name"] = names.make(model_name, time.strftime("%Y%m%d%H%M%S"))
-    return calls.launch(functools.partial(train_specification, **given), **options)
+    return verbs.launch(functools.partial(train_specification, **given), **options)
 
 
 def arguments(
@@ -229,7 +230,7 @@ def _merged(place: Kubernetes, settings: Mapping[str, Any]) -> Kubernetes:
     """A place with what the dict says; what both say is a mistake."""
     import dataclasses
 
-    from kale_dist import places
+    from kale_dist.spec import places
 
     for name in places.settings_of(place):
         if name in settings:

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import calls, config, records
+from kale_dist import config, records
+from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
-from kale_dist.job import Job
-from kale_dist.places import Kubernetes
+from kale_dist.job.handle import Job
+from kale_dist.spec.places import Kubernetes
 from kale_dist.wording import show
 
 _POLICIES = {"activeDeadlineSeconds": "timeout_s", "backoffLimit": "max_restarts"}
@@ -87,7 +88,7 @@ def distribute(*args: Any, config: DistributedConfig | None = None, **kwargs: An
     """
     if config is not None:
         kwargs = {**config.arguments(kwargs.get("number_of_processes")), **kwargs}
-    return calls.distribute(*args, **{"on": _word(), **kwargs})
+    return verbs.distribute(*args, **{"on": _word(), **kwargs})
 
 
 def PyTorchJob(name: str) -> Job[Any]:  # noqa: N802 - Kale's name
@@ -100,11 +101,11 @@ def PyTorchJob(name: str) -> Job[Any]:  # noqa: N802 - Kale's name
         JobNotFoundError: There is no such job.
     """
     if "://" in str(name):
-        return calls.attach(name)
+        return verbs.attach(name)
     word = _word()
     # A job of this machine may be in another namespace than the configured one.
     mine = [ref for ref in records.refs(word) if ref.rpartition("/")[2] == name]
-    return calls.attach(mine[-1] if mine else f"{word}://{name}")
+    return verbs.attach(mine[-1] if mine else f"{word}://{name}")
 
 
 def _word() -> str:

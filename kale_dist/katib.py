@@ -27,9 +27,9 @@ from kale_dist.errors import ConfigError
 from kale_dist.manifests.pod_template import CONTAINER_SECURITY, identity_of, pod_security
 from kale_dist.manifests.settings import INPUT_BYTES
 from kale_dist.manifests.yaml_text import to_yaml
-from kale_dist.resources import resources as resources_of
 from kale_dist.runtime import loading
 from kale_dist.snapshot.capture import capture
+from kale_dist.spec.resources import resources as resources_of
 from kale_dist.status import JobStatus, values_of
 
 if TYPE_CHECKING:

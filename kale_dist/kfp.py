@@ -36,7 +36,7 @@ from kale_dist.errors import ConfigError, KaleDistError, short_refusals
 from kale_dist.wording import show
 
 if TYPE_CHECKING:
-    from kale_dist.job import Job
+    from kale_dist.job.handle import Job
 
 _OUTPUTS = {"model": "dsl.Output[dsl.Model]", "metrics": "dsl.Output[dsl.Metrics]"}
 _MISSING = "pip install kfp. It wants an older kubernetes than kale-dist[kubernetes], which is not needed to compile"
@@ -139,11 +139,12 @@ def _terminate(number: int, _frame: Any) -> NoReturn:
 
 def _delete_since(begun: float) -> None:
     """Delete the jobs that this process has started since then, all at once: it may be killed at any moment."""
-    from kale_dist import calls, records
+    from kale_dist import records
+    from kale_dist.calls import verbs
 
     def delete(ref: str) -> None:
         try:
-            calls.attach(ref).delete()
+            verbs.attach(ref).delete()
         except KaleDistError as error:
             print(f"{ref} could not be deleted: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the step's log
 

@@ -16,9 +16,11 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import backends, calls, config, layout, quantities, strategies, training_checks, wording
+from kale_dist import backends, config, strategies, wording
+from kale_dist.calls import layout, training_checks, verbs
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.notebook.widget import JobWidget
+from kale_dist.spec import quantities
 
 _STATIC = pathlib.Path(__file__).parent / "notebook" / "static"
 
@@ -267,7 +269,7 @@ class LauncherForm(anywidget.AnyWidget):
                 }
                 return
             try:
-                calls.check(**arguments(self.choice, self._namespace))
+                verbs.check(**arguments(self.choice, self._namespace))
             except ConfigError as error:
                 self.problem = {"field": _field(error.argument), "text": str(error)}
             except KaleDistError as error:
@@ -314,7 +316,7 @@ class LauncherForm(anywidget.AnyWidget):
     def _run(self) -> str:
         """Make the call; the job is `job` in the notebook."""
         try:
-            job = calls.distribute(**arguments(self.choice, self._namespace))
+            job = verbs.distribute(**arguments(self.choice, self._namespace))
         except KaleDistError as error:
             return str(error)
         self._namespace["job"] = job

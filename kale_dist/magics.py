@@ -16,9 +16,10 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from kale_dist import backends, calls, cli, layout, wording
+from kale_dist import backends, cli, wording
+from kale_dist.calls import layout, verbs
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, warnings_as_lines
-from kale_dist.job import Job
+from kale_dist.job.handle import Job
 from kale_dist.runtime import cell as on_a_rank
 
 FILENAME = "<%%distribute>"
@@ -82,7 +83,7 @@ class DistributeMagics(Magics):
         names = _named(text, self._namespace)
         with warnings_as_lines():
             job: Job[Any] = _explained(
-                lambda: calls.launch(
+                lambda: verbs.launch(
                     on_a_rank.cell,
                     text,
                     FILENAME,
@@ -107,7 +108,7 @@ class DistributeMagics(Magics):
         """Find a job again; it is the line's value."""
         options = parse_argstring(self.attach, line)
         _check_name(options.job)
-        job: Job[Any] = _explained(lambda: calls.attach(options.ref, trust=options.trust))
+        job: Job[Any] = _explained(lambda: verbs.attach(options.ref, trust=options.trust))
         if options.job is not None:
             self._namespace[options.job] = job
         return job
@@ -206,8 +207,8 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
         raise UsageError(f"--set: {text!r} sets nothing; write it as timeout_s=60")
-    if name not in calls.SETTABLE:
-        near = wording.closest(name, calls.SETTABLE)
+    if name not in verbs.SETTABLE:
+        near = wording.closest(name, verbs.SETTABLE)
         raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
     return name, wording.parse(value)
 
@@ -229,7 +230,7 @@ def _references(line: str, symbol: str) -> Sequence[str]:
     """What the last word of the line may become, from where `symbol` begins: IPython ends words at colons."""
     begun = "" if line.endswith(" ") else line.rsplit(maxsplit=1)[-1]
     try:
-        found = calls.jobs()
+        found = verbs.jobs()
     except KaleDistError:
         return []
     # A name alone says the same, but listed beside its reference it would only be there twice.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kale_dist.contract import Order
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 
 def order_of(spec: JobSpec, **site: Any) -> Order:

@@ -27,7 +27,7 @@ from typing import Any, Self, TextIO
 from kale_dist.blobs import FolderStore, fresh
 from kale_dist.contract import JobFiles
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 BLOBS_WARNING_BYTES = 20 << 30
 """From this size on a call warns that old snapshots fill the disk."""

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kale_dist import calls, checks, layout, starting
-from kale_dist.checks import Options
+from kale_dist.calls import checks, layout, starting, verbs
+from kale_dist.calls.checks import Options
+from kale_dist.calls.starting import Call
 from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, warn
-from kale_dist.job import Job
+from kale_dist.job.handle import Job
 from kale_dist.runtime import script as on_a_rank
 from kale_dist.snapshot import datasets, modules
-from kale_dist.starting import Call
 from kale_dist.wording import closest, parse
 
 _FAILED = 1
@@ -81,8 +81,8 @@ def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]
     _add_to_path(pathlib.Path.cwd())
     fn = _function(target)
     args, kwargs = _words(arguments)
-    checks.check_function(fn, args, kwargs, calls.launch)
-    return calls.launch(functools.partial(fn, *args, **kwargs), **layout.gathered(options))
+    checks.check_function(fn, args, kwargs, verbs.launch)
+    return verbs.launch(functools.partial(fn, *args, **kwargs), **layout.gathered(options))
 
 
 def exit_code(job: Job[Any]) -> int:

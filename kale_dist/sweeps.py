@@ -17,10 +17,13 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import calls, checks, interrupts, katib, names, records
+from kale_dist import katib, records
+from kale_dist.calls import checks, verbs
 from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
-from kale_dist.job import Job
+from kale_dist.job import interrupts, watch
+from kale_dist.job.handle import Job
+from kale_dist.spec import names
 from kale_dist.status import JobStatus, values_of
 from kale_dist.view.sweep import SweepPicture, TrialRow, sentence
 from kale_dist.wording import show
@@ -60,7 +63,7 @@ class SweepTrial(TrialRow):
         """
         if self.ref is None:
             raise SweepError(f"Trial {self.number} has no job: the call ended before it returned one")
-        return calls.attach(self.ref)
+        return verbs.attach(self.ref)
 
     @property
     def model(self) -> Any:
@@ -269,7 +272,7 @@ class Sweep:
             KeyboardInterrupt: In a notebook the sweep keeps running, and a second interrupt within 10 s cancels it;
                 elsewhere the first one does.
         """
-        checks.check_timeout(timeout)
+        watch.check_timeout(timeout)
         with interrupts.passing_on(self.name, self.cancel):
             if not self._ended.wait(timeout):
                 raise WaitTimeoutError(f"{self.name} has not ended within {timeout:g} s; it keeps running", self.name)
@@ -414,7 +417,7 @@ class Sweep:
                 continue
             ref = frozen.user_attrs.get(_JOB)
             try:
-                job = None if ref is None else calls.attach(ref)
+                job = None if ref is None else verbs.attach(ref)
                 is_lost = job is None or job.status.state in (StateName.CANCELLED, StateName.FAILED)
             except KaleDistError:
                 job, is_lost = None, True

@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist.blobs import fresh
 from kale_dist.contract import StateName
 from kale_dist.errors import KaleDistError
-from kale_dist.job import Job, inside
+from kale_dist.job.handle import Job, inside
 from kale_dist.status import JobStatus, MetricRow
 from kale_dist.trackers import TrackedRun, Tracker, Writer
 

@@ -24,7 +24,7 @@ from kale_dist.contract import EventKind, FailureCause, JobFiles, LogLine, RankS
 from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError
 from kale_dist.runtime import outcome
 from kale_dist.runtime.reducers import References
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
 
 __all__ = ["BackendConformance", "FakeBackend", "FakeRun", "MemoryStore"]

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, Self
 
 from kale_dist.contract import FailureCause, LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
 
 

@@ -24,7 +24,7 @@ from kale_dist.following.reader import FolderBackend
 from kale_dist.orders import order_of
 from kale_dist.records import Record
 from kale_dist.runtime import process_state, processes
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
 
 _FOREIGN_POLL_S = 0.1

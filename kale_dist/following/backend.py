@@ -15,7 +15,7 @@ from kale_dist.following import verdict
 from kale_dist.following.follower import Follower, handle_of
 from kale_dist.following.reader import FolderBackend
 from kale_dist.records import Record, Run
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
 
 WAIT_S = 0.5

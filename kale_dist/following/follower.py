@@ -34,7 +34,7 @@ from kale_dist.following.verdict import (
     lost_part,
 )
 from kale_dist.records import Record, Run
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 LOOK_S = 1.0
 """How often a place is looked at that has not said that something changed."""

@@ -15,7 +15,7 @@ from typing import Any
 from kale_dist.backends.base import Look, Part, Trouble
 from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 from kale_dist.manifests.bootstrap import EXIT_CODE
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))

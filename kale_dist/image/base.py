@@ -20,7 +20,7 @@ from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError,
 from kale_dist.image import auth, cache
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.recipe import Recipe
+from kale_dist.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     from kale_dist.engine import Engine

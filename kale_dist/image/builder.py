@@ -26,7 +26,7 @@ from kale_dist.image.base import Base, Facts
 from kale_dist.image.layer import Entry, Layer, make_layer
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
-from kale_dist.recipe import Recipe
+from kale_dist.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     from kale_dist.engine import Engine

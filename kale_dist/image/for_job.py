@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from kale_dist.blobs import Store
 from kale_dist.config import Config
 from kale_dist.errors import ConfigError, SnapshotError
-from kale_dist.recipe import ImageFile, Recipe
 from kale_dist.runtime import loading
+from kale_dist.spec.recipe import ImageFile, Recipe
 from kale_dist.wording import needing
 
 if TYPE_CHECKING:

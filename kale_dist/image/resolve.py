@@ -16,7 +16,7 @@ from kale_dist.image import base as bases
 from kale_dist.image.base import Ask
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.recipe import Recipe
+from kale_dist.spec.recipe import Recipe
 
 NAME = "kale-dist"
 """Last part of the repository's path: images of all recipes lie in one repository, under their tags."""

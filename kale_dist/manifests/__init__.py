@@ -10,7 +10,7 @@ from kale_dist.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
 from kale_dist.manifests.settings import RunSettings, claim_of, input_secret_name, object_name
 from kale_dist.manifests.train_job import TrainJob
 from kale_dist.manifests.yaml_text import to_yaml
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 __all__ = [
     "KINDS",

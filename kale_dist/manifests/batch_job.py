@@ -12,7 +12,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.manifests.pod_template import pod_template
 from kale_dist.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 
 class BatchJob(Kind):

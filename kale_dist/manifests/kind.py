@@ -38,7 +38,7 @@ from kale_dist.manifests.settings import (
     object_name,
     own_labels,
 )
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 _LARGEST_ANNOTATION = 200_000
 """Characters; all annotations of an object together may have 256 KiB."""

@@ -18,7 +18,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.manifests.kind import Kind, ObjectState, PodGroup, last_condition
 from kale_dist.manifests.pod_template import pod_template
 from kale_dist.manifests.settings import REPLICA_INDEX_LABEL, RunSettings, object_name
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 INIT_REQUESTS = {"cpu": "50m", "memory": "10Mi"}
 """What the container asks for that the operator puts before workers beside a master."""

@@ -25,8 +25,8 @@ from kale_dist.manifests.settings import (
     object_name,
     own_labels,
 )
-from kale_dist.quantities import memory_text
-from kale_dist.spec import JobSpec, Volume, VolumeKind
+from kale_dist.spec.job_spec import JobSpec, Volume, VolumeKind
+from kale_dist.spec.quantities import memory_text
 
 _USER = "kale-dist"
 _GRACE_S = 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Of every object of a job: its name."""

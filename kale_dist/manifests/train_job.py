@@ -13,7 +13,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.manifests.kind import Kind, ObjectState, PodGroup
 from kale_dist.manifests.pod_template import pod_template
 from kale_dist.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 _API_GROUP = "trainer.kubeflow.org"
 _STEP = "node"

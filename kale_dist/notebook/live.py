@@ -13,10 +13,11 @@ import time
 import uuid
 from typing import Any
 
-from kale_dist import contract, interrupts, view
+from kale_dist import contract, view
 from kale_dist.contract import EventKind
 from kale_dist.errors import JobNotFoundError
-from kale_dist.job import Job, inside
+from kale_dist.job import interrupts
+from kale_dist.job.handle import Job, inside
 
 
 def show(job: Job[Any]) -> None:

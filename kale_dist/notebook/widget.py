@@ -26,7 +26,7 @@ from kale_dist import view
 from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.following.reader import LogReader
-from kale_dist.job import Job, inside
+from kale_dist.job.handle import Job, inside
 from kale_dist.status import JobStatus
 from kale_dist.view import facts
 

@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from kale_dist import backends, calls, config, layout, payload, records
+from kale_dist import backends, config, payload, records
 from kale_dist.backends.base import JobRef
+from kale_dist.calls import layout, verbs
 from kale_dist.contract import StateName, Stream
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
-from kale_dist.job import Job
+from kale_dist.job.handle import Job
 from kale_dist.notebook_runner import documents, execution
 from kale_dist.notebook_runner.execution import Execution
 from kale_dist.notebook_runner.kernel_jobs import Terminal
@@ -108,11 +109,11 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
         arguments: Of the function that runs in the pod.
     """
     for name in place:
-        if name not in calls.SETTABLE:
-            remedy = f"{closest(name, calls.SETTABLE)}Give an argument of kale_dist.Kubernetes"
+        if name not in verbs.SETTABLE:
+            remedy = f"{closest(name, verbs.SETTABLE)}Give an argument of kale_dist.Kubernetes"
             raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
     options: dict[str, Any] = {"number_of_processes": 1, "stall_warn_s": None, **place, "on": "kubernetes"}
-    return calls.launch(notebook_rank.notebook, *arguments, **layout.gathered(options))
+    return verbs.launch(notebook_rank.notebook, *arguments, **layout.gathered(options))
 
 
 def _follow(job: Job[Any], terminal: Terminal) -> bool:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from kale_dist import calls, contract, records
+from kale_dist import contract, records
+from kale_dist.calls import verbs
 from kale_dist.errors import JobNotFoundError, KaleDistError
-from kale_dist.job import Job
+from kale_dist.job.handle import Job
 from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
 
@@ -138,7 +139,7 @@ class KernelJobs:
                         record = records.read(folder.name)
                         self._seen.add(folder.name)
                         if record.kernel_pid == pid:
-                            job = calls.attach(record.ref)
+                            job = verbs.attach(record.ref)
                             self._jobs[job] = threading.Thread(target=self._write_log, args=(job,), daemon=True)
                             self._jobs[job].start()
 

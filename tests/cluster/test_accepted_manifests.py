@@ -13,7 +13,7 @@ import yaml
 
 from kale_dist import manifests
 from kale_dist.manifests import KINDS, RunSettings
-from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
+from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
 GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("*.yaml"))
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"

@@ -11,7 +11,7 @@ from kale_dist.backends.kubernetes.place import KubernetesPlace
 from kale_dist.blobs import FolderStore
 from kale_dist.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology
+from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology
 
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
 _numbers = itertools.count()

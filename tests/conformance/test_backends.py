@@ -12,7 +12,7 @@ from kale_dist.backends.local import LocalBackend
 from kale_dist.blobs import FolderStore
 from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
 
 _numbers = itertools.count()
 

@@ -11,7 +11,7 @@ from kale_dist.backends.docker.place import DockerPlace
 from kale_dist.blobs import FolderStore
 from kale_dist.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec import JobSpec, Resources, Topology
+from kale_dist.spec.job_spec import JobSpec, Resources, Topology
 
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
 PREFIX = f"test-{uuid.uuid4().hex[:6]}"

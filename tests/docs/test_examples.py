@@ -111,13 +111,14 @@ def test_examples_that_do_not_run_use_names_and_arguments_that_exist():
 
 
 def test_commands_have_options_that_exist(capsys):
-    from kale_dist import cli, launch_cli
+    from kale_dist import cli
+    from kale_dist.cli import launch_command
 
     for page in EVERYWHERE:
         for line in re.findall(
             r"^kale-dist (.*)$", "".join(_blocks(page, "sh|text")).replace("\\\n", ""), re.MULTILINE
         ):
-            words, _ = launch_cli.split(shlex.split(re.split(" [|>] ", line)[0], comments=True))
+            words, _ = launch_command.split(shlex.split(re.split(" [|>] ", line)[0], comments=True))
             try:
                 _, unknown = cli._parser().parse_known_args(words)
             except SystemExit:

@@ -18,8 +18,8 @@ from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import for_job
 from kale_dist.image.for_job import keep_files
 from kale_dist.image.registry import Registry
-from kale_dist.recipe import ImageFile, Recipe
 from kale_dist.runtime import loading
+from kale_dist.spec.recipe import ImageFile, Recipe
 
 from on_cluster import IMAGE, run_kubectl  # isort: skip
 

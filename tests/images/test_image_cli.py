@@ -11,8 +11,8 @@ from kale_dist.blobs import FolderStore
 from kale_dist.cli import main
 from kale_dist.image import base, for_job
 from kale_dist.image.for_job import keep_files
-from kale_dist.recipe import Recipe
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.spec.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from kale_dist.image.auth import Credentials
 from kale_dist.image.for_job import keep_files
 from kale_dist.image.registry import Registry
 from kale_dist.image.resolve import resolve, resolve_in_engine, standard_recipe
-from kale_dist.recipe import Recipe
+from kale_dist.spec.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)

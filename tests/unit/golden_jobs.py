@@ -5,7 +5,7 @@ import json
 
 from kale_dist import manifests
 from kale_dist.manifests import RunSettings
-from kale_dist.spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 
 SETTINGS = RunSettings()
 IMAGE = "registry.example.com/team/train:1"

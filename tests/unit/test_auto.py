@@ -16,8 +16,8 @@ from kale_dist.blobs import MemoryStore
 from kale_dist.errors import KaleDistWarning
 from kale_dist.image import auto
 from kale_dist.image.auto import Found
-from kale_dist.recipe import Recipe
 from kale_dist.snapshot.capture import capture
+from kale_dist.spec.recipe import Recipe
 
 
 class Cluster(FakeBackend):

@@ -8,12 +8,12 @@ from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
-from kale_dist import checks, layout
-from kale_dist.checks import Options
+from kale_dist.calls import checks, layout
+from kale_dist.calls.checks import Options
+from kale_dist.calls.layout import Machine
+from kale_dist.calls.training_checks import Training
 from kale_dist.errors import ConfigError
-from kale_dist.layout import Machine
 from kale_dist.strategies import DDP
-from kale_dist.training_checks import Training
 
 
 class Net(torch.nn.Linear):

@@ -12,9 +12,9 @@ from golden_jobs import a_spec
 
 from kale_dist import manifests
 from kale_dist.backends.kubernetes import checks, client
-from kale_dist.places import ClusterOptions
-from kale_dist.resources import Resources
-from kale_dist.spec import Topology
+from kale_dist.spec.job_spec import Topology
+from kale_dist.spec.places import ClusterOptions
+from kale_dist.spec.resources import Resources
 
 JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
 PODS, SECRETS, NODES = "/api/v1/namespaces/team/pods", "/api/v1/namespaces/team/secrets", "/api/v1/nodes"

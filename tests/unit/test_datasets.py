@@ -9,7 +9,8 @@ from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import kale_dist as kd
-from kale_dist import backends, starting
+from kale_dist import backends
+from kale_dist.calls import starting
 from kale_dist.errors import KaleDistWarning
 from kale_dist.snapshot import datasets
 

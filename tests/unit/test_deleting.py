@@ -10,7 +10,7 @@ from kale_dist import backends, records
 from kale_dist.backends.base import JobRef
 from kale_dist.cli import main
 from kale_dist.records import Record
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
 
 
 class Cluster(FakeBackend):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist import layout
+from kale_dist.calls import layout
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.volumes import Volume, VolumeKind, of_containers
+from kale_dist.spec.volumes import Volume, VolumeKind, of_containers
 
 pytest.importorskip("docker")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kale_dist import doctor
+from kale_dist.cli import doctor
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import traceback
 
 import pytest
 
-from kale_dist import checks, errors
+from kale_dist import errors
+from kale_dist.calls import checks
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -62,7 +63,7 @@ def test_where_there_is_no_shell_a_notebooks_traceback_is_the_whole_one():
         checks.check_count("epochs", 0)
     text = "".join(caught.value._render_traceback_())
     assert text == "".join(traceback.format_exception(caught.value))
-    assert "kale_dist/checks.py" in text
+    assert "kale_dist/calls/checks.py" in text
 
 
 def test_a_refusal_in_a_script_shows_the_users_line_and_at_most_one_of_ours(tmp_path):

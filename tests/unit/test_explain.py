@@ -23,8 +23,8 @@ from kale_dist.backends.kubernetes.views import (  # noqa: E402
     seconds,
 )
 from kale_dist.contract import FailureCause  # noqa: E402
-from kale_dist.places import ClusterOptions  # noqa: E402
-from kale_dist.spec import JobSpec, Topology  # noqa: E402
+from kale_dist.spec.job_spec import JobSpec, Topology  # noqa: E402
+from kale_dist.spec.places import ClusterOptions  # noqa: E402
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 ROOT = pathlib.Path(__file__).parents[2]

@@ -3,8 +3,8 @@
 import pytest
 
 import kale_dist as kd
-from kale_dist import calls, layout
-from kale_dist.checks import Options
+from kale_dist.calls import layout, verbs
+from kale_dist.calls.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.ibm import arguments, train_comp
 
@@ -103,7 +103,7 @@ def train(data, model, epochs, seed=0):
 
 def test_train_comp_calls_the_function_with_its_paths(monkeypatch):
     called = {}
-    monkeypatch.setattr(calls, "launch", lambda fn, **options: called.update(options, value=fn()))
+    monkeypatch.setattr(verbs, "launch", lambda fn, **options: called.update(options, value=fn()))
     train_comp(
         train,
         {"data": "train_dataset_dir", "model": "model_dir", "epochs": 3, "seed": 1},

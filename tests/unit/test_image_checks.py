@@ -7,10 +7,11 @@ import pytest
 from fake_backend import FakeBackend
 
 import kale_dist as kd
-from kale_dist import backends, image_checks
+from kale_dist import backends
+from kale_dist.calls import image_checks
+from kale_dist.calls.image_checks import ImageWanted
 from kale_dist.errors import ConfigError
-from kale_dist.image_checks import ImageWanted
-from kale_dist.recipe import ImageFile, Recipe
+from kale_dist.spec.recipe import ImageFile, Recipe
 
 BASE = "registry.example.com/train:1"
 

@@ -17,7 +17,7 @@ from kale_dist.errors import (
     ResultUnavailableError,
     WaitTimeoutError,
 )
-from kale_dist.job import inside
+from kale_dist.job.handle import inside
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist import backends, calls
+from kale_dist import backends
+from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
 from kale_dist.kale import DistributedConfig, PyTorchJob, distribute
 
@@ -52,7 +53,7 @@ def test_a_notebook_of_kale_runs_on_the_cluster():
 
 
 def test_a_job_is_found_again_by_its_name(monkeypatch):
-    monkeypatch.setattr(calls, "attach", lambda ref: ref)
+    monkeypatch.setattr(verbs, "attach", lambda ref: ref)
     assert PyTorchJob("train-net") == "kubernetes://train-net"
     monkeypatch.setenv("KALE_DIST_ON", "local")
     assert PyTorchJob("train-net") == "local://train-net"

@@ -6,11 +6,11 @@ import types
 import pytest
 from golden_jobs import SETTINGS, a_spec
 
-from kale_dist import places
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import KINDS, kind_of
-from kale_dist.places import ClusterOptions
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec import places
+from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.spec.places import ClusterOptions
 
 
 def test_every_word_has_a_kind_and_the_first_is_kubeflow_s():

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist import calls, launcher
+from kale_dist import launcher
+from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ def test_objects_are_found_and_the_likeliest_comes_first(namespace):
 
 def test_the_guessed_call_is_one_that_would_run(namespace):
     choice = launcher.guess(launcher.find(namespace))
-    calls.check(**launcher.arguments(choice, namespace))
+    verbs.check(**launcher.arguments(choice, namespace))
     text = launcher.code({**choice, "number_of_processes": "2"})
     assert text == (
         "job = kd.distribute(\n"
@@ -115,7 +116,7 @@ def test_what_is_filled_in_is_written(choice, written):
 def test_a_wrong_choice_names_its_field(namespace, changed, argument):
     choice = {**launcher.guess(launcher.find(namespace)), **changed}
     with pytest.raises(ConfigError) as error:
-        calls.check(**launcher.arguments(choice, namespace))
+        verbs.check(**launcher.arguments(choice, namespace))
     assert error.value.argument == argument
 
 

@@ -15,7 +15,7 @@ import kale_dist as kd
 from kale_dist import records
 from kale_dist.backends import local
 from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
-from kale_dist.job import inside
+from kale_dist.job.handle import inside
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

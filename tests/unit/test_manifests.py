@@ -15,12 +15,13 @@ import golden_jobs
 import pytest
 import yaml
 
-from kale_dist import manifests, payload, quantities
+from kale_dist import manifests, payload
 from kale_dist.contract import EXIT_TOLD_TO_END
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import KINDS, bootstrap
 from kale_dist.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
-from kale_dist.spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
+from kale_dist.spec import quantities
+from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 

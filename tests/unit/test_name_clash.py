@@ -11,8 +11,8 @@ from kubernetes.client import ApiException
 
 from kale_dist.backends.kubernetes import submit
 from kale_dist.errors import BackendError
-from kale_dist.places import ClusterOptions
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.spec.places import ClusterOptions
 
 
 def test_the_secret_of_another_users_job_of_the_same_name_stays():

@@ -4,8 +4,9 @@ import tomllib
 
 import pytest
 
-from kale_dist import names, wording
+from kale_dist import wording
 from kale_dist.errors import ConfigError
+from kale_dist.spec import names
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 

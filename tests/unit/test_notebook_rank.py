@@ -14,7 +14,7 @@ import kale_dist as kd
 from kale_dist import backends, payload
 from kale_dist.backends.base import JobRef
 from kale_dist.errors import ImageError
-from kale_dist.job import inside
+from kale_dist.job.handle import inside
 from kale_dist.notebook_runner import in_cluster
 from kale_dist.runtime import notebook_rank
 

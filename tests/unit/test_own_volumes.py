@@ -12,7 +12,7 @@ from golden_jobs import a_spec
 
 from kale_dist.backends.kubernetes import client, self_pod
 from kale_dist.manifests import KINDS
-from kale_dist.volumes import Volume, VolumeKind
+from kale_dist.spec.volumes import Volume, VolumeKind
 
 CLAIMS = "/api/v1/namespaces/team/persistentvolumeclaims"
 MOUNTS = {

@@ -5,12 +5,12 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist import layout
-from kale_dist.checks import Options
+from kale_dist.calls import layout
+from kale_dist.calls.checks import Options
 from kale_dist.errors import ConfigError
-from kale_dist.places import ClusterOptions
-from kale_dist.resources import Resources
-from kale_dist.volumes import Volume, VolumeKind
+from kale_dist.spec.places import ClusterOptions
+from kale_dist.spec.resources import Resources
+from kale_dist.spec.volumes import Volume, VolumeKind
 
 pytest.importorskip("kubernetes")
 

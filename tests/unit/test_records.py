@@ -13,7 +13,7 @@ from kale_dist import records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.records import Record
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
 
 KEY = b"k" * 32
 

@@ -7,11 +7,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist import calls, save_to
+from kale_dist.calls import save_to, verbs
 from kale_dist.errors import ConfigError, JobFailedError, KaleDistWarning
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.spec.volumes import of_containers, of_pods
 from kale_dist.training import saving
-from kale_dist.volumes import of_containers, of_pods
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -62,7 +62,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
     # What the rank sees may differ from what the call saw.
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "model.pt"
-    started = calls._training_call
+    started = verbs._training_call
 
     def replaced(*given):
         found = started(*given)
@@ -71,7 +71,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_training_call", replaced)
+        patch.setattr(verbs, "_training_call", replaced)
         job = kd.distribute(model, loader, criterion, optimizer, train_step, number_of_processes=1, save_to=target)
     with pytest.raises(JobFailedError, match="The model cannot be saved to"):
         job.result()

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from kale_dist import weights
+from kale_dist.job import weights
 from kale_dist.training.result import TrainingResult, one_model, one_optimizer, state_of
 
 

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist import starting, sweeps
+from kale_dist import sweeps
+from kale_dist.calls import starting
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
 
 

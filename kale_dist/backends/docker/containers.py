@@ -15,7 +15,7 @@ from kale_dist.manifests import bootstrap
 from kale_dist.manifests.pod_template import identity_of
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.orders import order_of
-from kale_dist.spec import JobSpec, Volume, VolumeKind
+from kale_dist.spec.job_spec import JobSpec, Volume, VolumeKind
 
 NETWORK = "kale-dist"
 """One for all jobs: an engine's address pools hold about 30 networks."""

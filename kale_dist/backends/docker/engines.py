@@ -19,7 +19,7 @@ from kale_dist.backends.docker.containers import Facts
 from kale_dist.engine import Engine, ensure_image, explained, find_image
 from kale_dist.errors import BackendError, ConfigError, StoreError, warn
 from kale_dist.image import for_job
-from kale_dist.spec import JobSpec, VolumeKind
+from kale_dist.spec.job_spec import JobSpec, VolumeKind
 
 _HOLDING = ("created", "running", "paused", "restarting")
 """States of containers whose GPUs are not free: one that was just created is about to run."""

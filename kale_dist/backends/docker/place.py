@@ -27,7 +27,7 @@ from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
 from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.runtime import process_state
-from kale_dist.spec import JobSpec, VolumeKind
+from kale_dist.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.status import JobStatus, ReplicaStatus
 
 _AT_ONCE = 8

@@ -18,7 +18,7 @@ from typing import Any
 
 from kubernetes import client
 
-from kale_dist import manifests, quantities
+from kale_dist import manifests
 from kale_dist.backends.base import Trouble
 from kale_dist.backends.kubernetes import objects, queue, roles
 from kale_dist.backends.kubernetes.client import Cluster
@@ -29,7 +29,8 @@ from kale_dist.contract import InputFiles
 from kale_dist.errors import BackendError
 from kale_dist.manifests import Kind, PodGroup, RunSettings, kind_of
 from kale_dist.manifests.kubeflow_jobs import INIT_REQUESTS
-from kale_dist.spec import JobSpec
+from kale_dist.spec import quantities
+from kale_dist.spec.job_spec import JobSpec
 
 _TIMEOUT_S = 10.0
 _AT_ONCE = 8

@@ -27,8 +27,8 @@ from kale_dist.following.client import HttpSocket, writing
 from kale_dist.manifests import RunSettings, claim_of, kind_of
 from kale_dist.manifests.pod_template import ERRAND_S
 from kale_dist.manifests.settings import OBJECT_LABEL, STORE_FOLDER
-from kale_dist.resources import Resources
-from kale_dist.spec import JobSpec, Policy, Topology
+from kale_dist.spec.job_spec import JobSpec, Policy, Topology
+from kale_dist.spec.resources import Resources
 
 _PORT = 8000
 _START_S = 60.0

@@ -11,8 +11,8 @@ from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.manifests import KINDS, Kind
-from kale_dist.places import ClusterOptions
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.spec.places import ClusterOptions
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 

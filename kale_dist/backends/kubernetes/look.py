@@ -17,7 +17,7 @@ from kale_dist.backends.kubernetes.views import JobView, PodView, QueuePosition,
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.manifests import Kind, ObjectState, kind_of
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, INSTANCE_LABEL, QUEUE_LABEL, SPEC_ANNOTATION
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus
 
 _DEAD_AFTER_S = 15.0

@@ -18,7 +18,7 @@ from kale_dist.errors import BackendError, ConfigError
 from kale_dist.manifests import KINDS, Kind, kind_of
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, OBJECT_LABEL
 from kale_dist.manifests.train_job import TrainJob
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 
 _POLL_S = 0.3
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import blobs, manifests, names, records
+from kale_dist import blobs, manifests, records
 from kale_dist.backends.base import JobRef, Look, Part, PlaceEvent, RunHandle
 from kale_dist.backends.kubernetes import (
     client,
@@ -42,7 +42,8 @@ from kale_dist.manifests.settings import (
     SPEC_ANNOTATION,
     SUBMITTED_BY_ANNOTATION,
 )
-from kale_dist.spec import JobSpec
+from kale_dist.spec import names
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
 from kale_dist.wording import show

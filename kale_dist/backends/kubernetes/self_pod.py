@@ -14,9 +14,9 @@ from typing import Any
 from kale_dist.backends.kubernetes.client import Cluster, own_namespace
 from kale_dist.manifests import claim_of
 from kale_dist.manifests.settings import CLAIM_SCHEME
-from kale_dist.places import ClusterOptions
-from kale_dist.spec import JobSpec
-from kale_dist.volumes import Volume, VolumeKind, hidden_by
+from kale_dist.spec.job_spec import JobSpec
+from kale_dist.spec.places import ClusterOptions
+from kale_dist.spec.volumes import Volume, VolumeKind, hidden_by
 
 NODE_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 

@@ -28,7 +28,7 @@ from kale_dist.image import for_job
 from kale_dist.manifests import RunSettings, claim_of, kind_of, owner_of
 from kale_dist.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, START_WAIT_S, STORE_FOLDER
 from kale_dist.runtime import process_state
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.url_store import UrlStore
 
 _SECRET_BYTES = 1_000_000

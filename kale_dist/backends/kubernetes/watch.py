@@ -18,7 +18,6 @@ from typing import Any
 
 from kubernetes.client.exceptions import ApiException
 
-from kale_dist import quantities
 from kale_dist.backends.kubernetes.client import Cluster
 from kale_dist.backends.kubernetes.explain import sentences
 from kale_dist.backends.kubernetes.resource_watch import ResourceWatch
@@ -32,6 +31,7 @@ from kale_dist.backends.kubernetes.views import (
 )
 from kale_dist.manifests import Kind
 from kale_dist.manifests.settings import OBJECT_LABEL, SELECTOR, TOUCHED_ANNOTATION
+from kale_dist.spec import quantities
 
 JOBS = "jobs"
 """What a watch of objects is called here, whatever their kind."""

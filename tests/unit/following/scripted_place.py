@@ -15,8 +15,8 @@ from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, RunHa
 from kale_dist.contract import EventKind, FailureCause, StateName, Stream
 from kale_dist.errors import BackendError, JobExistsError
 from kale_dist.following.copy import Clock
-from kale_dist.places import ClusterOptions
-from kale_dist.spec import JobSpec, Policy, Topology
+from kale_dist.spec.job_spec import JobSpec, Policy, Topology
+from kale_dist.spec.places import ClusterOptions
 
 KEY = b"k" * 32
 _numbers = itertools.count()

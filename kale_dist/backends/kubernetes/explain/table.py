@@ -12,9 +12,9 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 
-from kale_dist import quantities
 from kale_dist.contract import FailureCause
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
+from kale_dist.spec import quantities
 
 
 class Seen(enum.Enum):

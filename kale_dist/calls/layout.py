@@ -8,14 +8,16 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist import backends, config, image_checks, names, places
+from kale_dist import backends, config
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
-from kale_dist.checks import Options
+from kale_dist.calls import image_checks
+from kale_dist.calls.checks import Options
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import kind_of
-from kale_dist.places import Docker, Kubernetes, Local, Place
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec import names, places
+from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.spec.places import Docker, Kubernetes, Local, Place
 from kale_dist.trackers import Tracker
 from kale_dist.wording import closest
 

@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
-import numbers
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kale_dist import names, strategies, trackers
+from kale_dist import strategies, trackers
 from kale_dist.backends.base import Backend
 from kale_dist.errors import ConfigError
-from kale_dist.places import Docker, Kubernetes, Place
-from kale_dist.spec import Policy
+from kale_dist.spec import names
+from kale_dist.spec.job_spec import Policy
+from kale_dist.spec.places import Docker, Kubernetes, Place
 from kale_dist.wording import closest, show
 
 _OWN_PREFIX = "KALE_DIST_"
@@ -250,31 +249,3 @@ def check_count(argument: str, value: Any) -> None:
         raise ConfigError(argument, f"{show(value)} is not a whole number", "Give an int of 1 or more")
     if value < 1:
         raise ConfigError(argument, f"{value} is less than 1", "Give an int of 1 or more")
-
-
-def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, ...] | None:
-    """Check which lines of a log are asked for; returns the ranks, None for all.
-
-    Raises:
-        ConfigError: There is no such rank, or `tail` is no number of lines.
-    """
-    if tail is not None and (isinstance(tail, bool) or not isinstance(tail, int) or tail < 0):
-        raise ConfigError("tail", f"{show(tail)} is not an int of 0 or more", "Give a number of lines, or None for all")
-    if ranks is None:
-        return None
-    asked = (ranks,) if isinstance(ranks, int) else ranks
-    there = range(number_of_processes)
-    for rank in asked if isinstance(asked, Iterable) else (ranks,):
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in there:
-            remedy = f"Its ranks are 0 to {there[-1]}" if len(there) > 1 else "Its only rank is 0"
-            raise ConfigError("ranks", f"the job has no rank {rank!r}", remedy)
-    return tuple(asked)
-
-
-def check_timeout(timeout: Any) -> None:
-    """Accept None and seconds; what is not above 0 only looks."""
-    number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
-    if timeout is not None and (not number or math.isnan(timeout)):
-        raise ConfigError(
-            "timeout", f"{show(timeout)} is not a number of seconds", "Give seconds, or None for no limit"
-        )

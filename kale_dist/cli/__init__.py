@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import __version__, backends, doctor, image_cli, job_cli, launch_cli, records, wording
+from kale_dist import __version__, backends, records, wording
 from kale_dist.backends.base import Backend, JobRef
+from kale_dist.cli import doctor, image_commands, job_commands, launch_command
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError
 from kale_dist.following.reader import JobReader
 from kale_dist.records import Record
@@ -45,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            words, after = launch_cli.split(sys.argv[1:] if arguments is None else arguments)
+            words, after = launch_command.split(sys.argv[1:] if arguments is None else arguments)
             parser = _parser()
             options, unknown = parser.parse_known_args(words)
             if unknown:
-                launch_cli.refuse(options, unknown)
+                launch_command.refuse(options, unknown)
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             options.arguments = after
             code: int = options.command(options)
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     listed.add_argument("--all", action="store_true", help="list all jobs")
     listed.add_argument("--json", action="store_true", help="as JSON")
-    job_cli.add_commands(commands)
+    job_commands.add_commands(commands)
     delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs")
     delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
     delete.add_argument("--finished", action="store_true", help="all of your jobs that have ended")
@@ -113,13 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     examine.add_argument("--json", action="store_true", help="as JSON")
     place(examine, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
     examine.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
-    launch_cli.add_command(commands)
-    image_cli.add_command(commands)
+    launch_command.add_command(commands)
+    image_commands.add_command(commands)
     run = command("run", "execute a notebook, and show its jobs' logs and progress")
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
     out = "where the executed notebook goes (NAME.executed.ipynb)"
     run.add_argument("-o", "--output", type=pathlib.Path, metavar="OUT", help=out)
-    value: dict[str, Any] = {"nargs": 2, "action": launch_cli.NameAndValue, "default": {}, "metavar": ("NAME", "VALUE")}
+    value: dict[str, Any] = {
+        "nargs": 2,
+        "action": launch_command.NameAndValue,
+        "default": {},
+        "metavar": ("NAME", "VALUE"),
+    }
     run.add_argument("-p", "--parameters", **value, help="a value for the cell tagged `parameters`")
     run.add_argument("--kernel", metavar="NAME", help="an installed kernel (the Python that runs this command)")
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a cell may take (no limit)")
@@ -227,7 +233,7 @@ def _jobs(options: argparse.Namespace) -> int:
     jobs = [_listed(status, is_now=True) for status in found]
     jobs += [_listed(status, is_now=False) for status in (elsewhere[-_NEWEST:] if limit else elsewhere)]
     if options.json:
-        print(job_cli.to_json([_facts(job) for job in jobs]))
+        print(job_commands.to_json([_facts(job) for job in jobs]))
         return 0
     rows = [tuple(text(job) for _, text, _ in _COLUMNS) for job in jobs]
     right = frozenset(index for index, (_, _, is_right) in enumerate(_COLUMNS) if is_right)
@@ -256,7 +262,7 @@ def _facts(job: _Listed) -> dict[str, Any]:
     times = {name: getattr(status, name) for name in ("created", "started", "ended")}
     if job.record is not None:
         times["created"] = job.record.created
-    return {**job_cli.ended(status), **times, "number_of_processes": len(status.replicas), "is_now": job.is_now}
+    return {**job_commands.ended(status), **times, "number_of_processes": len(status.replicas), "is_now": job.is_now}
 
 
 def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
@@ -308,7 +314,7 @@ def _delete(options: argparse.Namespace) -> int:
     if options.namespace and not (options.finished and options.on == "kubernetes"):
         raise ConfigError("--namespace", "it selects finished jobs of a cluster", "Add --finished --on kubernetes")
     # All are looked up first: a mistyped name deletes nothing.
-    found = [(text, *job_cli.find(text)) for text in options.refs]
+    found = [(text, *job_commands.find(text)) for text in options.refs]
     for text, _, ref in found:
         if not _is_mine(ref) and text != str(ref):
             remedy = f"To delete it all the same, write its full reference: kale-dist delete {ref}"
@@ -412,7 +418,7 @@ def _run(options: argparse.Namespace) -> int:
         run_notebook = functools.partial(execution.run_notebook, kernel=options.kernel)
     if options.json is not None:
         documents.check_target("--json", options.json, options.notebook)
-    with launch_cli.interrupted_by_sigterm():
+    with launch_command.interrupted_by_sigterm():
         result = run_notebook(
             options.notebook,
             parameters={name: wording.parse(value) for name, value in options.parameters.items()},
@@ -429,7 +435,3 @@ def _run(options: argparse.Namespace) -> int:
     if result.interrupted:
         return _INTERRUPTED
     return _FAILURE if result.failure else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

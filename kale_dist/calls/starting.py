@@ -15,20 +15,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import names, records, tracking, weights
+from kale_dist import records, tracking
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.blobs import FolderStore, Store
+from kale_dist.calls.layout import Run
 from kale_dist.errors import BackendError, SnapshotError, warn
-from kale_dist.job import Job, inside
-from kale_dist.layout import Run
+from kale_dist.job import weights
+from kale_dist.job.handle import Job, inside
+from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.notebook import live
-from kale_dist.outcomes import OutcomeReader
 from kale_dist.runtime.given_models import models_in, together
 from kale_dist.runtime.reducers import References
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.modules import Script
-from kale_dist.spec import JobSpec
+from kale_dist.spec import names
+from kale_dist.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from kale_dist.training.result import TrainingResult

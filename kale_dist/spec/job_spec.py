@@ -6,12 +6,13 @@ import dataclasses
 import math
 from typing import Any, Self
 
-from kale_dist import names, strategies
+from kale_dist import strategies
 from kale_dist.errors import ConfigError
-from kale_dist.places import ClusterOptions
-from kale_dist.recipe import Recipe
-from kale_dist.resources import Resources
-from kale_dist.volumes import Volume, VolumeKind
+from kale_dist.spec import names
+from kale_dist.spec.places import ClusterOptions
+from kale_dist.spec.recipe import Recipe
+from kale_dist.spec.resources import Resources
+from kale_dist.spec.volumes import Volume, VolumeKind
 
 __all__ = ["ClusterOptions", "JobSpec", "Policy", "Resources", "Topology", "Volume", "VolumeKind"]
 

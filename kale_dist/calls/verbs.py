@@ -10,16 +10,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from kale_dist import backends, checks, layout, names, records, save_to, starting, strategies
+from kale_dist import backends, records, strategies
 from kale_dist.backends.base import Backend, JobRef, Plan
 from kale_dist.blobs import MemoryStore
-from kale_dist.checks import Options
+from kale_dist.calls import checks, layout, save_to, starting
+from kale_dist.calls.checks import Options
+from kale_dist.calls.layout import Run
+from kale_dist.calls.starting import Call
+from kale_dist.calls.training_checks import Training
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
-from kale_dist.job import Job, inside
-from kale_dist.layout import Run
-from kale_dist.places import Kubernetes, Place, word_of
-from kale_dist.starting import Call
-from kale_dist.training_checks import Training
+from kale_dist.job.handle import Job, inside
+from kale_dist.spec import names
+from kale_dist.spec.places import Kubernetes, Place, word_of
 from kale_dist.wording import closest, show
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kale_dist import names, volumes
 from kale_dist.errors import ConfigError
-from kale_dist.recipe import Recipe
-from kale_dist.resources import Resources, resources
-from kale_dist.volumes import Volume
+from kale_dist.spec import names, volumes
+from kale_dist.spec.recipe import Recipe
+from kale_dist.spec.resources import Resources, resources
+from kale_dist.spec.volumes import Volume
 from kale_dist.wording import closest, install, show
 
 T = TypeVar("T")

@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kale_dist import backends, calls, scripts, wording
+from kale_dist import backends, scripts, wording
+from kale_dist.calls import verbs
 from kale_dist.contract import LogLine, StateName, Stream
 from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
-from kale_dist.job import Job
+from kale_dist.job.handle import Job
 from kale_dist.view import facts
 
 _END_S = 15.0
@@ -198,8 +199,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for name, value in options.set.items():
-        if name not in calls.SETTABLE:
-            near = wording.closest(name, calls.SETTABLE)
+        if name not in verbs.SETTABLE:
+            near = wording.closest(name, verbs.SETTABLE)
             remedy = f"{near}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
             raise ConfigError(f"--set {name}", "there is no such argument", remedy)
         given[name] = wording.parse(value)

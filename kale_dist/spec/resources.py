@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kale_dist import names, quantities
 from kale_dist.errors import ConfigError
+from kale_dist.spec import names, quantities
 from kale_dist.wording import closest, show
 
 _GPU = "nvidia.com/gpu"

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist import backends, calls, checks, launch_cli, records, view, wording
+from kale_dist import backends, records, view, wording
 from kale_dist.backends.base import Backend, JobRef
+from kale_dist.calls import verbs
+from kale_dist.cli import launch_command
 from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.job import Job
+from kale_dist.job.handle import Job, check_lines
 from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
 
@@ -94,7 +96,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _logs(options: argparse.Namespace) -> int:
     backend, ref = find(options.ref)
-    ranks = checks.check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
+    ranks = check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
     _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
     return 0
 
@@ -164,12 +166,12 @@ def _retry(options: argparse.Namespace) -> int:
     if options.detach and first.ref.startswith("local://") and not first.spec.policy.detach:
         problem = "a job on this machine ends with this command"
         raise ConfigError("--detach", problem, "Leave it out, or make the call again with detach=True")
-    with launch_cli.interrupted_by_sigterm() as caught:
+    with launch_command.interrupted_by_sigterm() as caught:
         job = first.retry()
         if options.detach:
             print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
             return 0
-        return launch_cli.follow(job, caught, as_json=options.json, has_value=False)
+        return launch_command.follow(job, caught, as_json=options.json, has_value=False)
 
 
 def _render(options: argparse.Namespace) -> int:
@@ -181,7 +183,7 @@ def _render(options: argparse.Namespace) -> int:
 
 def _job(text: str) -> Job[Any]:
     _, ref = find(text)
-    return calls.attach(str(ref))
+    return verbs.attach(str(ref))
 
 
 def _count(text: str) -> int:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import numbers
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.contract import StateName
-from kale_dist.errors import JobNotFoundError, KaleDistError, WaitTimeoutError
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError
 from kale_dist.status import JobStatus
+from kale_dist.wording import show
 
 _LOOK_S = 0.3
 _GATHER_S = 0.02
@@ -162,3 +166,10 @@ def watcher(backend: Backend) -> Watcher:
         if found is None:
             found = _watchers[id(backend)] = Watcher(backend)
         return found
+
+
+def check_timeout(timeout: Any) -> None:
+    """Accept None and seconds; what is not above 0 only looks."""
+    number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    if timeout is not None and (not number or math.isnan(timeout)):
+        raise ConfigError("timeout", f"{show(timeout)} is not a number of seconds", "Give seconds, or None for no limit")

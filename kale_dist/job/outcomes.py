@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import blobs, records, weights
+from kale_dist import blobs, records
 from kale_dist.contract import FailureCause, JobFiles, StateName
 from kale_dist.errors import (
     JobCancelledError,
@@ -19,9 +19,10 @@ from kale_dist.errors import (
     ResultUnavailableError,
     StoreError,
 )
+from kale_dist.job import weights
 from kale_dist.runtime import loading, outcome
 from kale_dist.runtime.given_models import Returned
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
 
 if TYPE_CHECKING:

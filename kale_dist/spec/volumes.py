@@ -21,8 +21,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import names
 from kale_dist.errors import ConfigError
+from kale_dist.spec import names
 from kale_dist.wording import closest, show
 
 _READ_ONLY = ":ro"

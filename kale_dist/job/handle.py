@@ -11,10 +11,10 @@ import pathlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kale_dist import checks, interrupts, trackers, watch, weights
+from kale_dist import trackers
 from kale_dist.backends.base import Backend, JobRef, PlaceEvent
 from kale_dist.blobs import fresh
 from kale_dist.contract import MEASURED_SOURCES, JobFiles, LogLine, RankStateName, StateName
@@ -27,11 +27,13 @@ from kale_dist.errors import (
     StoreError,
     warn,
 )
-from kale_dist.outcomes import OutcomeReader
-from kale_dist.profiles import Profile
+from kale_dist.job import interrupts, watch, weights
+from kale_dist.job.outcomes import OutcomeReader
+from kale_dist.job.profiles import Profile
 from kale_dist.runtime.given_models import Returned
-from kale_dist.spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
+from kale_dist.wording import show
 
 if TYPE_CHECKING:
     import torch
@@ -380,7 +382,7 @@ class Job(Generic[R]):
             ConfigError: The job has no such rank, or `tail` is no number of lines.
             JobNotFoundError: The job was deleted.
         """
-        wanted = checks.check_lines(ranks, tail, self._spec.topology.number_of_processes)
+        wanted = check_lines(ranks, tail, self._spec.topology.number_of_processes)
         read = functools.partial(self._backend.logs, self._ref, ranks=wanted, tail=tail)
         return Log(self._passed_on(read(follow=follow)), read)
 
@@ -513,7 +515,7 @@ class Job(Generic[R]):
         return interrupts.passing_on(self.ref, self.cancel)
 
     def _wait(self, timeout: float | None) -> JobStatus:
-        checks.check_timeout(timeout)
+        watch.check_timeout(timeout)
         try:
             with self._interruptible():
                 return self._watcher.wait(self._ref, timeout)
@@ -647,3 +649,22 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
 def inside(job: Job[Any]) -> Inside:
     """What the library's own parts need of a job."""
     return job._inside  # noqa: SLF001 - the one way in
+
+
+def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, ...] | None:
+    """Check which lines of a log are asked for; returns the ranks, None for all.
+
+    Raises:
+        ConfigError: There is no such rank, or `tail` is no number of lines.
+    """
+    if tail is not None and (isinstance(tail, bool) or not isinstance(tail, int) or tail < 0):
+        raise ConfigError("tail", f"{show(tail)} is not an int of 0 or more", "Give a number of lines, or None for all")
+    if ranks is None:
+        return None
+    asked = (ranks,) if isinstance(ranks, int) else ranks
+    there = range(number_of_processes)
+    for rank in asked if isinstance(asked, Iterable) else (ranks,):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in there:
+            remedy = f"Its ranks are 0 to {there[-1]}" if len(there) > 1 else "Its only rank is 0"
+            raise ConfigError("ranks", f"the job has no rank {rank!r}", remedy)
+    return tuple(asked)
