@@ -14,12 +14,11 @@ _MODULES = (
     "__init__",
     "blobs",
     "callbacks",
-    "contract",
     "errors",
     "tracebacks",
     "url_store",
 )
-_PACKAGES = ("runtime", "strategies", "training")
+_PACKAGES = ("contract", "runtime", "strategies", "training")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
 

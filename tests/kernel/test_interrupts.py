@@ -19,7 +19,7 @@ START = (
 def job(kernel):
     name = kernel.good(START)
     # The interrupts of one test are not the first ones of the next.
-    kernel.good("from kale_dist import interrupts; interrupts._last_interrupt = float('-inf')")
+    kernel.good("from kale_dist.job import interrupts; interrupts._last_interrupt = float('-inf')")
     yield name
     kernel.good("job.cancel(); job.wait(100); None")
 

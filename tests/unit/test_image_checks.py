@@ -305,7 +305,8 @@ class Absent:
         if name.partition(".")[0] in {"packaging", "urllib3"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
-from kale_dist import cli, image_checks
+from kale_dist import cli
+from kale_dist.calls import image_checks
 from kale_dist.errors import ConfigError
 for packages, requirements in ((["a"], None), ("auto", None), (None, "a")):
     try:

@@ -1,0 +1,138 @@
+"""Events, which ranks and agents write as lines of JSON.
+
+Every event has `event` (an `EventKind`), `time` (seconds since 1970), `rank` (None when the
+agent speaks of the whole job) and `attempt`; beyond these:
+
+    state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
+                failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
+                A final one also has next_line (the number that the log's next line would have) and lost (ranks
+                without which the others carried on)
+    rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
+    metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
+                returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
+    progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
+                samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
+    usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
+                or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
+    checkpoint  epoch, step, path (relative to the job's folder), bytes
+    resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
+    note        text: a sentence for the user (how data is sharded, that a warning holds)
+    display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
+    waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
+    outcome     ok; on failure error_type, error_text
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MEASURED_SOURCES = ("strategy", "pace", "profile")
+"""Sources of metrics that the training loop measures by itself: for trackers and tables, not for curves."""
+
+PHASES = ("data", "forward", "backward", "exchange", "optimizer")
+"""Of a training step: what a profile says the time of, in this order."""
+
+
+class EventKind(enum.StrEnum):
+    """The kinds of event; the module's docstring lists the fields of each."""
+
+    STATE = "state"
+    RANK = "rank"
+    METRICS = "metrics"
+    PROGRESS = "progress"
+    USAGE = "usage"
+    CHECKPOINT = "checkpoint"
+    RESUMED = "resumed"
+    NOTE = "note"
+    DISPLAY = "display"
+    WAITING = "waiting"
+    OUTCOME = "outcome"
+
+
+class StateName(enum.StrEnum):
+    """States of a whole job."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class RankStateName(enum.StrEnum):
+    """States of one rank."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    """Ended by the agent: because of a cancel, a deadline or another rank's failure."""
+    LOST = "lost"
+    """It died, and the others carried on without it.
+
+    So it is with a parameter server that has a backup, and with a worker of asynchronous ones.
+    """
+
+
+class FailureCause(enum.StrEnum):
+    """Why a job is `failed` or `cancelled`; decides which error `job.result()` raises."""
+
+    ERROR = "error"
+    """A rank raised an exception."""
+    DIED = "died"
+    """A rank ended without an outcome: a signal, `os._exit`."""
+    LEFT = "left"
+    """A rank ended while others wait for it in a collective."""
+    TIMEOUT = "timeout"
+    STALLED = "stalled"
+    USER = "user"
+    """The user cancelled the job."""
+    KERNEL_ENDED = "kernel-ended"
+    AGENT_DIED = "agent-died"
+    LOST = "lost"
+    """A pod or container of the job was lost while the head lived; another run may end otherwise."""
+    SUSPENDED = "suspended"
+    """The head got SIGTERM: the job was suspended or deleted, or its pod evicted."""
+    NOT_STARTED = "not-started"
+    """The agent could not start the ranks (versions, damaged snapshot, no process to be had)."""
+
+
+def encode_json(record: Mapping[str, Any]) -> bytes:
+    """One event or message as one line of JSON with its newline.
+
+    Numbers that JSON has no word for (inf, nan) are written as Python's json module does and reads back.
+    """
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The records of whole lines; a line that is not JSON (cut by a crash) is passed over."""
+    for line in data.split(b"\n"):
+        if line:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def last_name(event: dict[str, Any]) -> str | None:
+    """The name under which an event replaces the rank's one before it.
+
+    Returns:
+        The rank as text for progress, `usage <rank>` for usage; None for kinds of which every event counts.
+    """
+    match event.get("event"):
+        case EventKind.PROGRESS:
+            return str(event.get("rank"))
+        case EventKind.USAGE:
+            return f"{EventKind.USAGE} {event.get('rank')}"
+        case _:
+            return None

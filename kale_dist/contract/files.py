@@ -1,0 +1,69 @@
+"""The files in a job's folder."""
+
+from __future__ import annotations
+
+import pathlib
+
+
+class JobFiles:
+    """Names of the files in a job's folder.
+
+    Args:
+        folder: The job's folder, or the folder in which a head keeps a job's files.
+    """
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        self.folder = pathlib.Path(folder)
+
+    def run(self, number: int) -> JobFiles:
+        """The files of one run: the first run's are in the job's folder itself, later ones' in `run-2`, `run-3`."""
+        return self if number == 1 else JobFiles(self.folder / f"run-{number}")
+
+    @property
+    def record(self) -> pathlib.Path:
+        """JSON written by the notebook when it submits: `records.Record`."""
+        return self.folder / "record.json"
+
+    @property
+    def key(self) -> pathlib.Path:
+        """The job's 32 secret bytes; mode 0600."""
+        return self.folder / "key"
+
+    @property
+    def run_facts(self) -> pathlib.Path:
+        """JSON of one run that the notebook follows: uid of its head, name of its object, first_attempt."""
+        return self.folder / "run.json"
+
+    @property
+    def cancelled(self) -> pathlib.Path:
+        """There if the job's user has cancelled it on this machine; says who."""
+        return self.folder / "cancelled"
+
+    @property
+    def log(self) -> pathlib.Path:
+        """Records of all ranks' lines, in the order in which the head got them."""
+        return self.folder / "log"
+
+    @property
+    def events(self) -> pathlib.Path:
+        """Events as JSON lines, all kinds but progress and usage; an event's number is that of its line, from 0."""
+        return self.folder / "events"
+
+    @property
+    def progress(self) -> pathlib.Path:
+        """A JSON object: `last_name` of an event to the event, for kinds of which the last one counts. Replaced by rename."""
+        return self.folder / "progress.json"
+
+    @property
+    def modules(self) -> pathlib.Path:
+        """The notebook's local modules, laid out for `sys.path`."""
+        return self.folder / "modules"
+
+    @property
+    def checkpoint(self) -> pathlib.Path:
+        """The last checkpoint of rank 0. Replaced by rename."""
+        return self.folder / "checkpoint"
+
+    def outcome(self, attempt: int, rank: int) -> pathlib.Path:
+        """The signed outcome of one rank."""
+        return self.folder / f"outcome-{attempt}-{rank}"

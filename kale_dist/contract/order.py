@@ -1,0 +1,250 @@
+"""What an agent is told: the order of a job, its input in a pod, and the messages of the kernel's own agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Self
+
+VERSION = 2
+"""Version of all formats of this package. Notebook and worker must have the same."""
+
+EXIT_TOLD_TO_END = 143
+"""Exit code of a container that got SIGTERM: 128 + SIGTERM."""
+
+
+class Op(enum.StrEnum):
+    """What a message to or from an agent is about. Messages are JSON objects, one a line, with an `op`."""
+
+    TAKE = "take"
+    """To the agent: run a job. Field `order`: an `Order` as a JSON object."""
+    CANCEL = "cancel"
+    """To the agent: end a job. Fields `job`, `grace_s`."""
+    STOP = "stop"
+    """To the agent: end when no job is left."""
+    TAKEN = "taken"
+    """From the agent: it has the order. Field `job`."""
+    WAKE = "wake"
+    """From the agent, to every connection: the files of a job have changed. Field `job`."""
+
+
+def socket_address(name: str) -> str:
+    """Address of an agent's socket by its name. It lies in no folder: the kernel forgets it with the agent."""
+    return f"\0{name}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessState:
+    """What a process of the notebook's would have inherited; a rank applies it before it unpickles anything."""
+
+    environment: tuple[tuple[str, str], ...]
+    """The whole environment: a name that is not here is unset in the rank."""
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    umask: int
+    limits: tuple[tuple[int, int, int], ...]
+    """Resource limits as (RLIMIT number, soft, hard)."""
+    torch_flags: tuple[tuple[str, str | int | float | bool], ...]
+    """Torch's default dtype and global flags by name, and the level of the log, as `runtime.process_state` read them."""
+
+
+class Source(enum.StrEnum):
+    """Where the agents of a job get the snapshot's blobs from."""
+
+    INPUT = "input"
+    """They are there already: in `Order.store` on this machine, in `InputFiles.SNAPSHOT` in a pod or container."""
+    FOLDER = "folder"
+    """From `Order.store`, a folder that all pods and the notebook's own pod see; the notebook has put them there."""
+    URL = "url"
+    """From `Order.store`, a URL that fsspec opens."""
+    STREAM = "stream"
+    """The notebook sends them to the head; relays fetch them from there. If `Order.store` is not empty, it is a folder on
+    a volume of the job's, and what lies there already is not sent again."""
+
+
+class EndsWith(enum.StrEnum):
+    """Whose end ends the run."""
+
+    ANY_FAILURE = "any-failure"
+    """All ranks have to succeed; the first that fails ends the others."""
+    RANK_0 = "rank-0"
+    """Rank 0's end, however it is; the others are ended then. A failure of another rank ends the run too."""
+    ALL = "all"
+    """The last rank's end: one that fails does not end the others."""
+
+
+class PodVariable(enum.StrEnum):
+    """Environment variables that a pod's or container's agent is started with."""
+
+    INPUT = "KALE_DIST_INPUT"
+    """Folder with the job's input (`InputFiles`): on a cluster a mounted Secret, which may appear late."""
+    WORK = "KALE_DIST_WORK"
+    """Writable folder of this pod alone."""
+    FIRST_POD = "KALE_DIST_FIRST_POD"
+    """Number of the replica type's first pod: 0, or 1 for workers beside a master."""
+    REPLICA_INDEX = "KALE_DIST_REPLICA_INDEX"
+    """The pod's index in its replica type; with `FIRST_POD` it is the pod's number, and pod 0 is the head."""
+    CPU_REQUEST = "KALE_DIST_CPU_REQUEST"
+    """Millicores that the container has asked for; unset or 0 where it is unknown."""
+    NODE = "KALE_DIST_NODE"
+    """Name of the pod's node; unset where it is unknown."""
+
+
+class InputFiles:
+    """Names of the files of a job's input, in the mounted Secret or a folder like it. All are there at once or none is."""
+
+    RUNTIME = "runtime.zip"
+    """This library's worker side and cloudpickle, for `sys.path`."""
+    KEY = "key"
+    """The job's 32 secret bytes."""
+    ORDER = "order.json"
+    """An `Order` without its key."""
+    SNAPSHOT = "snapshot.zip"
+    """The snapshot's blobs by digest, if they fit; else they come as `Order.source` says."""
+    CHECKPOINT = "checkpoint"
+    """The checkpoint that the ranks resume from, for a later run; there is none for the first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
+
+    version: int = VERSION
+    job: str
+    """Name of the run's object: the job's own for the first run, `<name>-2` for the second."""
+    run: int = 1
+    world_size: int
+    processes_per_agent: int
+    """Ranks of each agent; the last one may have fewer."""
+    head: str = ""
+    """Host name of the head; empty where there is only one agent and it is on this machine."""
+    port: int = 0
+    """MASTER_PORT of rank 0's store; relays connect to `port + 1`, requests for bytes go to `port + 2`. 0: any free one,
+    where one agent has all ranks."""
+    folder: str = ""
+    """The job's folder; empty in a pod, whose agent has its own."""
+    store: str = ""
+    """Where the snapshot's blobs are: see `Source`. A folder or URL; results lie in it below `jobs/<job>`."""
+    source: Source = Source.INPUT
+    snapshot: str
+    """Digest of the snapshot's manifest."""
+    blobs: tuple[str, ...] = ()
+    """Digests of all that the snapshot needs."""
+    key: str = dataclasses.field(repr=False, default="")
+    """The job's secret, in hexadecimal; empty in files, where it lies beside the order."""
+    process: ProcessState | None = dataclasses.field(repr=False, default=None)
+    """What the ranks take over from the notebook's process; None: they keep their agent's environment (in a pod)."""
+    torch_flags: tuple[tuple[str, str | int | float | bool], ...] = ()
+    """The notebook's default dtype and global flags, for ranks without a `process`."""
+    cuda: bool = False
+    threads: int | None = None
+    """Threads a rank; None: cores divided by ranks of the agent, at least 1."""
+    seed: int | None = None
+    """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
+    timeout_s: float | None = None
+    stall_warn_s: float | None = 300.0
+    stall_timeout_s: float | None = None
+    max_restarts: int = 0
+    """How often the head may start all ranks again in this run after one was lost."""
+    ends_with: EndsWith = EndsWith.ANY_FAILURE
+    servers: int = 0
+    """How many of the last agents are parameter servers of TensorFlow."""
+    mpi: bool = False
+    """Whether mpirun runs beside the ranks, so that they are in `MPI.COMM_WORLD`."""
+    detach: bool = False
+    """Whether the job outlives the notebook that asked for it (local jobs)."""
+    note: str = ""
+    """A sentence for the log and the status, such as why the agent had to be started."""
+    start_wait_s: float = 3600.0
+    """Seconds that the head waits for relays, and they for it."""
+    input_wait_s: float = 600.0
+    """Seconds that the head waits for the notebook's next bytes."""
+    collect_wait_s: float = 600.0
+    """Seconds that the head keeps what the notebook has not fetched yet."""
+    outcomes_on_stdout: bool = True
+    """Whether small outcomes ride in the head's stdout, so that they come back without a connection."""
+    metrics_port: int = 0
+    """Port at which the head answers Prometheus; 0 for none."""
+    work_is_kept: bool = False
+    """Whether the head's folder can be read after its end, as in a container: then it does not wait for the notebook."""
+
+    @property
+    def agents(self) -> int:
+        """How many agents the job has; number 0 is the head."""
+        return -(-self.world_size // self.processes_per_agent)
+
+    def ranks_of(self, agent: int) -> range:
+        """The ranks that one agent runs."""
+        first = agent * self.processes_per_agent
+        return range(first, min(self.world_size, first + self.processes_per_agent))
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object for a message or a file."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
+        values = dict(data)
+        values["blobs"] = tuple(data["blobs"])
+        values["source"] = Source(data["source"])
+        values["ends_with"] = EndsWith(data["ends_with"])
+        values["torch_flags"] = tuple((name, value) for name, value in data["torch_flags"])
+        process = values["process"]
+        if process is not None:
+            values["process"] = ProcessState(
+                environment=tuple((name, value) for name, value in process["environment"]),
+                cwd=process["cwd"],
+                sys_path=tuple(process["sys_path"]),
+                argv=tuple(process["argv"]),
+                umask=process["umask"],
+                limits=tuple((number, soft, hard) for number, soft, hard in process["limits"]),
+                torch_flags=tuple((name, value) for name, value in process["torch_flags"]),
+            )
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What one rank gets from its agent: the order, and which rank it is."""
+
+    order: Order
+    """With this agent's own folder, store, key and process."""
+    rank: int
+    attempt: int
+    """How often the ranks were started before in this run."""
+    port: int
+    """Where rank 0's store listens."""
+    seed: int
+    """Rank 0's."""
+
+    @property
+    def agent(self) -> int:
+        """Number of the agent that runs the rank."""
+        return self.rank // self.order.processes_per_agent
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of its agent."""
+        return self.rank % self.order.processes_per_agent
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks its agent has."""
+        return len(self.order.ranks_of(self.agent))
+
+    @property
+    def master_addr(self) -> str:
+        """Where rank 0's store is."""
+        return self.order.head if self.order.agents > 1 else "127.0.0.1"
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object for a message."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "order": Order.from_json(data["order"])})
