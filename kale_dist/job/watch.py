@@ -172,4 +172,6 @@ def check_timeout(timeout: Any) -> None:
     """Accept None and seconds; what is not above 0 only looks."""
     number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and (not number or math.isnan(timeout)):
-        raise ConfigError("timeout", f"{show(timeout)} is not a number of seconds", "Give seconds, or None for no limit")
+        raise ConfigError(
+            "timeout", f"{show(timeout)} is not a number of seconds", "Give seconds, or None for no limit"
+        )
