@@ -50,10 +50,12 @@ class GivenModels:
     Args:
         args: The call's.
         kwargs: The call's.
+        rank: Only the models of rank 0 go back.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int) -> None:
         self._models = models_in(args, kwargs)
+        self._is_first = not rank
         self._before = self._marks()
 
     def with_weights(self, value: Any) -> Any:
@@ -62,11 +64,18 @@ class GivenModels:
 
         if not self._models or self._marks() == self._before:
             return value
-        state = together(self._models).state_dict()
-        # Weights that a strategy has divided over ranks are not whole here.
-        if not all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in state.values()):
-            return value
-        return Returned(value=value, model_state={name: one.detach().cpu() for name, one in state.items()})
+        state = {}
+        for name, one in together(self._models).state_dict().items():
+            try:
+                # Of weights that `fully_shard` or `parallelize_module` has divided, each rank gives its part.
+                whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+            except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
+                print(f"kale_dist: the model does not come back, because {name} is divided over ranks: {error}")  # noqa: T201
+                return value
+            if type(whole) not in (torch.Tensor, torch.nn.Parameter):
+                return value
+            state[name] = whole.detach().cpu() if self._is_first else None
+        return Returned(value=value, model_state=state) if self._is_first else value
 
     def _marks(self) -> list[Any]:
         import torch

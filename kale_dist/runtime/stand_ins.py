@@ -156,6 +156,20 @@ class NoGpuError(ConfigError, RuntimeError):
     """The rank has no GPU. A `RuntimeError` as well, because torch's compiler asks for the GPU's name and catches that."""
 
 
+_REMEDY = (
+    "Write .to(device) with the device that the step is given (in launch: kale_dist.context().device) instead of .cuda() or"
+    " .to(rank), or pass cuda=True where there are GPUs"
+)
+_NO_GPU = ("cuda", "this code asks for a GPU, and the rank has none", _REMEDY)
+
+
+def clearer(error: BaseException) -> BaseException:
+    """The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words."""
+    if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
+        return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
+    return error
+
+
 def _without_gpu() -> None:
     """Give code that asks for a GPU one sentence, not an error from torch's inside that depends on its build."""
     import torch
@@ -165,12 +179,7 @@ def _without_gpu() -> None:
 
     def refusing() -> Callable[..., NoReturn]:
         def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-            raise NoGpuError(
-                "cuda",
-                "this code asks for a GPU, and the rank has none",
-                "Write .to(device) with the device that the step is given (in launch: kale_dist.context().device) instead of"
-                " .cuda(), or pass cuda=True where there are GPUs",
-            )
+            raise NoGpuError(*_NO_GPU)
 
         return refuse
 

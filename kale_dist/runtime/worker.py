@@ -92,17 +92,17 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             control.say({"running": True})
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.training.")
             models = None
-            if not rank and not is_training and "torch" in sys.modules:
-                models = GivenModels(loaded.args, loaded.kwargs)
+            if not is_training and "torch" in sys.modules:
+                models = GivenModels(loaded.args, loaded.kwargs, rank)
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             value = value if models is None else models.with_weights(value)
             if kept is not None:
                 kept.advise()
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
-            error = raised
-            _print_error(raised)
-            outcome.write_failure(path, signer=signer, error=raised, references=references)
+            error = stand_ins.clearer(raised)
+            _print_error(error)
+            outcome.write_failure(path, signer=signer, error=error, references=references)
     except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
         if error is None:
             error = second

@@ -371,6 +371,7 @@ def test_the_picture_functions_of_a_notebook_work_by_the_names_it_imported(jobs)
         ("import torch; torch.ones(1).cuda()", "this code asks for a GPU, and the rank has none"),
         ("import torch; torch.cuda.set_device(0)", "this code asks for a GPU, and the rank has none"),
         ("import torch; torch.nn.Linear(1, 1).to('cuda')", "pass cuda=True where there are GPUs"),
+        ("import torch; torch.nn.Linear(1, 1).to(0)", "this code asks for a GPU, and the rank has none"),
     ],
 )
 def test_what_a_rank_does_not_have_is_said_in_one_sentence(jobs, body, said):

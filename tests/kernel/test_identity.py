@@ -137,6 +137,22 @@ def test_models_that_launch_is_given_come_back_trained(kernel):
     assert said == "3.0 4.0 True"
 
 
+def test_a_model_that_the_function_divides_over_the_ranks_comes_back_whole(kernel):
+    kernel.good(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "net = torch.nn.Linear(2, 3)\n"
+        "def train(net):\n"
+        "    fully_shard(net)\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)\n"
+        "    net(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    torch.distributed.destroy_process_group()\n"
+        "before = net.weight.detach().clone()\n"
+        "kd.launch(train, net, number_of_processes=2).wait()"
+    )
+    assert kernel.good("print(torch.allclose(net.weight, before - 1))") == "True"
+
+
 def test_several_models_and_other_state_come_back_into_the_notebooks_own_objects(kernel):
     kernel.good(
         "from torch.utils.data import DataLoader, TensorDataset\n"
