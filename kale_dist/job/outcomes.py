@@ -174,8 +174,9 @@ class OutcomeReader:
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
         if self.key is None:
             raise ResultUnavailableError(
-                f"The key of {self._ref} cannot be read, so a forged result could not be told from a real one; status "
-                f"and log are there. Only the user who started the job can read {self.files.key}",
+                f"The key of {self._ref} is not here ({self.files.key}), so a forged result could not be told from a real "
+                "one; status and log are there. On a cluster it is in the job's Secret: kale_dist.attach reads it if you may "
+                "get Secrets, and that of another user's job with trust=True",
                 self._ref,
             )
         with self._lock:

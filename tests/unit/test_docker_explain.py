@@ -37,6 +37,11 @@ def end(**given):
             "Container kale-dist-job-1 was killed from outside (SIGKILL, exit code 137), not because it ran out of memory", "killed",
             None,
         ),
+        (
+            {"exit_code": 1, "last_line": "exec python3: exec format error"},
+            "Container kale-dist-job-1 could not start: the image is made for another processor (exec python3: exec format error)",
+            "", FailureCause.NOT_STARTED,
+        ),
         ({"exit_code": 143}, "Container kale-dist-job-1 received SIGTERM", "killed", None),
         # A rank was out of memory, and its agent lived to say so.
         ({"exit_code": 1, "is_out_of_memory": True, "last_line": "a line {with} braces"},

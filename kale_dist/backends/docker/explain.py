@@ -72,6 +72,11 @@ _TABLE: tuple[_Row, ...] = (
         "`docker stop` does that, and stopping the engine", "killed", None, False,
     ),
     (
+        lambda end: bool(end.exit_code) and end.last_line.endswith("exec format error"),
+        "Container {name} could not start: the image is made for another processor ({last_line})",
+        "Name one for the engine's platform, with image=", "", FailureCause.NOT_STARTED, False,
+    ),
+    (
         lambda end: bool(end.exit_code and end.last_line),
         "Container {name} ended with exit code {exit_code}; its last line: {last_line}",
         "", "", None, False,

@@ -241,7 +241,8 @@ def _source(config: Config, context: str) -> _Source:
         raise ConfigError("KUBECONFIG", f"there is no file {named}", "Correct the variable, or unset it")
     raise BackendUnavailableError(
         "No cluster is known: there is no ~/.kube/config, KUBECONFIG is not set, and this is not a pod with a service "
-        "account. Get a kubeconfig from the cluster's administrator or provider; 'kubectl get nodes' shows whether it works"
+        "account's token. Get a kubeconfig from the cluster's administrator or provider; 'kubectl get nodes' shows whether it "
+        "works. For a notebook in a pod, give the pod an account: kale-dist run --in-cluster --pod service_account NAME"
     )
 
 
