@@ -105,6 +105,8 @@ class FollowedBackend(FolderBackend):
             follower = self._followers.pop(ref.record_name, None)
         if follower is not None:
             follower.stop()
+        # Another process may follow it: it shall not start the next run.
+        records.mark_cancelled(records.files(ref.record_name))
         for run in records.runs(ref.record_name):
             self.place.remove(handle_of(self.place, record, run))
         if follower is not None:

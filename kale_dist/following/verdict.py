@@ -50,16 +50,14 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
         spec: What was submitted.
         canceller: The user who cancelled the job here; empty if none did.
     """
-    head = look.head
+    head, wish = look.head, f"The job was cancelled by {canceller}" if canceller else ""
+    if not wish and look.trouble is not None and look.trouble.cause is FailureCause.USER:
+        # Cancelled or deleted from elsewhere.
+        wish = str(look.trouble)
     if said is not None:
         verdict = _from_head(said, look, spec)
-    elif canceller:
-        return RunVerdict(
-            state=StateName.CANCELLED, cause=FailureCause.USER, reason=f"The job was cancelled by {canceller}"
-        )
-    elif look.finished == "cancelled":
-        reason = str(look.trouble) if look.trouble else "The job was cancelled"
-        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
+    elif wish:
+        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=wish)
     elif look.suspended:
         verdict = RunVerdict(state=StateName.PENDING, reason=look.suspended, is_suspended=True)
     elif look.gone:
@@ -82,11 +80,11 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
             else f"The job {look.finished or 'ended'} without a message from its ranks"
         )
         verdict = RunVerdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
-    if canceller and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
+    if wish and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
         # The head only knows that it got SIGTERM.
         return dataclasses.replace(
             verdict, state=StateName.CANCELLED, cause=FailureCause.USER, is_lost=False, is_suspended=False,
-            reason=f"The job was cancelled by {canceller}",
+            reason=wish,
         )  # fmt: skip
     return verdict
 

@@ -160,7 +160,7 @@ def test_a_queued_job_says_its_position(position, expected):
 def test_a_cancelled_job_is_seen_from_everywhere():
     of = job(run_policy={"suspend": True}, annotations={"kale-dist.dev/cancelled": "ada"})
     ending = seen(pod(), pod("worker", is_gone=True), of=of)
-    assert (ending.finished, str(ending.trouble)) == ("", "The job is being cancelled by ada")
+    assert (ending.finished, str(ending.trouble)) == ("", "The job was cancelled by ada")
     over = seen(pod(is_gone=True), pod("worker", is_gone=True), of=of)
     assert (over.finished, str(over.trouble)) == ("cancelled", "The job was cancelled by ada")
 

@@ -49,8 +49,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     person = ((job.get("metadata") or {}).get("annotations") or {}).get(CANCELLED_ANNOTATION)
     if person is not None:
         is_over = all(part.state == "ended" for part in parts) and (is_suspended or bool(parts))
-        sentence = f"The job {'was' if is_over else 'is being'} cancelled by {person}"
-        trouble = Trouble(sentence=sentence, heals=not is_over, cause=FailureCause.USER)
+        trouble = Trouble(sentence=f"The job was cancelled by {person}", heals=not is_over, cause=FailureCause.USER)
         return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=is_fresh)
     if is_suspended:
         trouble = _why_suspended(job, view, kind)

@@ -84,17 +84,20 @@ class KubernetesPlace:
         return self._handle(cluster, spec, made, source, run)
 
     def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
-        """Send a snapshot that neither the Secret nor a store holds to the head, which has to run."""
+        """Send a snapshot that neither the Secret nor a store holds to the head, which has to run.
+
+        What this machine does not have is left to the one that submitted the job.
+        """
         if handle.get("source") != Source.STREAM:
             return
-        head = HeadClient(lambda: self.connect(handle), key)
+        head, store = HeadClient(lambda: self.connect(handle), key), FolderStore(records.blobs_dir())
 
         def show(done: int, total: int) -> None:
             on_progress(f"Sending the snapshot: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
-        missing = head.status()["missing"]
+        missing = [digest for digest in head.status()["missing"] if store.exists(digest)]
         if missing:
-            head.upload(FolderStore(records.blobs_dir()), missing, show)
+            head.upload(store, missing, show)
 
     # -- while it runs --------------------------------------------------------------------------------------------------
 

@@ -380,6 +380,34 @@ def test_an_object_that_was_deleted_is_not_started_again(backend, submit, place)
     assert list(place.runs) == [1]
 
 
+def test_a_job_that_was_cancelled_from_elsewhere_is_not_started_again(backend, submit, place):
+    ref, head = submit(max_restarts=3)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    place.runs[1].trouble = Trouble(sentence="The job was cancelled by ada", heals=True, cause=FailureCause.USER)
+    # It cannot know who sent it SIGTERM.
+    head.verdict(StateName.CANCELLED, "The head was told to end", FailureCause.SUSPENDED)
+    lost_head(head, "deleted")
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.reason) == (StateName.CANCELLED, "The job was cancelled by ada")
+    assert list(place.runs) == [1]
+
+
+def test_a_job_that_another_process_deletes_is_not_started_again(backend, submit, place):
+    ref, head = submit(max_restarts=3)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+
+    def remove(handle):
+        # Its pods end one after the other, which looks like a loss.
+        lost_head(head, "deleted")
+        assert wait_for_end(backend, ref).state is StateName.CANCELLED
+
+    place.remove = remove
+    FollowedBackend(place).delete(ref)
+    assert list(place.runs) == [1]
+
+
 def test_delete_removes_every_trace(backend, submit, place):
     ref, head = submit()
     head.run()

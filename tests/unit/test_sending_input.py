@@ -1,0 +1,36 @@
+"""Who sends a snapshot to a job's first pod."""
+
+import pytest
+
+pytest.importorskip("kubernetes")
+
+from kale_dist import records
+from kale_dist.backends.base import JobRef, RunHandle
+from kale_dist.backends.kubernetes import place as places
+from kale_dist.blobs import FolderStore
+from kale_dist.spec import JobSpec, Topology
+
+
+@pytest.mark.parametrize("source", ["stream", "input"])
+def test_a_machine_that_only_attached_sends_what_it_has(monkeypatch, source):
+    store = FolderStore(records.blobs_dir())
+    ours, sent = store.put([b"ours"]), []
+
+    class Head:
+        def __init__(self, *_):
+            pass
+
+        def status(self):
+            return {"missing": ["ab" * 32, ours]}
+
+        def upload(self, store, digests, on_progress):
+            sent.extend(digests)
+
+    monkeypatch.setattr(places, "HeadClient", Head)
+    spec = JobSpec(name="x", label="x", kind="call", snapshot="none", topology=Topology(number_of_processes=1))
+    handle = RunHandle(
+        ref=JobRef("kubernetes", "team/x"), object="x", run=1, spec=spec, place=(("source", source),)
+    )  # fmt: skip
+    # What it lacks the submitter sends: a failure here would end the job.
+    places.KubernetesPlace().send_input(handle, b"k" * 32, lambda _: None)
+    assert sent == ([ours] if source == "stream" else [])
