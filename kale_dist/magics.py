@@ -135,8 +135,12 @@ class DistributeMagics(Magics):
 
     def _command(self, command: str, line: str) -> None:
         """Run a command of the command line; a variable that holds a job stands for its reference."""
+        try:
+            given = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"{line!r}: {str(error).lower()}") from None
         words = [command]
-        for word in shlex.split(line):
+        for word in given:
             held = self._namespace.get(word)
             words.append(held.ref if isinstance(held, Job) else word)
         with contextlib.suppress(SystemExit):  # argparse has said what is wrong

@@ -328,7 +328,16 @@ class Sweep:
         self._display = display(self._picture(), display_id=True)  # type: ignore[no-untyped-call]
 
     def _picture(self) -> SweepPicture:
-        return _picture(self.study, self._metric, self._trials, is_over=self._is_over)
+        found = self._error
+        error = (
+            ""
+            if found is None
+            else str(found)
+            if isinstance(found, KaleDistError)
+            else f"{type(found).__name__}: {found}"
+        )
+        picture = _picture(self.study, self._metric, self._trials, is_over=self._is_over)
+        return dataclasses.replace(picture, error=error)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -479,9 +488,7 @@ class Sweep:
         self.study.tell(number, state=optuna.trial.TrialState.FAIL)
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= _FAILURES:
-            raise SweepError(
-                f"{self.name} has ended: {_FAILURES} trials in a row have failed, the last because {reason}"
-            )
+            raise SweepError(f"{self.name}: {_FAILURES} trials in a row have failed, the last because {reason}")
 
     def _again(self, number: int, reason: str) -> None:
         """Give up a trial and queue its parameters."""

@@ -8,12 +8,14 @@ the job, as Ctrl-C ends any program. There is no prompt.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+from kale_dist import tracebacks
 from kale_dist.errors import KaleDistError
 
 SECOND_WITHIN_S = 10.0
@@ -41,7 +43,8 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        error._render_traceback_ = functools.partial(tracebacks.for_notebook, error)  # type: ignore[attr-defined]
         if is_interactive() and not _is_second():
             _say(
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"

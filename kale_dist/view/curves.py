@@ -110,7 +110,7 @@ def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))
-    return tuple(_curve(name, found[name]) for name in order[:MAX_CURVES])
+    return tuple(_curve(name, found[name]) for name in order)
 
 
 def svg(curve: Curve, *, has_titles: bool = True) -> str:

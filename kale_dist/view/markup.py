@@ -171,10 +171,13 @@ def _error(status: JobStatus) -> str:
 
 
 def _curves(status: JobStatus, *, has_titles: bool) -> str:
-    figures = [_figure(curve, has_titles=has_titles) for curve in curves.collect(status.metrics)]
+    found = curves.collect(status.metrics)
+    figures = [_figure(curve, has_titles=has_titles) for curve in found[: curves.MAX_CURVES]]
     if not figures:
         return ""
-    return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>'
+    others = len(found) - len(figures)
+    more = f'<div style="{_MUTED};margin-top:8px">and {others:,} more in job.metrics</div>' if others else ""
+    return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>{more}'
 
 
 def _figure(curve: curves.Curve, *, has_titles: bool) -> str:

@@ -29,7 +29,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     progress = progress_line(status, now)
     if progress:
         lines.append(progress)
-    lines += [f"{curve.name}: {curve.summary}" for curve in curves.collect(status.metrics)]
+    lines += [f"{curve.name}: {curve.summary}" for curve in curves.collect(status.metrics)[: curves.MAX_CURVES]]
     ranks = facts.table(status, _MAX_RANKS)
     if ranks.rows:
         titles = ["" if title == "remark" else title for title in ranks.titles]

@@ -46,6 +46,8 @@ class SweepPicture:
     is_over: bool
     """Whether nothing runs it any more."""
     rows: tuple[TrialRow, ...]
+    error: str = ""
+    """Why it has ended early; empty otherwise."""
 
     @property
     def best(self) -> TrialRow | None:
@@ -75,9 +77,10 @@ def sentence(picture: SweepPicture) -> str:
     words += [f"{count} {state}" for state in ("running", "pruned", "failed") if (count := picture.count(state))]
     said = ", ".join(words)
     best = picture.best
+    early = f"; ended early: {facts.clean(picture.error)}" if picture.error else ""
     if best is None:
-        return f"{said}; no {picture.metric} yet"
-    return f"{said}; best {picture.metric} {facts.number(best.value)} (trial {best.number}: {_params(best)})"
+        return f"{said}; no {picture.metric}{early or ' yet'}"
+    return f"{said}; best {picture.metric} {facts.number(best.value)} (trial {best.number}: {_params(best)}){early}"
 
 
 def text(picture: SweepPicture) -> str:
@@ -111,19 +114,19 @@ def html(picture: SweepPicture) -> str:
 
 def _table(picture: SweepPicture) -> facts.Table:
     has_reasons = any(row.reason for row in picture.rows)
-    header = ("trial", "state", picture.metric, "reports", "parameters", *(("reason",) if has_reasons else ()))
+    header = ("trial", "state", picture.metric, "reports", *(("reason",) if has_reasons else ()), "parameters")
     rows = tuple(
         (
             str(row.number),
             row.state,
             facts.number(row.value),
             str(row.reports),
-            _params(row),
             *((facts.clean(row.reason),) if has_reasons else ()),
+            _params(row),
         )
         for row in _shown(picture)
     )
-    numeric = (True, False, True, True, False, *((False,) if has_reasons else ()))
+    numeric = (True, False, True, True, *((False,) if has_reasons else ()), False)
     return facts.Table(titles=tuple(map(facts.clean, header)), rows=rows, numeric=numeric, left_out=0)
 
 

@@ -99,7 +99,7 @@ def test_the_log_is_filtered_by_rank_and_searched(ended):
     expect(lines(ended).last).to_have_text("[1] step 19 of rank 1")
     expect(ended.get_by_text("11 of 40 lines")).to_be_visible()
     ended.get_by_label("Search the log").fill("no such thing")
-    expect(ended.get_by_text("No line is like that.")).to_be_visible()
+    expect(ended.get_by_text("No line matches")).to_be_visible()
     ended.get_by_label("Search the log").fill("")
     ended.get_by_label("Lines of").select_option("All ranks")
     expect(lines(ended)).to_have_count(40)

@@ -98,8 +98,10 @@ def test_a_call_that_raises_ends_the_sweep_with_its_error():
     def broken(trial):
         raise ZeroDivisionError(trial.suggest_float("x", 0, 1))
 
+    search = sweep(broken)
     with pytest.raises(ZeroDivisionError):
-        sweep(broken).wait(120)
+        search.wait(120)
+    assert "no report/loss; ended early: ZeroDivisionError: " in repr(search)
 
 
 def test_a_call_without_a_job_is_told_what_to_return():

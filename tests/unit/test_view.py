@@ -278,6 +278,11 @@ def test_a_source_has_one_colour_in_every_picture():
     assert accuracy.series[0].colour == curves.COLOURS[1]
 
 
+def test_metrics_without_a_curve_are_counted():
+    status = JobStatus(ref="local://x", created=0.0, metrics=(row(**{f"metric_{number}": 1.0 for number in range(9)}),))
+    assert "and 3 more in job.metrics" in view.html(status, (), 0.0)
+
+
 @pytest.mark.parametrize(
     ("values", "numbers"),
     [

@@ -18,7 +18,7 @@ class LogView {
     this.top = 0;
     this.complete = false; // whether the lines from before this view have come
     this.box = element("div", { ...OWN_KEYS, class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
-    this.empty = element("div", { class: "kd-empty" }, "Nothing was printed yet.");
+    this.empty = element("div", { class: "kd-empty" }, "No output");
     this.count = element("span", { class: "kd-count" });
     this.rank = element("select", { ...OWN_KEYS, "aria-label": "Lines of", onchange: () => this.filter("rank", this.rank.value) });
     this.search = element("input", {
@@ -154,7 +154,7 @@ class LogView {
     const found = this.matching();
     const rows = found.slice(-this.room).map((line) => this.row(line));
     this.shown = rows.length;
-    this.empty.textContent = this.lines.length ? "No line is like that." : "Nothing was printed yet.";
+    this.empty.textContent = this.lines.length ? "No line matches" : "No output";
     this.box.replaceChildren(...(rows.length ? rows : [this.empty]));
     this.toEnd();
     this.tell(found.length);
@@ -162,10 +162,10 @@ class LogView {
 
   tell(found) {
     const filtered = this.choice.rank !== "" || this.choice.search !== "";
-    const lines = `${this.next.toLocaleString("en")} line${this.next === 1 ? "" : "s"}`;
+    const full = this.lines.length === MAX_LINES; // there may be more before them
+    const lines = `${full ? "the last " : ""}${this.lines.length.toLocaleString("en")} line${this.lines.length === 1 ? "" : "s"}`;
     this.count.textContent = filtered ? `${(found ?? this.matching().length).toLocaleString("en")} of ${lines}` : lines;
-    const hidden = this.next > this.lines.length;
-    this.count.title = hidden ? "The last lines are kept here. Download has all of them." : "";
+    this.count.title = full ? "Download has all of them" : "";
   }
 }
 
