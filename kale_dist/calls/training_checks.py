@@ -21,18 +21,18 @@ STEP_ARGUMENTS = {
 """What the two step functions are called with, in this order. These are Kale's."""
 
 _ROLES = {
-    "model": ("model", "net", "network"),
+    "model": ("model", "models", "net", "nets", "network"),
     "data_loader": (
         "data_loader", "dataloader", "loader", "train_loader", "trainloader", "train_dataloader", "train_data_loader",
         "test_loader", "val_loader", "eval_loader", "eval_data_loader", "dl", "train_dl",
     ),
     "criterion": ("criterion", "loss_fn", "loss_func", "loss_function", "loss_f"),
-    "optimizer": ("optimizer", "opt", "optim"),
+    "optimizer": ("optimizer", "optimizers", "opt", "opts", "optim"),
     "device": ("device",),
-    "args": ("args", "train_args", "eval_args", "config", "cfg", "opts"),
+    "args": ("args", "train_args", "eval_args", "config", "cfg", "opt", "opts"),
     "epoch": ("epoch", "epochs"),
 }  # fmt: skip
-"""What the arguments of steps are called, by what they are."""
+"""What the arguments of steps are called, by what they are; `opt` may be either."""
 
 _UNPREPARED = (
     "Pass the objects as they were before accelerator.prepare(), which distribute() replaces; or leave Accelerate its loop"
@@ -399,7 +399,9 @@ def _check_order(argument: str, step: Any) -> None:
         return
     taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names = [p.name for p in taken]
-    roles = [next((role for role, words in _ROLES.items() if name.lower() in words), None) for name in names]
+    found = [[role for role, words in _ROLES.items() if name.lower() in words] for name in names]
+    places = [*expected, *[""] * len(names)]
+    roles = [place if place in fit else fit[0] if fit else None for fit, place in zip(found, places, strict=False)]
     wrong = [name for name, role, place in zip(names, roles, expected, strict=False) if role not in (None, place)]
     if not wrong or (len(names) < len(expected) and not set(roles) <= set(expected)):
         return

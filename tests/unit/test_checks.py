@@ -162,6 +162,17 @@ def test_a_step_with_its_arguments_in_another_order_is_refused_by_name():
     assert error.remedy.endswith(f"{call}, with train_args={{'epoch': ...}}")
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda models, loader, criterion, opts, device, args: 0,
+        lambda net, train_loader, loss_fn, optimizer, device, opt: 0,
+    ],
+)
+def test_steps_may_call_options_and_optimizers_opt(step):
+    Training(**arguments(train_step=step))
+
+
 def of_the_references(model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None):
     pass
 
