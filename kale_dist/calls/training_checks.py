@@ -11,6 +11,7 @@ from typing import Any
 from kale_dist import callbacks, strategies
 from kale_dist.calls.checks import check_count, check_flag, check_returns, describe, title
 from kale_dist.errors import ConfigError
+from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.spec.job_spec import JobSpec
 from kale_dist.wording import closest, show
 
@@ -127,6 +128,13 @@ class Training:
         if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in self.callbacks):
             problem = f"EMA averages after each step, and with {self.strategy.word!r} ranks have equal weights only after epochs"
             raise ConfigError("callbacks", problem, "Use SWA, which averages after epochs, or another strategy")
+        if len(layout.replicas) < spec.topology.number_of_processes:
+            for name, parameter in (pair for one in _each("model", self.model) for pair in one.named_parameters()):
+                if hooks_of(parameter):
+                    problem = (
+                        f"{name} has a hook on its gradient, and with {self.strategy.word!r} no rank has all of that"
+                    )
+                    raise ConfigError("strategy", problem, "Use strategy='ddp'")
         self.strategy.check(
             strategies.Conditions(
                 number_of_processes=spec.topology.number_of_processes,

@@ -210,6 +210,15 @@ def make_typed_storage(storage: Any, dtype: Any) -> Any:
     return _torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def set_tensor_hooks(tensor: Any, hooks: tuple[list[Any], list[Any]]) -> None:
+    """Register the hooks that a tensor had."""
+    for register, functions in zip(
+        (tensor.register_hook, tensor.register_post_accumulate_grad_hook), hooks, strict=True
+    ):
+        for function in functions:
+            register(function)
+
+
 def same(value: Any) -> Any:
     """The argument: for objects that are pickled as another one."""
     return value

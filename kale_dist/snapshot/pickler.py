@@ -42,6 +42,8 @@ class CapturePickler(TensorPickler):
             self.last = obj
             return self._reduce_module(obj)
         reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and (hooks := hooks_of(obj)):
+            return (*obj.__reduce_ex__(5)[:2], hooks, None, None, reducers.set_tensor_hooks)
         if isinstance(obj, (type, types.FunctionType)):
             if reduced is NotImplemented and without_file(obj.__module__):
                 reduced = self._by_value(obj)
@@ -98,6 +100,24 @@ class CapturePickler(TensorPickler):
     def _note_module(self, name: object) -> None:
         if isinstance(name, str):
             self.modules.add(name)
+
+
+def hooks_of(value: Any) -> tuple[list[Any], ...]:
+    """The user's hooks on the gradient of a tensor, which torch's own pickle leaves out: those before it is summed, and after.
+
+    What installed packages have registered (`wandb.watch`) may not work in another process, and stays out.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor) or not value.is_leaf:
+        return ()
+    kinds = value._backward_hooks, value._post_accumulate_grad_hooks  # noqa: SLF001 - torch has no public names
+    found = tuple([hook for hook in (hooks or {}).values() if not _is_installed(hook)] for hooks in kinds)
+    return found if any(found) else ()
+
+
+def _is_installed(function: Any) -> bool:
+    file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def without_file(name: object) -> bool:

@@ -247,6 +247,7 @@ class Session:
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
         copy_where_differing(group, list(self.named.items()), prints, "at the start")
+        self._first_print = prints[0] if prints else None
         column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
         pace = Pace(self.layout.shards, accumulate)
         self.strategy = _made(settings, self.layout)
@@ -441,6 +442,8 @@ class Session:
                     "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
                     " {'loss': total / len(data_loader)}; they are averaged over the ranks."
                 )
+            if self._first_print == prints and not self.control.real_steps:
+                self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
             if not feed.passes:
                 self.group.say(
                     "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"

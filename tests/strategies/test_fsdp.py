@@ -215,6 +215,12 @@ def with_scalar():
     return model
 
 
+def with_hook():
+    model = WithLoss()
+    model.body[0].weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
 def with_two_dtypes():
     model = WithLoss()
     model.body[0].double()
@@ -232,6 +238,7 @@ def tied():
     [
         (lambda: call(with_scalar()), r"scale has no dimensions.*reshape\(1\)"),
         (lambda: call(with_two_dtypes()), "several dtypes"),
+        (lambda: call(with_hook()), "body.0.weight has a hook on its gradient"),
         (lambda: call(nn.Sequential(nn.LazyLinear(4))), "has no shape yet"),
         (lambda: call(strategy=FSDP(units=("boody.*",))), "no such module"),
         (lambda: call(tied(), FSDP(units=("0",))), "shares its weight"),

@@ -134,6 +134,18 @@ def call():
     )
 
 
+def test_hooks_on_gradients_travel(tmp_path):
+    """Without a mask's hook, weights that are to stay as they are would be trained, and nothing would say so."""
+    play(
+        tmp_path,
+        "import torch\nnet = torch.nn.Linear(2, 1, bias=False)\nmask = torch.tensor([[1.0, 0.0]])\nseen = []",
+        "net.weight.register_hook(lambda gradient: gradient * mask)",
+        "net.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight is net.weight))",
+        "def call():\n    net(torch.ones(1, 2)).sum().backward()\n    return net.weight.grad.tolist(), seen",
+        after="assert outcome.value == ([[1.0, 0.0]], [True])",
+    )
+
+
 def test_a_writer_of_tensorboard_writes_on_in_the_same_folder(tmp_path):
     play(
         tmp_path,

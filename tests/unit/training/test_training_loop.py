@@ -502,6 +502,25 @@ def test_what_a_step_notes_in_its_arguments_is_named(ranks):
     assert "left behind in the ranks: train_args." in said_by(lambda: fit(train_step=step, train_args=args), ranks)
 
 
+def test_a_training_that_changes_nothing_is_told(ranks):
+    def without_step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            criterion(model(x), y).backward()
+        return 0.5
+
+    def by_hand(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            model.zero_grad()
+            criterion(model(x), y).backward()
+            for weight in model.parameters():
+                weight.data.add_(weight.grad, alpha=-0.1)
+        return 0.5
+
+    said = "Training has changed no weight: train_step made no step of the optimizer."
+    assert said in said_by(lambda: fit(train_step=without_step), ranks)
+    assert said not in said_by(lambda: fit(train_step=by_hand), ranks)
+
+
 def test_a_step_without_metrics_is_told_how_to_return_them(ranks):
     said = said_by(lambda: fit(train_step=moving_average, epochs=2), ranks)
     assert said.count("train_step returned nothing, so there are no metrics. Return a number or a dict") == 1
