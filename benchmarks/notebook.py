@@ -24,7 +24,7 @@ ROUNDS = 5
 WORK = f"""
 import kale_dist as kd, subprocess, sys, time
 from kale_dist.contract import EventKind, RankStateName
-from kale_dist.testing import FakeBackend
+from fake_backend import FakeBackend
 
 def talk(lines_each_s):
     began = time.monotonic()

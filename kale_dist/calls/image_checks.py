@@ -80,7 +80,8 @@ def _packages(value: Any) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         text = value.strip()
-        remedy = f"Write it as [{text!r}], or 'auto'" if 0 < len(text) < 80 else "Write it as ['einops==0.8'], or 'auto'"  # noqa: PLR2004 - still a line
+        is_short = 0 < len(text) < 80  # noqa: PLR2004 - still a line
+        remedy = f"Write it as {[text] if is_short else ['einops==0.8']}, or 'auto'"
         problem = f"{shorten(value)} is text, not a list"
         if value.lower() == AUTO:
             remedy = "Write it as 'auto'"
