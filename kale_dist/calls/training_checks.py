@@ -86,6 +86,8 @@ class Training:
         if isinstance(self.model, dict) or isinstance(self.optimizer, dict):
             _check_several(self)
         _check_state(self.state)
+        if _is_trained(self.criterion, self.optimizer) and all(one is not self.criterion for one in self.state):
+            object.__setattr__(self, "state", (*self.state, self.criterion))
         _check_step("train_step", self.train_step)
         _check_step("eval_step", self.eval_step)
         if self.eval_step is not None and self.eval_data_loader is None:
@@ -201,6 +203,13 @@ def _check_several(given: Training) -> None:
         if is_given and isinstance(given.optimizer, dict):
             problem = f"{getattr(given, argument)!r} is for one optimizer, and there are {len(given.optimizer)}"
             raise ConfigError(argument, problem, "Leave it out, and do it in train_step")
+
+
+def _is_trained(criterion: Any, optimizer: Any) -> bool:
+    """Whether the criterion has weights of its own that the optimizer trains, as those of metric learning do."""
+    groups = [group for one in _each("optimizer", optimizer) for group in one.param_groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    return any(id(parameter) in trained for parameter in getattr(criterion, "parameters", tuple)())
 
 
 def _check_state(state: Any) -> None:

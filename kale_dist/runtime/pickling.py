@@ -117,12 +117,12 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         ):
             if issubclass(kind, base) and not _pickles_itself(kind, base):
                 return reduce
-        if (
-            issubclass(kind, torch.nn.Module)
-            and kind.__module__ == _PARAMETRIZE
-            and kind.__name__.startswith(_GENERATED)
-        ):
-            return _reduce_parametrized
+        if issubclass(kind, torch.nn.Module):
+            if kind.__module__ == _PARAMETRIZE and kind.__name__.startswith(_GENERATED):
+                return _reduce_parametrized
+            takes_arguments = kind.__new__ is not object.__new__ and not hasattr(kind, "__getnewargs__")
+            if takes_arguments and not (_pickles_itself(kind, torch.nn.Module) or hasattr(kind, "__getnewargs_ex__")):
+                return _reduce_bare
         return None
 
     def _token(self, original: object, key: int, make: Callable[[], tuple[Any, ...]]) -> _Token:
@@ -277,6 +277,11 @@ def _reduce_loader(loader: Any) -> Reduced:
     # The iterator of persistent workers holds processes and queues of the notebook.
     attributes["_iterator"] = None
     return reducers.make_bare, (type(loader),), attributes, None, None, reducers.set_attributes
+
+
+def _reduce_bare(module: Any) -> Reduced:
+    """Pickle would call the class's own `__new__` without the arguments that it may take (that of `ema_pytorch` does)."""
+    return reducers.make_bare, (type(module),), dict(module.__dict__), None, None, reducers.set_attributes
 
 
 def _reduce_parametrized(module: Any) -> Reduced:

@@ -172,3 +172,20 @@ def test_several_models_and_other_state_come_back_into_the_notebooks_own_objects
     )
     said = kernel.good("print(job.model['one'] is one, bool((one.weight < before).all()), history)")
     assert said == "True True [2, 2]"
+
+
+def test_a_criterion_that_the_optimizer_trains_comes_back(kernel):
+    kernel.good(
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "class Centres(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.centre = torch.nn.Parameter(torch.zeros(2))\n"
+        "    def forward(self, outputs, targets):\n"
+        "        return (outputs - self.centre).pow(2).mean() + targets.mean()\n"
+        "net, centres = torch.nn.Linear(3, 2), Centres()\n"
+        "optimizer = torch.optim.SGD([*net.parameters(), *centres.parameters()], lr=0.5)\n"
+        "loader = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), 2)\n"
+        "kd.distribute(net, loader, centres, optimizer, number_of_processes=2).wait()"
+    )
+    assert kernel.good("print(bool(centres.centre.abs().min() > 0))") == "True"

@@ -134,6 +134,25 @@ def call():
     )
 
 
+def test_a_module_whose_class_takes_arguments_before_its_constructor_travels(tmp_path):
+    """Such as `ema_pytorch.EMA`, which plain pickle writes, and cannot read."""
+    play(
+        tmp_path,
+        """
+import torch
+class Average(torch.nn.Module):
+    def __new__(cls, model, **kwargs):
+        return super().__new__(cls)
+    def __init__(self, model, **kwargs):
+        super().__init__()
+        self.model = model
+average = Average(torch.nn.Linear(1, 1))
+""",
+        "def call():\n    return average",
+        after="assert type(outcome.value) is Average and torch.equal(outcome.value.model.weight, average.model.weight)",
+    )
+
+
 def test_hooks_on_gradients_travel(tmp_path):
     """Without a mask's hook, weights that are to stay as they are would be trained, and nothing would say so."""
     play(
