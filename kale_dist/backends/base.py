@@ -448,8 +448,14 @@ class Place(Protocol):
             Whether it is there now; False if the place has no such way or there is no such file.
         """
 
-    def kill(self, handle: RunHandle, grace_s: float) -> None:
-        """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is."""
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
+        """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is.
+
+        Args:
+            handle: The run.
+            grace_s: Seconds.
+            why: Why the run has failed, for those who look at it from elsewhere; empty if a user cancels it.
+        """
 
     def remove(self, handle: RunHandle) -> None:
         """Remove the run's objects and all that was made for them. What is gone already is no error.

@@ -368,7 +368,7 @@ class Follower:
         self._decided = self._hopeless(look)
         if self._decided is not None:
             with contextlib.suppress(BackendError):
-                self._place.kill(self._handle, 0.0)
+                self._place.kill(self._handle, 0.0, self._decided.reason)
         return False
 
     def _hopeless(self, look: Look) -> RunVerdict | None:
@@ -424,7 +424,7 @@ class Follower:
             if verdict.cause is FailureCause.LOST and not self.look.gone:
                 with contextlib.suppress(BackendError):
                     # The other pods would hold their GPUs forever.
-                    self._place.kill(self._handle, 0.0)
+                    self._place.kill(self._handle, 0.0, verdict.reason)
         has_checkpoint = self._status.status().checkpoint_epoch is not None
         if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
             return False
@@ -542,7 +542,7 @@ class Follower:
             why = "it was suspended, and now it is resumed" if is_free else "its first pod was lost and made again"
             self._plan_run(why, uid=head.uid, is_free=is_free)
             return False
-        with contextlib.suppress(BackendError):
-            self._place.kill(self._handle, 0.0)
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
+        with contextlib.suppress(BackendError):
+            self._place.kill(self._handle, 0.0, reason)
         return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))

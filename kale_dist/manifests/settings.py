@@ -31,6 +31,11 @@ SELECTOR = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
 SPEC_ANNOTATION = "kale-dist.dev/spec"
 SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
 CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
+"""On the object of a cancelled job: who cancelled it."""
+
+FAILED_ANNOTATION = "kale-dist.dev/failed"
+"""On the object of a run that its follower ended because it had failed: why."""
+
 RUN_LABEL = "kale-dist.dev/run"
 """On the objects of later runs: which run it is. The first one has none."""
 

@@ -10,7 +10,7 @@ from kale_dist.backends.kubernetes.views import QueuePosition
 from kale_dist.cli import main
 from kale_dist.contract import StateName
 from kale_dist.manifests import KINDS
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, SPEC_ANNOTATION
+from kale_dist.manifests.settings import CANCELLED_ANNOTATION, FAILED_ANNOTATION, SPEC_ANNOTATION
 
 PYTORCH = KINDS["pytorch"]
 
@@ -45,6 +45,13 @@ def test_a_job_is_as_its_pytorch_job_says(conditions, cancelled, state):
     (found,) = look.statuses([(PYTORCH, pytorch_job("a", *conditions, cancelled=cancelled))])
     assert (found.ref, found.state, len(found.replicas)) == ("kubernetes://team/a", state, 3)
     assert found.reason == ("a Failed" if state is StateName.FAILED else "")
+
+
+def test_a_job_that_its_follower_ended_has_failed():
+    job = pytorch_job("a", "Suspended")
+    job["metadata"]["annotations"][FAILED_ANNOTATION] = "Pod a-worker-0 was deleted while it ran"
+    (found,) = look.statuses([(PYTORCH, job)])
+    assert (found.state, found.reason) == (StateName.FAILED, "Pod a-worker-0 was deleted while it ran")
 
 
 def test_the_last_run_of_a_job_says_how_it_is():

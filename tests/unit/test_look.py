@@ -157,6 +157,16 @@ def test_a_queued_job_says_its_position(position, expected):
     assert seen(of=job()).queue_position is None
 
 
+def test_why_a_follower_ended_a_run_is_seen_from_everywhere():
+    of = job(run_policy={"suspend": True}, annotations={"kale-dist.dev/failed": "Pod x-worker-0 was evicted."})
+    over = seen(pod(is_gone=True), pod("worker", is_gone=True), of=of)
+    assert (over.finished, str(over.trouble), over.trouble.cause) == (
+        "failed",
+        "Pod x-worker-0 was evicted",
+        FailureCause.LOST,
+    )
+
+
 def test_a_cancelled_job_is_seen_from_everywhere():
     of = job(run_policy={"suspend": True}, annotations={"kale-dist.dev/cancelled": "ada"})
     ending = seen(pod(), pod("worker", is_gone=True), of=of)

@@ -235,8 +235,9 @@ class DockerPlace(Place):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def kill(self, handle: RunHandle, grace_s: float) -> None:
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
         """End the run's containers; the engine sends SIGKILL itself when the grace is over."""
+        del why
         engine = _engine(handle)
 
         def stop(identifier: str) -> None:

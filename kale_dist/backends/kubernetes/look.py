@@ -16,7 +16,13 @@ from kale_dist.backends.kubernetes.explain.sentences import Found
 from kale_dist.backends.kubernetes.views import JobView, PodView, QueuePosition, seconds
 from kale_dist.contract import FailureCause, StateName
 from kale_dist.manifests import Kind, ObjectState, kind_of
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, INSTANCE_LABEL, QUEUE_LABEL, SPEC_ANNOTATION
+from kale_dist.manifests.settings import (
+    CANCELLED_ANNOTATION,
+    FAILED_ANNOTATION,
+    INSTANCE_LABEL,
+    QUEUE_LABEL,
+    SPEC_ANNOTATION,
+)
 from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus, ReplicaStatus
 
@@ -46,11 +52,14 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         return Look(trouble=problem, fresh=False)
     state, is_suspended = kind.state(job), kind.is_suspended(job)
     parts = _parts(view, state)
-    person = ((job.get("metadata") or {}).get("annotations") or {}).get(CANCELLED_ANNOTATION)
-    if person is not None:
+    person, failure = (_annotation(job, name) for name in (CANCELLED_ANNOTATION, FAILED_ANNOTATION))
+    if person or failure:
         is_over = all(part.state == "ended" for part in parts) and (is_suspended or bool(parts))
-        trouble = Trouble(sentence=f"The job was cancelled by {person}", heals=not is_over, cause=FailureCause.USER)
-        return Look(parts=parts, trouble=trouble, finished="cancelled" if is_over else "", fresh=is_fresh)
+        word: Any = "cancelled" if person else "failed"
+        sentence = f"The job was cancelled by {person}" if person else failure.rstrip(".")
+        cause = FailureCause.USER if person else FailureCause.LOST
+        trouble = Trouble(sentence=sentence, heals=not is_over, cause=cause)
+        return Look(parts=parts, trouble=trouble, finished=word if is_over else "", fresh=is_fresh)
     if is_suspended:
         trouble = _why_suspended(job, view, kind)
         there = tuple(part for part in parts if part.lost != "deleted")
@@ -62,6 +71,10 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
     return Look(parts=parts, trouble=known, finished=state.finished, fresh=is_fresh)
+
+
+def _annotation(job: Mapping[str, Any], name: str) -> str:
+    return str(((job.get("metadata") or {}).get("annotations") or {}).get(name) or "")
 
 
 def pods_of_run(view: JobView, state: ObjectState) -> Sequence[PodView]:
@@ -221,14 +234,17 @@ def _status(
         state = StateName.PENDING
     if said.finished:
         state = StateName(said.finished)
-    if state is not StateName.RUNNING and CANCELLED_ANNOTATION in (last["metadata"].get("annotations") or {}):
+    failure = _annotation(last, FAILED_ANNOTATION)
+    if state is not StateName.RUNNING and failure:
+        state = StateName.FAILED
+    if state is not StateName.RUNNING and _annotation(last, CANCELLED_ANNOTATION):
         state = StateName.CANCELLED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
     is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
     return JobStatus(
         ref=f"kubernetes://{namespace}/{name}",
         state=state,
-        reason=said.message
+        reason=failure or said.message
         if state is StateName.FAILED
         else ""
         if position is None

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist import manifests
@@ -16,7 +16,7 @@ from kale_dist.backends.kubernetes.explain import api
 from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.manifests import KINDS, Kind, kind_of
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, OBJECT_LABEL
+from kale_dist.manifests.settings import OBJECT_LABEL
 from kale_dist.manifests.train_job import TrainJob
 from kale_dist.spec.job_spec import JobSpec
 
@@ -149,13 +149,13 @@ def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
     return found  # noqa: RET504 - of one that does not exist it is None
 
 
-def cancel(cluster: Cluster, kind: Kind, namespace: str, name: str, person: str) -> None:
-    """Mark a job as cancelled, which is seen from everywhere, and suspend it: the operator ends its pods.
+def end(cluster: Cluster, kind: Kind, namespace: str, name: str, mark: Mapping[str, str]) -> None:
+    """Annotate a job with why it ends, which is seen from everywhere, and suspend it: the operator ends its pods.
 
     Raises:
         BackendError: The cluster refused.
     """
-    change = {"metadata": {"annotations": {CANCELLED_ANNOTATION: person}}, **kind.suspension(value=True)}
+    change = {"metadata": {"annotations": dict(mark)}, **kind.suspension(value=True)}
     with _asking("patch", kind, namespace, name):
         cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
 

@@ -35,6 +35,8 @@ from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
 from kale_dist.following.client import HeadClient, writing
 from kale_dist.manifests import kind_of
 from kale_dist.manifests.settings import (
+    CANCELLED_ANNOTATION,
+    FAILED_ANNOTATION,
     INSTANCE_LABEL,
     PORT,
     RUN_LABEL,
@@ -202,12 +204,11 @@ class KubernetesPlace:
         _write(target, (folder / kept).read_bytes())
         return True
 
-    def kill(self, handle: RunHandle, grace_s: float) -> None:
-        """Mark the object as cancelled and suspend it: its controller ends its pods, which have their own grace."""
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
+        """Mark the object as cancelled or failed, and suspend it: its controller ends its pods, which have their own grace."""
         del grace_s
-        objects.cancel(
-            self._cluster(handle), kind_of(handle.spec), handle.spec.cluster.namespace, handle.object, _person()
-        )
+        mark = {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
+        objects.end(self._cluster(handle), kind_of(handle.spec), handle.spec.cluster.namespace, handle.object, mark)
 
     def remove(self, handle: RunHandle) -> None:
         """Delete the object and its Secret, and wait until its pods are gone."""

@@ -302,7 +302,7 @@ class ScriptedPlace:
             target.write_bytes(data)
         return data is not None
 
-    def kill(self, handle, grace_s):
+    def kill(self, handle, grace_s, why=""):
         self.killed.append((handle.run, grace_s))
         for head in self.runs[self.number(handle)].heads[-1:]:
             if head.state != "ended":
