@@ -174,7 +174,7 @@ def test_a_rank_that_left_ranks_of_other_pods_in_a_collective(make):
 
 def test_a_stall_shows_the_stacks_of_all_pods(make):
     job = (
-        make(wait_in_barrier, ranks=3, processes_per_agent=2, stall_warn_s=1.0, stall_timeout_s=4.0)
+        make(wait_in_barrier, ranks=3, processes_per_agent=2, stall_warn_s=2.0, stall_timeout_s=6.0)
         .put_input()
         .start_all()
     )
@@ -182,7 +182,7 @@ def test_a_stall_shows_the_stacks_of_all_pods(make):
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "stalled")
     assert "Ranks 0 and 1 wait in a collective, rank 2 is not" in state["reason"]
-    waiting = job.events(EventKind.WAITING)[0]
+    waiting = job.events(EventKind.WAITING)[-1]
     assert (waiting["waiting"], waiting["busy"]) == ([0, 1], [2])
     assert job.text().count("in wait_in_barrier") >= 3
 
