@@ -328,16 +328,11 @@ class Sweep:
         self._display = display(self._picture(), display_id=True)  # type: ignore[no-untyped-call]
 
     def _picture(self) -> SweepPicture:
-        found = self._error
-        error = (
-            ""
-            if found is None
-            else str(found)
-            if isinstance(found, KaleDistError)
-            else f"{type(found).__name__}: {found}"
-        )
         picture = _picture(self.study, self._metric, self._trials, is_over=self._is_over)
-        return dataclasses.replace(picture, error=error)
+        if self._error is None:
+            return picture
+        kind = "" if isinstance(self._error, KaleDistError) else f"{type(self._error).__name__}: "
+        return dataclasses.replace(picture, error=f"{kind}{self._error}")
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
+
+_SHOWN_LINES = 1000
+"""A printed log shows its last lines: a notebook with a million of them would not open again."""
 
 _KALE_STATES = {
     StateName.PENDING: "Created",
@@ -582,7 +585,7 @@ class Job(Generic[R]):
 
 
 class Log(Iterator[LogLine]):
-    """The lines of a job's log, read one by one. Printed, or at the end of a cell, the text of those there are by then.
+    """The lines of a job's log, read one by one. Printed, or at the end of a cell, it shows the last 1,000 there are by then.
 
     Args:
         lines: The lines to come.
@@ -597,7 +600,14 @@ class Log(Iterator[LogLine]):
         return next(self._lines)
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self._read()))
+        last: deque[LogLine] = deque(maxlen=_SHOWN_LINES)
+        count = 0
+        for line in self._read():
+            last.append(line)
+            count += 1
+        missing = count - len(last)
+        before = [f"(and {missing:,} lines before these; `for line in job.logs()` gives all)"] if missing else []
+        return "\n".join([*before, *map(str, last)])
 
 
 def state_of(status: JobStatus) -> str:

@@ -183,6 +183,19 @@ def test_logs_by_rank_and_from_the_end(arguments, expected):
     assert [line.text for line in lines] == expected
 
 
+def test_a_long_log_shows_its_end_when_it_is_printed():
+    def script(run):
+        for number in range(1203):
+            run.line(0, str(number))
+
+    job = start(script)
+    job.wait()
+    first, *shown = str(job.logs()).splitlines()
+    assert first.startswith("(and 203 lines before these")
+    assert shown == [f"[0] {number}" for number in range(203, 1203)]
+    assert len(list(job.logs())) == 1203
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -241,14 +241,13 @@ def _status(
         state = StateName.CANCELLED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
     is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+    reason = failure or said.message if state is StateName.FAILED else ""
+    if position is not None:
+        reason = position.problem or f"Queued {position}"
     return JobStatus(
         ref=f"kubernetes://{namespace}/{name}",
         state=state,
-        reason=failure or said.message
-        if state is StateName.FAILED
-        else ""
-        if position is None
-        else position.problem or f"Queued {position}",
+        reason=reason,
         queue_position=None if position is None else position.number,
         created=seconds(first["metadata"]["creationTimestamp"]),
         started=seconds(kind.state(first).started),
