@@ -213,6 +213,7 @@ def two_ways():
     ("make", "words"),
     [
         (lambda: call(processes=4), r"body.0 has 10 outputs, which 4 ranks do not divide.*plan=\{'body.0': 'whole'\}"),
+        (lambda: call(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))), r"plan=\{'0': 'whole', '1': 'whole'\}\)"),
         (lambda: call(processes=1), "cannot be divided over 1 process"),
         (lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))), "no Linear or Embedding"),
         (lambda: call(strategy=Tensor(plan={"boddy.0": "rows"})), "Did you mean 'body.0'"),
