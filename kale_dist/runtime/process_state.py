@@ -49,7 +49,8 @@ def capture(cuda: bool) -> ProcessState:  # noqa: FBT001 - the one thing it depe
         cwd=cwd,
         # An empty entry means the current folder, which a rank may change before it imports.
         sys_path=tuple(dict.fromkeys(str(pathlib.Path(cwd, entry)) for entry in sys.path if isinstance(entry, str))),
-        argv=tuple(sys.argv),
+        # What follows `ipykernel_launcher.py` is the kernel's, and a function that parses its arguments would refuse it.
+        argv=tuple(sys.argv[: 1 if "kernel_launcher" in "".join(sys.argv[:1]) else None]),
         umask=_read_umask(),
         limits=tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
         torch_flags=read_flags(cuda=cuda),

@@ -86,9 +86,9 @@ class Group:
         """Whether this is the only rank."""
         return self.world_size == 1
 
-    def say(self, text: str) -> None:
-        """Print a sentence for the user once in the whole job, and send it as a note. Other ranks stay silent."""
-        if self.rank == 0 and text not in self._said:
+    def say(self, text: str, *, ranks: int = 1) -> None:
+        """Print a sentence for the user once in the whole job, and send it as a note. Ranks from `ranks` on stay silent."""
+        if self.rank < ranks and text not in self._said:
             self._said.add(text)
             self.tell(text)
 

@@ -417,6 +417,14 @@ class Session:
             raise
         feed.end()
         if is_training:
+            if not feed.passes:
+                # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
+                self.group.say(
+                    "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
+                    " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
+                    " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
+                    ranks=2,
+                )
             if self._profiler is not None:
                 self._profiler.end(epoch)
             self.control.flush()
@@ -444,12 +452,6 @@ class Session:
                 )
             if self._first_print == prints and not self.control.real_steps:
                 self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
-            if not feed.passes:
-                self.group.say(
-                    "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
-                    " divided over the ranks. A loader made in the step over data_loader.dataset gives all ranks the"
-                    " same first samples; change the loader before the call instead."
-                )
         if self.group.rank == 0 and outcome.values:
             context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source or feed.name)
         return outcome

@@ -33,6 +33,11 @@ def test_environment_folder_path_and_limits_are_as_here(tmp_path, monkeypatch):
     assert (resource.RLIMIT_NOFILE, *resource.getrlimit(resource.RLIMIT_NOFILE)) in state.limits
 
 
+def test_the_arguments_of_the_kernel_are_not_those_of_the_users_parser(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/lib/ipykernel_launcher.py", "-f", "kernel-1.json"])
+    assert capture_process(cuda=False).argv == ("/lib/ipykernel_launcher.py",)
+
+
 def test_a_deleted_folder_gives_one_that_is_there(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -502,6 +502,12 @@ def test_what_a_step_notes_in_its_arguments_is_named(ranks):
     assert "left behind in the ranks: train_args." in said_by(lambda: fit(train_step=step, train_args=args), ranks)
 
 
+def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_others(ranks):
+    """Were it rank 0's to say, and rank 0 waited in a step for this one, it would be said by the hang's stacks only."""
+    said = said_by(lambda: fit(train_step=lambda *_: 0.5), ranks, 3)
+    assert said.count("train_step did not iterate the loader it was given") == 2
+
+
 def test_a_training_that_changes_nothing_is_told(ranks):
     def without_step(model, loader, criterion, optimizer, device, args):
         for x, y in loader:
