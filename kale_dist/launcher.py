@@ -9,6 +9,7 @@ import inspect
 import pathlib
 import re
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -223,6 +224,7 @@ class LauncherForm(anywidget.AnyWidget):
     _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "form"))
     _css = _STATIC / "widget.css"
 
+    identity = traitlets.Unicode().tag(sync=True)
     fields: traitlets.List[dict[str, Any]] = traitlets.List().tag(sync=True)
     choice = traitlets.Dict().tag(sync=True)
     problem = traitlets.Dict().tag(sync=True)
@@ -235,7 +237,8 @@ class LauncherForm(anywidget.AnyWidget):
     job_view = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, namespace: dict[str, Any]) -> None:
-        super().__init__()
+        identity = uuid.uuid4().hex
+        super().__init__(identity=identity, model_id=identity)
         self._namespace = namespace
         self._job: JobWidget | None = None
         self._asked_for_claims = False

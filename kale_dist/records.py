@@ -188,7 +188,9 @@ def read(name: str) -> Record:
         if dot:
             # The user knows the job by its reference, not by its folder here.
             ref = f"{backend}://{elsewhere.replace('.', '/', 1)}"
-            raise JobNotFoundError(f"There is no job {ref!r}. kale_dist.jobs(on={backend!r}) lists those there are")
+            raise JobNotFoundError(
+                f"There is no job {ref!r}. kale_dist.jobs(on={backend!r}) or `kale-dist jobs --on {backend}` lists those there are"
+            )
         raise JobNotFoundError(
             f"There is no job {name!r} on this machine. kale_dist.jobs() or `kale-dist jobs` lists those there are"
         )

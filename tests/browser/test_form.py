@@ -1,5 +1,7 @@
 """The launcher form, used as a person uses it: chosen, checked, written into a cell, executed, run."""
 
+import json
+
 from playwright.sync_api import expect
 
 NAMES = """
@@ -115,4 +117,9 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
     expect(form.get_by_text("Started as `job`: local://at-once")).to_be_visible()
     expect(form.locator(".kd-job")).to_have_attribute("data-state", "succeeded", timeout=60_000)
     notebook.photograph("form-ran", form)
+
+    # Without a kernel the saved notebook shows the call.
+    notebook.command("docmanager:save")
+    kept = json.loads(notebook.path.read_text())["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]
+    assert any("name='at-once'" in one["state"]["value"] for one in kept["state"].values())
     assert not notebook.errors

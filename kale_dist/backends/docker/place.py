@@ -268,8 +268,8 @@ class DockerPlace(Place):
         }
         if not heads:
             raise JobNotFoundError(
-                f"There is no job {ref.name!r} on the Docker engine at {engine.url}. kale_dist.jobs(on='docker') lists "
-                "those there are"
+                f"There is no job {ref.name!r} on the Docker engine at {engine.url}. kale_dist.jobs(on='docker') or "
+                "`kale-dist jobs --on docker` lists those there are"
             )
         run, head = max(heads.items())
         labels = head["Labels"]

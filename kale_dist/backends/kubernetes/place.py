@@ -247,7 +247,7 @@ class KubernetesPlace:
         if not found:
             raise JobNotFoundError(
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. "
-                "kale_dist.jobs(on='kubernetes') lists the jobs that exist"
+                "kale_dist.jobs(on='kubernetes') or `kale-dist jobs --on kubernetes` lists those there are"
             )
         _, job = max(found, key=lambda item: _run_of(item[1]))
         annotations = job["metadata"].get("annotations") or {}

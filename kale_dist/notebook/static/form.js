@@ -165,6 +165,8 @@ function render({ model, el }) {
   ];
   watched.forEach(([event, callback]) => model.on(event, callback));
   el.append(root);
+  keepInNotebook(model, () =>
+    element("div", {}, element("pre", {}, model.get("code")), "Run the cell again to see the form.").outerHTML);
   const sized = new ResizeObserver(showEnds);
   sized.observe(root);
   drawFields();

@@ -169,50 +169,6 @@ class LogView {
   }
 }
 
-// -- what is saved with the notebook, for when there is no kernel ----------------------------------------------------
-
-const KEPT = "The last picture of a job of kale_dist"; // tells our saved widgets from others
-const STATE_TYPE = "application/vnd.jupyter.widget-state+json";
-const VIEW_TYPE = "application/vnd.jupyter.widget-view+json";
-
-const keepers = new WeakMap(); // widget manager -> jobs of its notebook
-
-// Have the last picture saved with the notebook, so that it opens without a kernel: as a widget of plain HTML in the
-// place of this one, by the format in which front ends save widgets. Where there is no such document, nothing happens.
-function keepInNotebook(model) {
-  const manager = model.widget_manager;
-  const context = manager?.context;
-  if (!context?.saveState?.connect || !context.model?.setMetadata) return;
-  if (keepers.has(manager)) {
-    keepers.get(manager).set(model.get("identity"), model);
-    return;
-  }
-  const jobs = new Map([[model.get("identity"), model]]);
-  keepers.set(manager, jobs);
-  context.saveState.connect((_, stage) => {
-    if (stage !== "started") return;
-    const shown = new Set();
-    for (const cell of context.model.cells) {
-      for (let index = 0; index < (cell.outputs?.length ?? 0); index += 1) {
-        shown.add(cell.outputs.get(index).data[VIEW_TYPE]?.model_id);
-      }
-    }
-    const before = context.model.getMetadata("widgets")?.[STATE_TYPE]?.state ?? {};
-    const kept = Object.entries(before).filter(([id, one]) => shown.has(id) || one.state?.tooltip !== KEPT);
-    for (const [id, job] of jobs) {
-      if (!shown.has(id)) continue;
-      kept.push([id, {
-        model_name: "HTMLModel", model_module: "@jupyter-widgets/controls", model_module_version: "2.0.0",
-        state: { value: job.get("picture"), tooltip: KEPT },
-      }]);
-    }
-    context.model.setMetadata("widgets", {
-      ...context.model.getMetadata("widgets"),
-      [STATE_TYPE]: { version_major: 2, version_minor: 0, state: Object.fromEntries(kept) },
-    });
-  });
-}
-
 // -- the job ---------------------------------------------------------------------------------------------------------
 
 const ANSWER_MS = 2000; // a kernel that runs a cell may answer late, or never before the cell ends
@@ -292,7 +248,7 @@ class JobView {
     this.observer.observe(this.root);
     document.addEventListener("visibilitychange", this.see);
     this.see();
-    keepInNotebook(model);
+    keepInNotebook(model, () => model.get("picture"));
     model.widget_manager?.get_model?.(model.get("identity")).then((found) => {
       this.found = found;
       this.checkKernel();
