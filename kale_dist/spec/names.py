@@ -49,9 +49,9 @@ def check(name: str) -> None:
         raise ConfigError("name", "it is empty", "Write a name such as 'train-net', or leave it out")
     if len(name) > MAX_LENGTH:
         remedy = f"Shorten it, such as to {_simplify(name) or 'job'!r}"
-        raise ConfigError("name", f"{name!r} has {len(name)} characters, more than {MAX_LENGTH}", remedy)
+        raise ConfigError("name", f"{shorten(name)} has {len(name)} characters, more than {MAX_LENGTH}", remedy)
     if not _VALID.fullmatch(name):
-        problem = f"{name!r} is not made of lower-case letters, digits and dashes that begin with a letter"
+        problem = f"{shorten(name)} is not made of lower-case letters, digits and dashes that begin with a letter"
         raise ConfigError("name", problem, f"Write {_simplify(name) or 'job'!r}, for example")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.spec import names
-from kale_dist.wording import closest, show
+from kale_dist.wording import closest, shorten, show
 
 _READ_ONLY = ":ro"
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/usr", "/etc", "/var", "/run", "/opt", "/root")
@@ -93,11 +93,13 @@ class Volume:
                 remedy = f"{closest(self.kind, VolumeKind)}Use one of: {', '.join(VolumeKind)}"
                 raise ConfigError("volumes", f"there is no kind {show(self.kind)} of volume", remedy) from None
         if not self.mount_path.startswith("/"):
-            raise ConfigError("volumes", f"{self.mount_path!r} is not an absolute path", "Write it as '/data'")
+            raise ConfigError("volumes", f"{shorten(self.mount_path)} is not an absolute path", "Write it as '/data'")
         if ".." in pathlib.PurePosixPath(self.mount_path).parts:
             raise ConfigError("volumes", f"{self.mount_path!r} goes up with '..'", "Write the path that it leads to")
         if not self.source and self.kind is not VolumeKind.EMPTY_DIR:
-            raise ConfigError("volumes", f"the source of {self.mount_path!r} is empty", "Name a folder or a claim")
+            raise ConfigError(
+                "volumes", f"the source of {shorten(self.mount_path)} is empty", "Name a folder or a claim"
+            )
         if self.source and self.kind is VolumeKind.EMPTY_DIR:
             problem = f"the volume at {self.mount_path!r} is an empty folder and has a source, {self.source!r}"
             raise ConfigError("volumes", problem, "Leave the source out, or give another kind")
