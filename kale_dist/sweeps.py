@@ -39,6 +39,9 @@ _FAILURES = 3
 _JOB, _AGAIN, _REASON = "kale_dist:job", "kale_dist:again", "kale_dist:reason"
 """A trial's attributes in the storage: its job's reference, whether its parameters were queued again, why it failed."""
 
+_CANCEL_WAIT_S = 30.0
+"""How long `cancel` waits until the jobs are cancelled: a script that ends at once would leave them running."""
+
 _LOST = "its job was lost when the sweep was interrupted"
 
 
@@ -284,6 +287,7 @@ class Sweep:
         """Cancel the jobs that run, and begin no more. A sweep of the same name tries their parameters again."""
         self._is_cancelled = True
         self._changes.put(None)
+        self._ended.wait(_CANCEL_WAIT_S)
 
     def to_katib(
         self, image: str, *, namespace: str | None = None, service_account: str | None = None, resources: Any = None
