@@ -300,9 +300,13 @@ def set_attributes(instance: Any, attributes: dict[str, Any]) -> None:
 
 
 def set_optimizer_state(optimizer: Any, attributes: dict[str, Any]) -> None:
-    """Fill an optimizer, and hook its class's `step` as torch does (once a class)."""
-    optimizer.__dict__.update(attributes)
-    optimizer._patch_step_function()  # noqa: SLF001 - what torch's own __setstate__ does
+    """Fill an optimizer, and hook its class's `step` as torch does (once a class).
+
+    One around another, such as Lookahead, often has not called torch's constructor, and gets here what that would have set.
+    """
+    import torch
+
+    torch.optim.Optimizer.__setstate__(optimizer, {"defaults": {}, **attributes})
 
 
 def set_scheduler_state(scheduler: Any, attributes: dict[str, Any]) -> None:

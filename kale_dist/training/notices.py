@@ -10,7 +10,7 @@ import inspect
 import math
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,11 +61,13 @@ class Captured:
     def _marks(self) -> dict[str, Any]:
         found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
         found |= self._given
-        return {name: _mark(value, 2) for name, value in found.items() if id(value) not in self._known}
+        return {name: _mark(value, 2, self._known) for name, value in found.items()}
 
 
-def _mark(value: Any, depth: int) -> Any:
-    """What is another one when a value was changed in place."""
+def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
+    """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
+    if id(value) in known:
+        return ()
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -77,9 +79,13 @@ def _mark(value: Any, depth: int) -> Any:
     if isinstance(value, list | dict | set):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
-        return id(value), len(value), [(name, _mark(part, depth - 1)) for name, part in parts] if is_looked_into else ()
+        return (
+            id(value),
+            len(value),
+            [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
+        )
     if dataclasses.is_dataclass(value) or isinstance(value, _OF_FIELDS) or type(value).__module__ == "__main__":
-        return id(value), _mark(dict(getattr(value, "__dict__", {})), depth)[1:] if depth else ()
+        return id(value), _mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ()
     return (id(value),)
 
 

@@ -134,6 +134,25 @@ def call():
     )
 
 
+def test_an_optimizer_around_another_that_skips_torchs_constructor_steps(tmp_path):
+    play(
+        tmp_path,
+        """
+import torch
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+    def step(self, closure=None):
+        return self.inner.step(closure)
+net = torch.nn.Linear(1, 1, bias=False)
+optimizer = Lookahead(torch.optim.SGD(net.parameters(), lr=1.0))
+before = net.weight.item()
+""",
+        "def call():\n    net(torch.ones(1, 1)).sum().backward()\n    optimizer.step()\n    return net.weight.item()",
+        after="assert abs(outcome.value - (before - 1)) < 1e-6",
+    )
+
+
 def test_a_module_whose_class_takes_arguments_before_its_constructor_travels(tmp_path):
     """Such as `ema_pytorch.EMA`, which plain pickle writes, and cannot read."""
     play(

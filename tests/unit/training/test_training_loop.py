@@ -501,6 +501,14 @@ def test_what_a_step_notes_in_its_arguments_is_named(ranks):
     args = types.SimpleNamespace(best=0.0, of=("numbers", 3))
     assert "left behind in the ranks: train_args." in said_by(lambda: fit(train_step=step, train_args=args), ranks)
 
+    def extend(model, loader, criterion, optimizer, device, args):
+        args["losses"].append(sum(len(x) for x, _ in loader))
+        return 0.5
+
+    losses = []
+    given = {"train_args": {"losses": losses}, "state": [losses]}
+    assert "left behind" not in said_by(lambda: fit(train_step=extend, **given), ranks)
+
 
 def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_others(ranks):
     """Were it rank 0's to say, and rank 0 waited in a step for this one, it would be said by the hang's stacks only."""
