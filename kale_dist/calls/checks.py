@@ -24,6 +24,9 @@ _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )  # fmt: skip
 
+_MOST_THREADS = 4096
+"""Of a rank. Far more would take those of the agent, and with it other jobs."""
+
 _PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"
 _EACH = "Use `number_of_processes` for all processes together, and `processes_per_pod` of kd.Kubernetes(...)"
 _NEIGHBOURS = {
@@ -72,6 +75,9 @@ class Options:
         for count in ("number_of_processes", "threads"):
             if getattr(self, count) is not None:
                 check_count(count, getattr(self, count))
+        if (self.threads or 0) > _MOST_THREADS:
+            remedy = "Give the cores of one rank, or None for its fair share"
+            raise ConfigError("threads", f"{show(self.threads)} is more than any machine has cores", remedy)
         if self.cuda is not None:
             check_flag("cuda", self.cuda)
         check_flag("detach", self.detach)

@@ -64,6 +64,10 @@ def test_good_arguments_pass():
     assert (made.spec.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
 
 
+def test_more_threads_than_cores_of_any_machine_are_refused():
+    assert "more than any machine has cores" in str(refused_run(threads=1_000_000))
+
+
 # -- the objects of a training ---------------------------------------------------------------------------------------
 
 
