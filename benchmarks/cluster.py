@@ -30,6 +30,7 @@ import kale_dist as kd
 from kale_dist import config
 from kale_dist.backends.kubernetes import client
 
+PLACE = kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1})
 RESOURCES = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
 LINES, LINES_A_SECOND = 1000, 50
 
@@ -122,8 +123,7 @@ def train_by_kale_dist(name: str) -> float:
         torch.optim.SGD(model.parameters(), lr=0.1),
         name=name,
         number_of_processes=2,
-        on="kubernetes",
-        resources={"cpu": 0.1, "memory_gib": 1},
+        on=PLACE,
     )
     await_success(name)
     succeeded = time.perf_counter() - start
@@ -157,9 +157,7 @@ def processor_time(who: int) -> Iterator[Callable[[], float]]:
 def watch_by_kale_dist(name: str) -> float:
     """Processor time of this process for a job that talks."""
     with processor_time(resource.RUSAGE_SELF) as used:
-        job = kd.launch(
-            talk, name=name, number_of_processes=2, on="kubernetes", resources={"cpu": 0.1, "memory_gib": 1}
-        )
+        job = kd.launch(talk, name=name, number_of_processes=2, on=PLACE)
         job.wait()
         if sum(line.rank is not None for line in job.logs()) != 2 * LINES:
             raise RuntimeError("lines are missing")

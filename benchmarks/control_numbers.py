@@ -26,9 +26,9 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
     """Give the control numbers a tensor on the CPU, which gloo sums in every step."""
     import torch
 
-    from kale_dist.training.strategies import ddp
+    from kale_dist.training.strategies import buckets, ddp
 
-    original = ddp.fill_buckets
+    original = buckets.fill_buckets
 
     def fill(*args: Any) -> Any:
         buckets, control = original(*args)
@@ -92,7 +92,7 @@ def run_rank(rank: int, world: int, store: str, rounds: int) -> None:
     if gpus:
         torch.cuda.set_device(rank % gpus)
     torch.set_num_threads(1)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)  # type: ignore[attr-defined] # torch does not list it
     device = torch.device("cuda" if gpus else "cpu")
     times: dict[str, list[float]] = {"on the device": [], "on the CPU": []}
     for _ in range(rounds):

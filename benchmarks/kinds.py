@@ -18,7 +18,7 @@ from typing import Any
 
 import kale_dist as kd
 from kale_dist import config
-from kale_dist.backends.kubernetes import client, served
+from kale_dist.backends.kubernetes import client, objects
 from kale_dist.manifests import KINDS, Kind
 
 RESOURCES = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
@@ -57,7 +57,12 @@ def train() -> None:
 def plain(kind: Kind, name: str) -> list[dict[str, Any]]:
     """The object as its users write it."""
     image = config.load().image
-    container = {"name": kind.container, "image": image, "command": ["python3", "-c", SCRIPT], "resources": RESOURCES}
+    container: dict[str, Any] = {
+        "name": kind.container,
+        "image": image,
+        "command": ["python3", "-c", SCRIPT],
+        "resources": RESOURCES,
+    }
     head = {"apiVersion": "/".join(kind.api), "kind": kind.name, "metadata": {"name": name}}
     if kind.word == "pytorch":
         replica = {"replicas": 1, "restartPolicy": "Never", "template": {"spec": {"containers": [container]}}}
@@ -117,13 +122,13 @@ def by_kale_dist(kind: Kind, name: str) -> tuple[float, float]:
 def by_kubectl(kind: Kind, name: str) -> tuple[float, float]:
     """The same for the plain object."""
     start = time.time()
-    objects = plain(kind, name)
-    kubectl("apply", "-f", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+    made = plain(kind, name)
+    kubectl("apply", "-f", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": made}))
     await_success(kind, name)
     succeeded = time.time() - start
     pods = [pod for pod in kubectl("get", "pods", "-o", "name").split() if pod.startswith(f"pod/{name}")]
     first = first_step("\n".join(kubectl("logs", pod) for pod in pods)) - start
-    kubectl("delete", *(f"{one['kind'].lower()}/{name}" for one in objects))
+    kubectl("delete", *(f"{one['kind'].lower()}/{name}" for one in made))
     return first, succeeded
 
 
@@ -132,7 +137,7 @@ def main() -> int:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     words = sys.argv[2:] or list(KINDS)
     contestants = {"kale_dist": by_kale_dist, "kubectl apply": by_kubectl}
-    for kind in (kind for kind in map(KINDS.__getitem__, words) if served.is_served(client.connect(), kind)):
+    for kind in (kind for kind in map(KINDS.__getitem__, words) if objects.is_served(client.connect(), kind)):
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
         for number in range(rounds):
             for name in list(contestants)[:: 1 if number % 2 else -1]:

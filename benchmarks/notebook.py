@@ -120,7 +120,7 @@ def measure(notebook: jupyter_lab.Notebook, pid: int, code: str) -> Figures:
 
     def used_by_page() -> float:
         found = client.send("Performance.getMetrics")["metrics"]
-        return next(one["value"] for one in found if one["name"] == "TaskDuration")
+        return float(next(one["value"] for one in found if one["name"] == "TaskDuration"))
 
     cell.evaluate(LISTEN)
     seconds = SECONDS - 4.0

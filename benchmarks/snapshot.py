@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 WAYS = ("kale_dist", "cloudpickle + sha256 + write")
 
@@ -75,13 +76,13 @@ def measure(way: str, megabytes: int) -> dict[str, float]:
     return {"save_s": saved, "load_s": loaded, "extra": peak.extra_bytes / size}
 
 
-def kale_dist_way(fn, model, folder):  # noqa: ANN001, ANN201
+def kale_dist_way(fn: Any, model: Any, folder: pathlib.Path) -> tuple[Callable[[], None], Callable[[], Any]]:
     """Capture into a folder store, load from it."""
     from kale_dist import blobs
     from kale_dist.runtime import loading
     from kale_dist.snapshot.capture import capture
 
-    store, taken = blobs.FolderStore(folder), []
+    store, taken = blobs.FolderStore(folder), list[Any]()
 
     def save() -> None:
         taken.append(capture(fn, (model,), {}, store=store, label="train"))
@@ -89,7 +90,7 @@ def kale_dist_way(fn, model, folder):  # noqa: ANN001, ANN201
     return save, lambda: loading.load(store, taken[0].digest, fill_main=False)
 
 
-def plain_way(fn, model, folder):  # noqa: ANN001, ANN201
+def plain_way(fn: Any, model: Any, folder: pathlib.Path) -> tuple[Callable[[], None], Callable[[], Any]]:
     """Pickle, hash, write; read, unpickle."""
     import hashlib
     import pickle

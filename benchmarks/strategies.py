@@ -57,7 +57,7 @@ def epoch(
     for x, y in loader:
         optimizer.zero_grad()
         scores = model(x)
-        cross_entropy(scores.flatten(0, -2), y.flatten()).backward()
+        cross_entropy(scores.flatten(0, -2), y.flatten()).backward()  # type: ignore[no-untyped-call]
         meet()
         optimizer.step()
         now = time.perf_counter()
@@ -117,7 +117,7 @@ def run_rank(rank: int, store: str, rounds: int, models: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)  # type: ignore[attr-defined] # torch does not list it
     for name in models:
         found: dict[str, list[list[float]]] = {}
         for _ in range(rounds):

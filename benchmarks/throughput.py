@@ -44,7 +44,7 @@ def run_rank(rank: int, store: str, rounds: int) -> None:
     from kale_dist.training.loop import train
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)  # type: ignore[attr-defined] # torch does not list it
     data = TensorDataset(torch.randn(SAMPLES, 64), torch.randint(10, (SAMPLES,)))
     criterion = torch.nn.CrossEntropyLoss()
     speeds: dict[str, list[float]] = {"DistributedDataParallel": [], "kale_dist": []}

@@ -48,7 +48,7 @@ def trivial_job(*, destroy_first: bool) -> float:
     else:
         del model, optimizer, loss
         dist.destroy_process_group()
-    return value
+    return float(value)
 
 
 def last_state(files: JobFiles) -> dict[str, str]:
