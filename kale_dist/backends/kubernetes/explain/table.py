@@ -521,7 +521,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "sandbox", (Seen.POD_EVENT,), "FailedCreatePodSandBox|NetworkNotReady",
-            "{pod} waits: node {node} cannot set up its network: {detail}",
+            "{pod} waits: node {node} cannot prepare it (its network or sandbox): {detail}",
             "Tell the administrator; the node tries again by itself",
         ),
     )),
