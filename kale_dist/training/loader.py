@@ -228,8 +228,11 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
     if sharing and not group.is_alone:
         feed.shares_seeds = True
         draw = None if loader.num_workers else lambda: _shared_states(group)
-        state["dataset"] = StreamShare(loader.dataset, group.rank, group.world_size, draw)
+        stream = loader.dataset
+        state["dataset"] = StreamShare(stream, group.rank, group.world_size, draw)
         taken = f"each takes 1 of every {group.world_size} items"
+        if _asks_for_rank(stream):
+            taken += f" ({type(stream).__name__} asks for its rank: if it leaves out data by that, pass shard=False)"
     elif group.is_alone:
         taken = "all items"
     elif sharing is not shard:
@@ -238,6 +241,13 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
         taken = "the dataset shards itself"
     batch = "ready-made batches" if loader.batch_size is None else f"batch {loader.batch_size} a rank"
     feed.sentence = f"{feed.name}: iterable dataset, {sharding.ranks(group.world_size)}, {taken}, {batch}"
+
+
+def _asks_for_rank(dataset: Any) -> bool:
+    """Whether the code of a dataset's class names what would give it this rank."""
+    methods = [method for kind in type(dataset).__mro__ for method in vars(kind).values()]
+    codes = [code for method in methods if (code := getattr(method, "__code__", None))]
+    return any({*code.co_names, *code.co_consts} & {"get_rank", "RANK"} for code in codes)
 
 
 def _shared_states(group: Group) -> Any:

@@ -43,6 +43,7 @@ class Replica(Strategy):
         self._holding = False
         self._marks: dict[int, tuple[int, int]] = {}
         self._reductions_of_batch = 0
+        self._is_weighed = False
         self._is_held_back = False
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
@@ -85,6 +86,7 @@ class Replica(Strategy):
             self._add(parameter)
         for parameter in with_gradient:
             if self._weight != 1.0:
+                self._is_weighed = True
                 parameter.grad.mul_(self._weight)
 
     def _add(self, parameter: Any) -> None:
@@ -130,6 +132,7 @@ class Replica(Strategy):
         """Make the hooks fit the batch."""
         self._weight, self._due = weight, due
         self._reductions_of_batch = 0
+        self._is_weighed = False
         if self._is_passive or self._accumulates:
             return
         # Nearly every batch has weight 1: no hook, no cost.
@@ -144,6 +147,7 @@ class Replica(Strategy):
 
     def _weigh(self, gradient: Tensor) -> Tensor | None:
         weight = self._weight
+        self._is_weighed = True
         if weight == 1.0:
             return None
         # A repeated sample may well give nan, which no factor removes.
@@ -202,7 +206,12 @@ class Replica(Strategy):
         Gradients come to be so by `torch.autograd.grad` and assignment, or by a last batch without a backward pass.
         """
         if self._exchanges:
-            by_hand = any(self._is_unknown(p) for p in self.parameters.values() if p.requires_grad)
+            by_hand = [p for p in self.parameters.values() if p.requires_grad and self._is_unknown(p)]
+            # Those of `torch.autograd.grad` have been through the hooks; those of `torch.func`, or of a copy of the model, not.
+            if self._weight != 1.0 and not (self._is_weighed or self._accumulates):
+                for parameter in by_hand:
+                    if (gradient := parameter.grad) is not None:
+                        parameter.grad = self._weigh(gradient)
             if by_hand and not self._is_held_back:
                 self.parts.group.say(
                     "Gradients were set by the step itself, not by backward(): they are averaged over the ranks before"

@@ -108,6 +108,16 @@ def by_hand(model, x, y, optimizer):
     optimizer.step()
 
 
+def by_a_copy(model, x, y, optimizer):
+    """Gradients that no hook of the model's own parameters has seen."""
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    other.loss(x, y).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.grad = q.grad
+    optimizer.step()
+
+
 def with_closure(model, x, y, optimizer):
     def closure():
         optimizer.zero_grad()
@@ -143,7 +153,7 @@ def saved_within(model, x, y, optimizer):
     assert "encoder.weight" in model.state_dict()
 
 
-BODIES = [by_method, by_parts, clipping, two_backwards, by_hand, checkpointed, saved_within]
+BODIES = [by_method, by_parts, clipping, two_backwards, by_hand, by_a_copy, checkpointed, saved_within]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)

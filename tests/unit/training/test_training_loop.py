@@ -516,6 +516,18 @@ def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_oth
     assert said.count("train_step did not iterate the loader it was given") == 2
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        first = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return iter([data()[i] for i in range(first, 20, 2)])
+
+
+def test_a_stream_that_asks_for_its_rank_is_told_of_shard(ranks):
+    """Divided by itself and by the loader, it would train on half of the data, and nothing would say so."""
+    said = said_by(lambda: fit(loader=DataLoader(Stream(), 2)), ranks)
+    assert "1 of every 2 items (Stream asks for its rank: if it leaves out data by that, pass shard=False)" in said
+
+
 def test_a_training_that_changes_nothing_is_told(ranks):
     def without_step(model, loader, criterion, optimizer, device, args):
         for x, y in loader:
