@@ -8,7 +8,7 @@ from kale_dist import records
 from kale_dist.backends.base import JobRef, RunHandle
 from kale_dist.backends.kubernetes import place as places
 from kale_dist.blobs import FolderStore
-from kale_dist.spec import JobSpec, Topology
+from kale_dist.spec.job_spec import JobSpec, Topology
 
 
 @pytest.mark.parametrize("source", ["stream", "input"])
