@@ -28,6 +28,7 @@ from kale_dist.blobs import FolderStore, fresh
 from kale_dist.contract import JobFiles
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.spec.job_spec import JobSpec
+from kale_dist.wording import listing
 
 BLOBS_WARNING_BYTES = 20 << 30
 """From this size on a call warns that old snapshots fill the disk."""
@@ -188,9 +189,7 @@ def read(name: str) -> Record:
         if dot:
             # The user knows the job by its reference, not by its folder here.
             ref = f"{backend}://{elsewhere.replace('.', '/', 1)}"
-            raise JobNotFoundError(
-                f"There is no job {ref!r}. kale_dist.jobs(on={backend!r}) or `kale-dist jobs --on {backend}` lists those there are"
-            )
+            raise JobNotFoundError(f"There is no job {ref!r}. {listing(backend)}")
         raise JobNotFoundError(
             f"There is no job {name!r} on this machine. kale_dist.jobs() or `kale-dist jobs` lists those there are"
         )

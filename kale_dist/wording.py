@@ -75,3 +75,8 @@ def parse(text: str) -> Any:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return read(text)
     return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
+
+
+def listing(backend: str) -> str:
+    """How a user sees which jobs a backend has, for errors of a job that is not there."""
+    return f"kale_dist.jobs(on={backend!r}) or `kale-dist jobs --on {backend}` lists those there are"

@@ -181,26 +181,24 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
         if id(modules[name].weight) in linear:
             divided[name] = "vocabulary"
     dimensions: dict[int, tuple[str, tuple[int, int]]] = {}
-    whole: dict[str, tuple[str, str]] = {}
+    undivided: dict[str, tuple[int, str]] = {}
     for name, word in divided.items():
         module = modules[name]
         how = dimension(kind_of(module) or "", word)
         size = module.weight.shape[how[0]]
         if size % (degree * how[1]):
             pieces = f"{how[1]} x {degree}" if how[1] > 1 else str(degree)
-            problem = f"{name} has {size} {_WIDTHS[word]}, which {pieces} ranks do not divide"
-            remedy = (
-                f"Use a number of processes that divides {size}, or leave it whole: strategy=kd.strategies.Tensor(plan="
-            )
-            whole[name] = problem, remedy
+            undivided[name] = size, f"{name} has {size} {_WIDTHS[word]}, which {pieces} ranks do not divide"
             continue
         first = dimensions.setdefault(id(module.weight), (name, how))
         if first[1] != how:
             problem = f"{first[0]} and {name} share one weight, and the plan divides it in two ways"
             raise ConfigError("strategy", problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
-    if whole:
-        problem, remedy = next(iter(whole.values()))
-        raise ConfigError("strategy", problem, f"{remedy}{dict(plan) | dict.fromkeys(whole, 'whole')})")
+    if undivided:
+        size, problem = next(iter(undivided.values()))
+        plan_of_all = dict(plan) | dict.fromkeys(undivided, "whole")
+        remedy = f"Use a number of processes that divides {size}, or leave it whole: strategy=kd.strategies.Tensor(plan={plan_of_all})"
+        raise ConfigError("strategy", problem, remedy)
     if not divided:
         problem = "the model has no Linear or Embedding whose weights can be divided"
         raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp', which take any model")

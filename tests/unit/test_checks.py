@@ -174,7 +174,7 @@ def test_a_step_with_its_arguments_in_another_order_is_refused_by_name():
     ],
 )
 def test_steps_may_call_options_and_optimizers_opt(step):
-    Training(**arguments(train_step=step))
+    assert Training(**arguments(train_step=step)).train_step is step
 
 
 def of_the_references(model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None):

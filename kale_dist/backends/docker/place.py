@@ -29,6 +29,7 @@ from kale_dist.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_F
 from kale_dist.runtime import process_state
 from kale_dist.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.status import JobStatus, ReplicaStatus
+from kale_dist.wording import listing
 
 _AT_ONCE = 8
 """Requests that an engine gets at the same time."""
@@ -268,8 +269,7 @@ class DockerPlace(Place):
         }
         if not heads:
             raise JobNotFoundError(
-                f"There is no job {ref.name!r} on the Docker engine at {engine.url}. kale_dist.jobs(on='docker') or "
-                "`kale-dist jobs --on docker` lists those there are"
+                f"There is no job {ref.name!r} on the Docker engine at {engine.url}. {listing(self.name)}"
             )
         run, head = max(heads.items())
         labels = head["Labels"]

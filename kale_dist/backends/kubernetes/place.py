@@ -48,7 +48,7 @@ from kale_dist.spec import names
 from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
 from kale_dist.url_store import UrlStore
-from kale_dist.wording import show
+from kale_dist.wording import listing, show
 
 _BYTES_PORT = PORT + 2
 _GONE_S = 90.0
@@ -246,8 +246,7 @@ class KubernetesPlace:
         found = objects.list_all(cluster, namespace, f"{SELECTOR},{INSTANCE_LABEL}={name}")
         if not found:
             raise JobNotFoundError(
-                f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. "
-                "kale_dist.jobs(on='kubernetes') or `kale-dist jobs --on kubernetes` lists those there are"
+                f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. {listing(self.name)}"
             )
         _, job = max(found, key=lambda item: _run_of(item[1]))
         annotations = job["metadata"].get("annotations") or {}
