@@ -138,7 +138,7 @@ def test_a_script_may_spawn_ranks_of_its_own(folder, capfd):
             dist.init_process_group("gloo", rank=rank, world_size=world_size)
             ranks = [None] * world_size
             dist.all_gather_object(ranks, rank)
-            print(ranks)
+            print(f"{ranks}\\n", end="")  # one write: where PYTHONUNBUFFERED is set, `print(ranks)` does two
             dist.destroy_process_group()
         if __name__ == "__main__":
             mp.spawn(work, args=(2, sys.argv[1]), nprocs=2)
