@@ -542,6 +542,13 @@ def _open(
             }.get(argument, "Give a URL such as sqlite:///sweeps.db")
             said = f"the class {value.__name__}" if isinstance(value, type) else show(value)
             raise ConfigError(argument, f"{said} is not a {argument} of Optuna's", remedy)
+    if isinstance(storage, str):
+        # Before the lock, whose file would stay behind.
+        try:
+            storage = optuna.storages.get_storage(storage)
+        except Exception as error:
+            problem = f"{show(storage)} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
+            raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
     lock = contextlib.ExitStack()
     file = lock.enter_context(_lock_file(name).open("w"))
     try:
@@ -557,12 +564,9 @@ def _open(
             storage=_journal(name) if storage is None else storage, study_name=name, direction=direction, sampler=sampler,
             pruner=pruner, load_if_exists=True,
         )  # fmt: skip
-    except Exception as error:
+    except Exception:
         lock.close()
-        if not isinstance(storage, str):
-            raise
-        problem = f"{show(storage)} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
-        raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
+        raise
     finally:
         optuna.logging.set_verbosity(verbosity)
     if study.direction.name.lower() != direction:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import re
 import shutil
@@ -66,8 +67,11 @@ class TensorBoard:
     word: ClassVar[str] = "tensorboard"
     package: ClassVar[str] = "tensorboard"
 
-    folder: str = "runs"
+    folder: str | os.PathLike[str] = "runs"
     """The folder that `%tensorboard --logdir` gets; each job has a folder of its name in it."""
+
+    def __post_init__(self) -> None:
+        _check_text(self, folder="Give a path such as 'runs'")
 
     @property
     def model(self) -> bool:
@@ -92,6 +96,12 @@ class MLflow:
     model: bool = True
     """Whether the trained state dict is stored as the artifact `model.pt`."""
 
+    def __post_init__(self) -> None:
+        if self.uri is not None:
+            _check_text(self, uri="Give a URL such as 'http://mlflow:5000', or leave it out")
+        _check_text(self, experiment="Give its name")
+        _check_model(self)
+
     def open(self, run: TrackedRun, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _MLflowWriter(self, run, run_id)
@@ -107,7 +117,7 @@ class WandB:
     project: str = "kale-dist"
     mode: str = "online"
     """`online` (log in with `wandb login` before the call), or `offline`: `wandb sync` sends the folder later."""
-    folder: str = "."
+    folder: str | os.PathLike[str] = "."
     """Where W&B makes its folder `wandb`."""
     model: bool = True
     """Whether the trained state dict is stored as a file of the run."""
@@ -115,6 +125,8 @@ class WandB:
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in ("online", "offline"):
             raise ConfigError("mode", f"{show(self.mode)} is not a mode", "Use 'online' or 'offline'")
+        _check_text(self, project="Give its name", folder="Give a path such as '.'")
+        _check_model(self)
 
     def open(self, run: TrackedRun, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
@@ -143,6 +155,20 @@ def resolve(track: Any) -> tuple[Tracker, ...]:
     if twice := next((word for word in words if words.count(word) > 1), None):
         raise ConfigError("track", f"it names {twice} twice", "Name each tracker once")
     return found
+
+
+def _check_text(settings: Any, **remedies: str) -> None:
+    """Refuse settings that are no text, or empty; a folder may also be a path."""
+    for name, remedy in remedies.items():
+        value = getattr(settings, name)
+        is_path = name == "folder" and isinstance(value, os.PathLike)
+        if not is_path and (not isinstance(value, str) or not value):
+            raise ConfigError(name, f"{show(value)} is not text" if value != "" else "it is empty", remedy)
+
+
+def _check_model(settings: Any) -> None:
+    if not isinstance(settings.model, bool):
+        raise ConfigError("model", f"{show(settings.model)} is neither True nor False", "Give a bool")
 
 
 def _checked(one: Any) -> Tracker:

@@ -118,7 +118,9 @@ class Mesh(Settings):
         if self.pipeline is not None:
             self.stages.check_model(given, inner)
             return
-        check_tensor(self.plan, given, inner)
+        sides = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        written = "".join(f"{side}={size}, " for side, size in sides.items() if size is not None)
+        check_tensor(self.plan, given, inner, f"Mesh({written}")
         if self.fsdp is not None:
             check_fsdp("blocks", given)
 

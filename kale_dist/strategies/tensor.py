@@ -102,8 +102,14 @@ def check_flags(settings: Any, *names: str) -> None:
             raise ConfigError("strategy", f"{name}={value!r} is neither True nor False", f"Use {name}=True or leave it")
 
 
-def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
+def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Tensor(") -> None:
     """Refuse a call whose weights cannot be divided into `degree` parts.
+
+    Args:
+        plan: Pairs of a pattern and a word.
+        given: The call.
+        degree: Parts.
+        settings: How the user's settings begin, for a remedy that completes them by a plan.
 
     Raises:
         ConfigError: The reason.
@@ -124,7 +130,7 @@ def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
         for prefix, model in named
         for name, module in model.named_modules()
     }
-    assign(modules, plan, degree)
+    assign(modules, plan, degree, settings)
 
 
 def check_precision(given: Conditions) -> None:
@@ -152,13 +158,16 @@ def kind_of(module: Any) -> str | None:
     return None
 
 
-def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree: int) -> dict[str, str]:
+def assign(
+    modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree: int, settings: str = "Tensor("
+) -> dict[str, str]:
     """What to do with each Linear and Embedding that is divided: a word of a plan, or `vocabulary`.
 
     Args:
         modules: All modules of the model by name.
         plan: Pairs of a pattern and a word; the last that fits counts.
         degree: Parts.
+        settings: How the user's settings begin, for a remedy that completes them by a plan.
 
     Raises:
         ConfigError: A pattern fits nothing, a width is not divisible, or nothing can be divided.
@@ -197,7 +206,8 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
     if undivided:
         size, problem = next(iter(undivided.values()))
         plan_of_all = dict(plan) | dict.fromkeys(undivided, "whole")
-        remedy = f"Use a number of processes that divides {size}, or leave it whole: strategy=kd.strategies.Tensor(plan={plan_of_all})"
+        whole = f"strategy=kd.strategies.{settings}plan={plan_of_all})"
+        remedy = f"Use a number of ranks that divides {size}, or leave it whole: {whole}"
         raise ConfigError("strategy", problem, remedy)
     if not divided:
         problem = "the model has no Linear or Embedding whose weights can be divided"

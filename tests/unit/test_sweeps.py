@@ -13,7 +13,7 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import cli, sweeps
+from kale_dist import cli, records, sweeps
 from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError
 from kale_dist.sweeps import SweepError
 from kale_dist.view.sweep import SweepPicture, TrialRow, html, text
@@ -244,17 +244,20 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
         ({"storage": "sqlite:////no/such/folder/sweeps.db"}, "storage"),
     ],
 )
-def test_bad_arguments_are_refused_at_the_call(options, argument):
+def test_bad_arguments_are_refused_at_the_call_and_leave_no_file(options, argument):
+    before = set(records.state_dir().rglob("*"))
     with pytest.raises(ConfigError) as caught:
         sweep(**options)
     assert caught.value.argument == argument
+    left = set(records.state_dir().rglob("*")) - before
+    assert not any("sweeps" in path.parts and path.is_file() for path in left)
 
 
 def test_a_storage_that_fails_without_a_word_is_refused(monkeypatch):
-    def fail(**_):
+    def fail(_):
         raise TimeoutError
 
-    monkeypatch.setattr(optuna, "create_study", fail)
+    monkeypatch.setattr(optuna.storages, "get_storage", fail)
     with pytest.raises(ConfigError, match="cannot be opened: TimeoutError"):
         sweep(storage="sqlite:///sweeps.db")
 

@@ -127,6 +127,25 @@ def test_a_wrong_tracker_is_refused_at_the_call(track, problem):
     assert caught.value.argument == "track"
 
 
+@pytest.mark.parametrize(
+    ("tracker", "argument", "value"),
+    [
+        (TensorBoard, "folder", 3),
+        (TensorBoard, "folder", ""),
+        (MLflow, "uri", 5000),
+        (MLflow, "experiment", None),
+        (MLflow, "model", "yes"),
+        (WandB, "project", ["mine"]),
+        (WandB, "folder", None),
+        (WandB, "model", 1),
+    ],
+)
+def test_settings_of_wrong_types_are_refused(tracker, argument, value):
+    with pytest.raises(ConfigError) as caught:
+        tracker(**{argument: value})
+    assert caught.value.argument == argument
+
+
 def test_a_tracker_whose_package_is_missing_names_the_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install mlflow"):
