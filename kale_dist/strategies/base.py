@@ -119,6 +119,41 @@ class Settings(abc.ABC):
         """What a rank does. Pure: each rank knows the layout of all."""
 
 
+def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> None:
+    """Refuse optimizers of some classes, and of classes derived from these.
+
+    Args:
+        given: The call.
+        kinds: Names of classes.
+        problem: What they do that ranks cannot; follows the optimizer's name.
+
+    Raises:
+        ConfigError: The call has one.
+    """
+    optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
+    for optimizer in optimizers:
+        if any(base.__name__ in kinds for base in type(optimizer).__mro__):
+            problem = f"{type(optimizer).__name__} {problem}"
+            raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
+
+
+def refuse_sparse(word: str, given: Conditions) -> None:
+    """Refuse embeddings whose gradients are sparse.
+
+    Raises:
+        ConfigError: The model has one.
+    """
+    models = given.model.values() if isinstance(given.model, dict) else (given.model,)
+    for name, module in (pair for model in models for pair in model.named_modules()):
+        is_embedding = any(base.__name__ in ("Embedding", "EmbeddingBag") for base in type(module).__mro__)
+        if is_embedding and getattr(module, "sparse", False):
+            raise ConfigError(
+                "strategy",
+                f"{name or 'the model'} is an embedding with sparse=True, and {word!r} sends gradients as a whole",
+                "Make the embedding without sparse=True, or use strategy='ddp'",
+            )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question about the known word that is nearest, with a space behind; empty if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean
+from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean, refuse_optimizers, refuse_sparse
 from kale_dist.strategies.tensor import check_flags, check_precision, fitting_names
 
 _UNIT_BYTES = 1 << 20
@@ -95,6 +95,9 @@ def check_fsdp(units: Any, given: Conditions) -> None:
     if len(dtypes) > 1:
         problem = f"the model's weights have several dtypes ({', '.join(sorted(dtypes))}), and fsdp takes one"
         raise ConfigError("strategy", problem, "Convert it (model.float()), and use precision='bf16'")
+    # Others that use a whole weight, such as Muon, get whole sums of torch's DTensor.
+    refuse_optimizers(given, ("Adafactor", "LBFGS"), "needs whole weights, and each rank has a part of them")
+    refuse_sparse("fsdp", given)
     own = {id(parameter) for parameter in parameters.values()}
     if any(id(p) not in own for group in given.optimizer.param_groups for p in group["params"]):
         problem = "the optimizer trains parameters that are not the model's, and fsdp divides only these"

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_count
+from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_count, refuse_sparse
 from kale_dist.strategies.local_sgd import refuse_closures
 
 DEFAULT_STALENESS = 4
@@ -80,6 +80,7 @@ class ParameterServer(Settings):
                 "Use precision='bf16', or another strategy",
             )
         refuse_closures(self.word, given)
+        refuse_sparse(self.word, given)
 
     @property
     def _serving(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean
+from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean, refuse_optimizers
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
 """What a plan can say of a Linear or Embedding."""
@@ -118,12 +118,7 @@ def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Ten
         remedy = "Give number_of_processes=2 or more, or leave strategy out"
         raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
     check_precision(given)
-    optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if name in _TOGETHER:
-            problem = f"{name} updates a weight as a whole, and each rank has a part of it"
-            raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
+    refuse_optimizers(given, _TOGETHER, "updates a weight as a whole, and each rank has a part of it")
     named = given.model.items() if isinstance(given.model, dict) else [("", given.model)]
     modules = {
         ".".join(part for part in (prefix, name) if part): module

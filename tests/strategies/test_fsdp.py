@@ -243,6 +243,8 @@ def tied():
         (lambda: call(strategy=FSDP(units=("boody.*",))), "no such module"),
         (lambda: call(tied(), FSDP(units=("0",))), "shares its weight"),
         (lambda: call(precision="fp16"), "each rank sees only its part"),
+        (lambda: call(model := WithLoss(), optimizer=torch.optim.Adafactor(model.parameters())), "whole weights"),
+        (lambda: call(nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))), "0 is an embedding with sparse=True"),
         (lambda: FSDP(units="block"), "Did you mean 'blocks'"),
         (lambda: FSDP(units=()), "does not name modules"),
         (lambda: FSDP(compile="yes"), "neither True nor False"),

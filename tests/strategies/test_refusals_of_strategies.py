@@ -14,8 +14,8 @@ def own_step(model, data_loader, criterion, optimizer, device, args):
     """Never runs: the ready-made one takes no LBFGS."""
 
 
-def call(strategy, number_of_processes, *, make=lambda p: torch.optim.SGD(p, lr=0.1), **options):
-    model = nn.Linear(3, 2)
+def call(strategy, number_of_processes, *, make=lambda p: torch.optim.SGD(p, lr=0.1), model=None, **options):
+    model = model or nn.Linear(3, 2)
     loader = DataLoader(TensorDataset(torch.zeros(8, 3), torch.zeros(8).long()), 4)
     return kd.render(
         model,
@@ -55,3 +55,9 @@ def test_a_line_search_needs_all_ranks(strategy):
 def test_servers_do_not_leave_out_steps():
     with pytest.raises(ConfigError, match="Use precision='bf16'"):
         call("parameter-server", 2, precision="fp16")
+
+
+def test_servers_take_no_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match="0 is an embedding with sparse=True"):
+        call("parameter-server", 2, model=model)

@@ -89,6 +89,23 @@ class Wide(Case):
         return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
+class Penalised(Case):
+    """A loss that contains the gradient of the model by its input, as that of a GAN with a gradient penalty does."""
+
+    def loss(self, model, x, y):
+        given = x.clone().requires_grad_()
+        scores = model(given)
+        (slope,) = torch.autograd.grad(scores.square().sum(), given, create_graph=True)
+        return nn.functional.cross_entropy(scores, y) + slope.square().sum(1).mean()
+
+
+class Compiled(Case):
+    """A model that the notebook has compiled."""
+
+    def model(self):
+        return torch.compile(super().model(), backend="eager")
+
+
 ATTENTION = {case.__name__: case for case in (Attentive, AttentiveAccumulated, Wide)}
 PLANNED = ("Attentive", "AttentiveAccumulated")
 PLAN = {
@@ -104,6 +121,16 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     # Outputs joined: 1/2 of 10 + 8 + 4 numbers a sample; gradients of the inputs of the last two layers summed: 10 + 8.
     samples = 10 * (4 * 4 + 3)
     assert numbers["PlainSgd"]["bytes_sent"] == 2 * samples * 8 * (22 / 2 + 18)
+
+
+@pytest.mark.parametrize("plan", [{}, {"0": "columns", "2": "rows"}], ids=repr)
+def test_a_loss_that_contains_a_gradient_equals_one_process(plan):
+    compare(Tensor(plan=plan), names=("Penalised",), cases={"Penalised": Penalised})
+
+
+@pytest.mark.nightly
+def test_a_compiled_model_equals_one_process():
+    compare(Tensor(), names=("Compiled",), cases={"Compiled": Compiled})
 
 
 def test_a_plan_for_attention_equals_one_process():

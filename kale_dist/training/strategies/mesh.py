@@ -50,7 +50,7 @@ class ShardedTensorParallel(FullySharded):
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Divide the layers, then shard what is left of them."""
         prepare_without_fast_path(stack)
-        peers = Peers(parts.row, compiled=self.settings.compile)
+        peers = Peers(parts.row)
         self.division = divide_layers(parts.model, self._plan, peers, parts.optimizer, stack)
         super().prepare(parts, stack)
 

@@ -27,7 +27,6 @@ from torch.nn.utils.clip_grad import _get_total_norm
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.runtime import context
 from kale_dist.strategies.server import DEFAULT_STALENESS
-from kale_dist.training.strategies.buckets import sparse_parameters
 from kale_dist.training.strategies.flat import Flat
 from kale_dist.training.strategies.pairs import LostPeerError, Pair, open_pairs
 from kale_dist.training.strategies.protocol import Parts, Strategy
@@ -112,13 +111,6 @@ def open_shards(parts: Parts, servers: int, workers: int) -> tuple[list[Shard], 
             "model",
             "has parameters without a shape, which cannot be divided among servers",
             "Run one batch through the model before the call",
-        )
-    roots = [root for root in (parts.model, parts.criterion) if isinstance(root, torch.nn.Module)]
-    if sparse_parameters(module for root in roots for module in root.modules()):
-        raise ConfigError(
-            "model",
-            "has an embedding with sparse=True, and gradients are sent to servers as a whole",
-            "Make the embedding without sparse=True, or use strategy='ddp'",
         )
     wanted = [(worker, server) for worker in range(workers) for server in range(workers, parts.group.world_size)]
     return divide(parameters, servers), open_pairs(parts.group, wanted)

@@ -33,10 +33,9 @@ class Peers:
 
     Args:
         group: The ranks.
-        compiled: Whether layers are compiled, around the exchanges.
     """
 
-    def __init__(self, group: Group, *, compiled: bool = False) -> None:
+    def __init__(self, group: Group) -> None:
         self.size, self.index = group.world_size, group.rank
         self.bytes_sent = 0.0
         self._group = group.world
@@ -47,9 +46,10 @@ class Peers:
                 return found
 
             # The compiler fails on the count of bytes, and cannot look into a collective anyway.
-            return torch.compiler.disable(call) if compiled else call  # type: ignore[no-untyped-call]
+            return torch.compiler.disable(call)  # type: ignore[no-untyped-call, no-any-return]
 
-        self.enter, self.whole_of_summands, self.whole_of_parts = exchange(_Enter), exchange(_Sum), exchange(_Join)
+        self.enter, self.whole_of_summands = exchange(_Enter), exchange(_Sum)
+        self.whole_of_parts, self.own_of_whole = exchange(_Join), exchange(_Own)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, as a new tensor."""
@@ -76,7 +76,10 @@ class Peers:
 
 
 class _Enter(torch.autograd.Function):
-    """A whole input of a divided weight: its gradient is the sum of what each part gives."""
+    """A whole input of a divided weight: its gradient is the sum of what each part gives.
+
+    This backward pass and those below consist of these functions too, so that a loss may contain a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
@@ -85,19 +88,20 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.peers.sum(gradients[0]), None
+        return ctx.peers.whole_of_summands(gradients[0]), None
 
 
 class _Sum(torch.autograd.Function):
     """A whole output, of which each rank has a summand."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:  # noqa: ARG004 - torch passes it
+    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
+        ctx.peers = peers
         return peers.sum(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.peers.enter(gradients[0]), None
 
 
 class _Join(torch.autograd.Function):
@@ -110,7 +114,20 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.peers.own(gradients[0]), None
+        return ctx.peers.own_of_whole(gradients[0]), None
+
+
+class _Own(torch.autograd.Function):
+    """This rank's part of the last dimension of what every rank has whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
+        ctx.peers = peers
+        return peers.own(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.peers.whole_of_parts(gradients[0]), None
 
 
 class Division:
@@ -269,7 +286,7 @@ class TensorParallel(DataParallel):
         """Divide the weights, then put hooks on them."""
         prepare_without_fast_path(stack)
         stack.callback(self._restore)
-        peers = Peers(parts.row, compiled=self._dividing.compile)
+        peers = Peers(parts.row)
         self.division = divide_layers(parts.model, self._dividing.plan, peers, parts.optimizer, stack)
         alter_blocks(
             blocks_of(parts.model),
