@@ -23,43 +23,15 @@ _NEVER_DISTRIBUTIONS = frozenset({"torch", "cloudpickle", "kale-dist", "pip", "s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """An installed package that a call imports."""
-
-    imported: str
-    """Top-level name in the import statement: `sklearn`."""
-    distribution: str
-    """What the index calls it: `scikit-learn`."""
-    version: str
-    """Without a local label: `0.22.0` for `0.22.0+cpu`."""
-
-    @property
-    def requirement(self) -> str:
-        """As a recipe has it."""
-        return f"{self.distribution}=={self.version}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """What `packages="auto"` came to."""
 
-    found: tuple[Found, ...]
-    """Sorted by import."""
-    notes: tuple[str, ...] = ()
+    packages: tuple[str, ...]
+    """Requirements for a recipe, sorted: `scikit-learn==1.7.2`, without local labels."""
+    lines: tuple[str, ...]
+    """What was found, a line each."""
+    notes: tuple[str, ...]
     """What could not be taken as it is, a sentence or two each."""
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """Requirements for a recipe, sorted."""
-        return tuple(sorted({found.requirement for found in self.found}))
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """What was found, a line each."""
-        if not self.found:
-            return ('packages="auto" found no installed package in the call but those that every image has.',)
-        named = [f"import {found.imported}: {found.requirement}" for found in self.found]
-        return ('packages="auto" found in the call:', *(f"  {line}" for line in named))
 
 
 def find(imports: Iterable[str]) -> Report:
@@ -76,7 +48,7 @@ def find(imports: Iterable[str]) -> Report:
         if top and top not in _NEVER_IMPORTS and top not in sys.stdlib_module_names:
             by_top.setdefault(top, set()).add(name)
     owners = importlib.metadata.packages_distributions() if by_top else {}
-    found, notes, absent = [], [], []
+    packages, lines, notes, absent = set[str](), list[str](), list[str](), list[str]()
     for top, names in sorted(by_top.items()):
         listed = {canonicalize_name(name) for name in owners.get(top, ())}
         if listed and listed <= _NEVER_DISTRIBUTIONS:
@@ -90,15 +62,20 @@ def find(imports: Iterable[str]) -> Report:
                 f"Add the package to `packages=`, or use an image that has it"
             )
         for distribution in distributions:
-            made, sentence = _pinned(top, distribution)
-            found += [made] if made else []
+            requirement, sentence = _pinned(top, distribution)
             notes += [sentence] if sentence else []
+            if requirement:
+                packages.add(requirement)
+                lines.append(f"  import {top}: {requirement}")
     if absent:
         notes.append(
             f"Imported by the call and not installed here, so not put into the image: {', '.join(absent)}. "
             f"Install them here, or add them to `packages=`, if the ranks need them"
         )
-    return Report(found=tuple(found), notes=tuple(notes))
+    headline = (
+        "found in the call:" if lines else "found no installed package in the call but those that every image has."
+    )
+    return Report(packages=tuple(sorted(packages)), lines=(f'packages="auto" {headline}', *lines), notes=tuple(notes))
 
 
 def with_packages(recipe: Recipe, packages: Sequence[str]) -> Recipe:
@@ -163,38 +140,34 @@ def _is_here(top: str) -> bool:
         return False
 
 
-def _pinned(top: str, distribution: Distribution) -> tuple[Found | None, str]:
-    """A package by its version, or why that cannot be, and what the user should know."""
-    name = canonicalize_name(distribution.name)
+def _pinned(top: str, distribution: Distribution) -> tuple[str, str]:
+    """A package by its version, empty where that cannot be; and what the user should know."""
+    name, shown = canonicalize_name(distribution.name), distribution.version
     origin = _origin(distribution)
     if origin == "editable":
-        return None, (
+        return "", (
             f"`import {top}`: {name} is installed editable and is not part of the code that is sent with the call. "
             f"Build it, and add it to `packages=` by a URL, or use an image that has it"
         )
     if origin:
-        return None, (
+        return "", (
             f"`import {top}`: {name} was installed from {origin}, and that its version in an index is the same is not "
-            f"certain. Add it to `packages=` as '{name} @ URL' or as '{name}=={_public(distribution.version)[0]}'"
+            f"certain. Add it to `packages=` as '{name} @ URL' or as '{name}=={shown.partition('+')[0]}'"
         )
-    version, label = _public(distribution.version)
-    if not version:
-        return None, (
-            f"`import {top}`: the version {distribution.version!r} of {name} is none that an index can have. "
+    try:
+        version = Version(shown).public
+    except InvalidVersion:
+        return "", (
+            f"`import {top}`: the version {shown!r} of {name} is none that an index can have. "
             f"Add the one that is meant to `packages=`"
         )
-    made = Found(imported=top, distribution=name, version=version)
-    if (distribution.read_text("INSTALLER") or "").strip() == "conda":
-        return (
-            made,
-            f"`import {top}`: {name} {version} is from conda here, and will be the index's package in the image",
+    is_condas = (distribution.read_text("INSTALLER") or "").strip() == "conda"
+    if is_condas or version != str(Version(shown)):
+        there = f"{shown} from conda" if is_condas else shown
+        return f"{name}=={version}", (
+            f"`import {top}`: {name} is {there} here; the image gets {version} as the index has it"
         )
-    if label:
-        return (
-            made,
-            f"`import {top}`: {name} is {distribution.version} here; the image gets {version} as the index has it",
-        )
-    return made, ""
+    return f"{name}=={version}", ""
 
 
 def _origin(distribution: Distribution) -> str:
@@ -205,15 +178,6 @@ def _origin(distribution: Distribution) -> str:
         return ""
     if not isinstance(link, dict) or not link.get("url"):
         return ""
-    if isinstance(link.get("dir_info"), dict) and link["dir_info"].get("editable"):
+    if (link.get("dir_info") or {}).get("editable"):
         return "editable"
     return re.sub(r"(?<=://)[^/@\s]+@", "", str(link["url"]))
-
-
-def _public(version: str) -> tuple[str, str]:
-    """A version without its local label, and the label; empty where it is no version."""
-    try:
-        parsed = Version(version)
-    except InvalidVersion:
-        return "", ""
-    return parsed.public, parsed.local or ""

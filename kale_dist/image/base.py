@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from packaging.utils import canonicalize_name
@@ -55,13 +55,13 @@ try:
             continue
         key = re.sub(r"[-_.]+", "-", name or "").lower()
         if key and version and key not in found:
-            found[key] = [key, version, requires]
+            found[key] = {"name": key, "version": version, "requires": requires}
     spec = None if "torch" in found else importlib.util.find_spec("torch")
     if spec is not None and spec.origin:
         with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
             said = re.search(r"__version__\s*(?::\s*\w+)?\s*=\s*['\"]([^'\"]+)", file.read())
         if said:
-            found["torch"] = ["torch", said.group(1), []]
+            found["torch"] = {"name": "torch", "version": said.group(1), "requires": []}
 except (ImportError, OSError):
     pass
 for parent in ("/", "/usr", "/usr/local", "/var", "/opt"):
@@ -145,23 +145,15 @@ class Facts:
                 return target + path.removeprefix(link)
         return path
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain object, as `PROGRAM` prints it."""
-        listed = [[one.name, one.version, list(one.requires)] for one in self.distributions]
-        return {**dataclasses.asdict(self), "distributions": listed}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`.
+        """From what `PROGRAM` prints.
 
         Raises:
-            TypeError, KeyError, ValueError: It is something else.
+            TypeError, KeyError: It is something else.
         """
-        listed = (
-            Distribution(name=str(name), version=str(version), requires=tuple(requires))
-            for name, version, requires in data["distributions"]
-        )
-        links = tuple((str(path), str(target)) for path, target in data["links"])
+        listed = (Distribution(**{**one, "requires": tuple(one["requires"])}) for one in data["distributions"])
+        links = tuple((path, target) for path, target in data["links"])
         return cls(**{**data, "distributions": tuple(listed), "links": links, "folders": tuple(data["folders"])})
 
 
@@ -260,15 +252,14 @@ def facts_of(
     """
     # What the program asks for is part of the name: another program, another answer.
     version = hashlib.sha256(PROGRAM.encode()).hexdigest()[:8]
-    kept = cache.folder() / "bases" / f"{base.digest.replace(':', '-')}-{recipe.platform.replace('/', '-')}-{version}"
-    facts = None
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        facts = Facts.from_json(json.loads(kept.read_bytes()))
-    if facts is None:
+    kept = cache.folder("bases") / f"{base.digest.replace(':', '-')}-{recipe.platform.replace('/', '-')}-{version}"
+    try:
+        facts = read(kept.read_bytes(), base.named)
+    except (OSError, ImageError):
         say(f"Asking the base image {base.reference} what it has: once on this machine.")
         said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
         facts = read(said, base.named)
-        cache.write(kept, json.dumps(facts.to_json()).encode())
+        cache.write(kept, said)
     _check(facts, base, recipe, python)
     return facts
 
@@ -312,7 +303,7 @@ def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
             f"The base image {base.named} has Python {facts.python} ({facts.executable}), and this notebook has {python}: "
             f"what it sends could not be read there. Name a base image with Python {python}."
         )
-    if not any(map(facts.find, _FRAMEWORKS)) and not any(map(_names_framework, recipe.packages)):
+    if not any(map(facts.find, _FRAMEWORKS)) and not any(names(package, _FRAMEWORKS) for package in recipe.packages):
         raise ImageError(
             f"The base image {base.named} has no torch for its {facts.executable} (Python {facts.python}). Name a base image "
             f"with torch, or add torch to `packages=`."
@@ -323,13 +314,9 @@ _FRAMEWORKS = ("torch", "tensorflow", "tensorflow-cpu")
 """One of them is in every image: functions of `launch` that use TensorFlow need no torch."""
 
 
-def _names_framework(package: str) -> bool:
-    return re.match(rf"({'|'.join(_FRAMEWORKS)})(?![a-z0-9._-])", package) is not None
-
-
-def names_torch(package: str) -> bool:
-    """Whether a requirement, in the spelling that recipes have, is torch itself."""
-    return re.match(r"torch(?![a-z0-9._-])", package) is not None
+def names(package: str, projects: Iterable[str]) -> bool:
+    """Whether a requirement, in the spelling that recipes have, is one of these projects itself."""
+    return re.match(rf"({'|'.join(projects)})(?![a-z0-9._-])", package) is not None
 
 
 # -- this machine's engine -------------------------------------------------------------------------------------------
@@ -364,7 +351,7 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
         try:
             yield made
         finally:
-            # A stream that was left in its middle stays open otherwise.
+            # A stream stays open otherwise, even one that was read to its end.
             for answer in answers:
                 answer.close()
 
@@ -375,8 +362,6 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
     Raises:
         ImageError: There is no engine, or it cannot run the image.
     """
-    import requests
-
     from kale_dist import engine as engines
 
     try:
@@ -391,10 +376,6 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
             )["Id"]  # fmt: skip
             try:
                 return _run(engine, container)
-            except requests.exceptions.RequestException as error:
-                raise ImageError(
-                    f"The base image {image} did not answer within {_ASKING_S} s. Try its python3."
-                ) from error
             finally:
                 with contextlib.suppress(Exception):
                     engine.api.remove_container(container, force=True, v=True)

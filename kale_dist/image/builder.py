@@ -9,23 +9,26 @@ does in one of the base, in a Docker engine, which keeps what changed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
-import pathlib
 import posixpath
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kale_dist import records
 from kale_dist.blobs import FolderStore
 from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
 from kale_dist.image import base as bases
 from kale_dist.image.base import Base, Facts
-from kale_dist.image.layer import Entry, Layer, make_layer
+from kale_dist.image.layer import Entry, Layer, in_order, packed, tar
 from kale_dist.image.reference import Reference
-from kale_dist.image.registry import ImageManifest, Registry
+from kale_dist.image.registry import Registry
 from kale_dist.spec.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -57,11 +60,9 @@ def build(
     registry: Registry,
     base: Base,
     base_registry: Registry,
-    image: ImageManifest,
-    facts: Facts,
-    blobs_dir: pathlib.Path,
+    facts: Callable[[], Facts],
     say: Say,
-    progress: Progress = lambda _done, _total: None,
+    progress: Progress,
 ) -> str:
     """Make the recipe's image and push it; gives the digest of its manifest, the same for the same recipe and base.
 
@@ -71,9 +72,7 @@ def build(
         registry: Of `target`.
         base: The base image.
         base_registry: Where the base lies; may be `registry`.
-        image: The base's manifest and configuration.
-        facts: What the base has.
-        blobs_dir: Where the recipe's files lie, by digest.
+        facts: Gives what the base has, once it is known to be an image for the recipe's platform.
         say: Takes a line for the user.
         progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
 
@@ -81,50 +80,53 @@ def build(
         ConfigError: There are packages, and uv is not installed.
         ImageError: The packages cannot be installed, or a registry refuses.
     """
-    repository = target.repository
-    with cache.working_folder() as folder, ThreadPoolExecutor(_AT_ONCE, "kale-dist-push") as threads:
-        below = {str(layer["digest"]): int(layer["size"]) for layer in image.manifest["layers"]}
+    there, repository = base.reference.repository, target.repository
+    image = base_registry.image(there, base.reference.target, recipe.platform)
+    known = facts()
+    with _working_folder() as folder, ThreadPoolExecutor(_AT_ONCE, "kale-dist-push") as threads:
 
         def bring(digest: str) -> bool:
             # Mounting what is there already would be as quick, but costs a right that may be missing.
             return registry.has_blob(repository, digest) or (
-                registry.host == base_registry.host and registry.mount(repository, digest, base.reference.repository)
+                registry.host == base_registry.host and registry.mount(repository, digest, there)
             )
 
+        below = {str(layer["digest"]): int(layer["size"]) for layer in image.manifest["layers"]}
         brought = {digest: threads.submit(bring, digest) for digest in below}
-        layers, facts = _layers(
-            recipe, facts, folder, blobs_dir, lambda digest: registry.has_blob(repository, digest), say
-        )
+        contents, known = _contents(recipe, known, folder, say)
+        layers, pushed = list[Layer](), list[Future[tuple[str, int]]]()
+        for entries, name in contents:
+            if sum(entry.size for entry in entries) < _SMALL_BYTES:
+                hasher = hashlib.sha256()
+                data = b"".join(packed(tar(entries), hasher))
+                digest = manifest.digest_of(data)
+                layers.append(Layer(digest=digest, size=len(data), diff_id=f"sha256:{hasher.hexdigest()}"))
+                pushed.append(threads.submit(registry.upload, repository, data))
+            else:
+                layers.append(_pushed(entries, name, registry, repository, say, progress))
         settings = image.config.get("config") or {}
-        there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+        has = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
         manifest_bytes, config_bytes = manifest.put_on_top(
-            image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, facts, there),
+            image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, known, has),
             labels=base.labels(recipe),
         )  # fmt: skip
-        config_digest = manifest.digest_of(config_bytes)
-        configured = threads.submit(registry.upload, repository, config_bytes, config_digest, look=False)
-        for layer in layers:
-            if not registry.has_blob(repository, layer.digest):
-                if layer.size > _SMALL_BYTES:
-                    say(f"Pushing a layer of {layer.size / _MIB:.1f} MiB to {registry.host}/{repository}.")
-                with layer.path.open("rb") as packed:
-                    registry.upload(repository, packed, layer.digest, progress=progress, look=False)
-        for digest in (digest for digest, is_there in brought.items() if not is_there.result()):
-            say(
-                f"Copying a layer of the base ({below[digest] / _MIB:.1f} MiB) from {base_registry.host} to {registry.host}."
-            )
-            with tempfile.TemporaryFile(dir=folder) as file:
-                for block in base_registry.blob(base.reference.repository, digest):
-                    file.write(block)
-                registry.upload(repository, file, digest, progress=progress, look=False)
-        configured.result()
+        pushed.append(threads.submit(registry.upload, repository, config_bytes))
+        for digest, size in below.items():
+            if not brought[digest].result():
+                say(
+                    f"Copying a layer of the base ({size / _MIB:.1f} MiB) from {base_registry.host} to {registry.host}."
+                )
+                registry.upload(
+                    repository,
+                    lambda: _told(base_registry.blob(there, digest), size, progress),  # noqa: B023 - called here
+                )
+        for one in pushed:
+            one.result()
         kind = manifest.media_type(json.loads(manifest_bytes))
         return registry.put_manifest(repository, target.tag, manifest_bytes, kind)
 
 
-def build_in_engine(
-    engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, blobs_dir: pathlib.Path, say: Say
-) -> str:
+def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, say: Say) -> str:
     """Make the recipe's image in an engine that has the base; gives what the engine calls it.
 
     Raises:
@@ -134,8 +136,8 @@ def build_in_engine(
     """
     from kale_dist.engine import explained
 
-    with cache.working_folder() as folder, explained(f"making the image {tag}"):
-        layers, facts = _layers(recipe, facts, folder, blobs_dir, lambda _digest: False, say)
+    with _working_folder() as folder, explained(f"making the image {tag}"):
+        contents, facts = _contents(recipe, facts, folder, say)
         found = bases.have(engine, str(base.reference), platform=recipe.platform, say=say)
         settings = found.get("Config") or {}
         there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
@@ -153,9 +155,8 @@ def build_in_engine(
             if recipe.apt:
                 engine.api.start(container)
                 _install_debian(engine, container, recipe.apt, tag, say)
-            for layer in layers:
-                with layer.path.open("rb") as file:
-                    engine.api.put_archive(container, "/", file)
+            for entries, _ in contents:
+                engine.api.put_archive(container, "/", tar(entries))
             return str(engine.api.commit(container, repository=name, tag=version, conf=kept)["Id"])
         finally:
             engine.api.remove_container(container, force=True, v=True)
@@ -207,46 +208,68 @@ def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag
         )
 
 
-def _layers(
-    recipe: Recipe,
-    facts: Facts,
-    folder: pathlib.Path,
-    blobs_dir: pathlib.Path,
-    is_there: Callable[[str], bool],
-    say: Say,
-) -> tuple[list[Layer], Facts]:
-    """The new layers, the packages' first, and what the image has with them."""
-    layers = []
+def _working_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for one build, which goes at its end."""
+    try:
+        return tempfile.TemporaryDirectory(dir=cache.folder(), prefix="building-")
+    except OSError as error:
+        raise cache.no_room(cache.folder(), error) from error
+
+
+def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list[tuple[list[Entry], str]], Facts]:
+    """What each new layer has, the packages' first, with a name that says what it is; and what the image has with them."""
+    contents = []
     if recipe.packages:
         try:
-            installed = packages.install(recipe, facts, folder, say=say)
+            installed = packages.install(recipe, facts, Path(folder), say=say)
         except OSError as error:
-            raise cache.no_room(folder, error) from error
+            raise cache.no_room(Path(folder), error) from error
         if installed is not None:
-            layers.append(_packed(installed, folder, is_there))
+            contents.append((in_order(installed.entries), installed.key))
             facts = installed.facts
             for note in installed.notes:
                 say(note)
     if recipe.files:
-        layers.append(make_layer(_files(recipe, facts, blobs_dir), folder / "files"))
-    return layers, facts
+        entries = in_order(_files(recipe, facts))
+        contents.append((entries, hashlib.sha256(repr(entries).encode()).hexdigest()))
+    return contents, facts
 
 
-def _packed(installed: packages.Packages, folder: pathlib.Path, is_there: Callable[[str], bool]) -> Layer:
-    """The layer of packages; where the registry has it from before, its name is enough."""
-    place = cache.folder() / "packed" / f"{installed.key}.json"
+def _pushed(
+    entries: Sequence[Entry], name: str, registry: Registry, repository: str, say: Say, progress: Progress
+) -> Layer:
+    """The layer of these entries, packed while it is sent; where the registry has it from before, its name is enough."""
+    place = cache.folder("packed") / f"{name}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
-        known = Layer(**json.loads(place.read_bytes()), path=place)
-        if is_there(known.digest):
+        known = Layer(**json.loads(place.read_bytes()))
+        if registry.has_blob(repository, known.digest):
             return known
-    layer = make_layer(installed.entries, folder / "packages")
-    cache.write(place, json.dumps({"digest": layer.digest, "size": layer.size, "diff_id": layer.diff_id}).encode())
+    size, hasher = sum(entry.size for entry in entries), hashlib.sha256()
+
+    def blocks() -> Iterator[bytes]:
+        nonlocal hasher
+        hasher = hashlib.sha256()
+        return packed(_told(tar(entries), size, progress), hasher)
+
+    say(f"Pushing a layer of {size / _MIB:.1f} MiB to {registry.host}/{repository}, which is packed on its way.")
+    digest, length = registry.upload(repository, blocks)
+    layer = Layer(digest=digest, size=length, diff_id=f"sha256:{hasher.hexdigest()}")
+    cache.write(place, json.dumps(dataclasses.asdict(layer)).encode())
     return layer
 
 
-def _files(recipe: Recipe, facts: Facts, blobs_dir: pathlib.Path) -> list[Entry]:
+def _told(blocks: Iterable[bytes], size: int, progress: Progress) -> Iterator[bytes]:
+    """The same blocks, and how far they are."""
+    done = 0
+    for block in blocks:
+        yield block
+        done += len(block)
+        progress(done, size)
+
+
+def _files(recipe: Recipe, facts: Facts) -> list[Entry]:
     """The recipe's own files, where they really lie."""
-    store = FolderStore(blobs_dir)
+    store = FolderStore(records.blobs_dir())
     entries = []
     for file in recipe.files:
         blob = store.path(file.digest)

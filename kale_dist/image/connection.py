@@ -7,7 +7,6 @@ protocol is ours, and urllib3, which the clients of Kubernetes and Docker bring 
 from __future__ import annotations
 
 import contextlib
-import io
 import ipaddress
 import json
 import os
@@ -17,7 +16,7 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 from urllib.parse import unquote, urlencode, urljoin, urlsplit, urlunsplit
 
@@ -58,25 +57,7 @@ _MAX_ERROR_BYTES = 64 << 10
 _SHOWN = 300
 _TOKEN_LIFE_S, _RENEW_BEFORE_S = 60.0, 5.0
 _UNREACHED = (NewConnectionError, NameResolutionError, ConnectTimeoutError, ProxyError)
-_SCHEME = re.compile(r"(?:^|,)\s*(basic|bearer)(?=\s|,|$)", re.IGNORECASE)
-_PARAMETER = re.compile(r'([a-z_]+)=(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))', re.IGNORECASE)
-
-
-class RefusedError(ImageError):
-    """The registry refused. Its status and code are there for those who know another way.
-
-    Args:
-        message: What was refused and what to do.
-        retryable: Whether the same request may succeed later.
-        status: HTTP's.
-        code: The registry's own, such as `BLOB_UPLOAD_INVALID`; may be empty.
-    """
-
-    def __init__(self, message: str, retryable: bool = False, status: int = 0, code: str = "") -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
-        super().__init__(message, retryable)
-        self.args = (message, retryable, status, code)
-        self.status = status
-        self.code = code
+_CHALLENGE = re.compile(r'(?:(basic|bearer)\s+)?([a-z_]+)=(?:"([^"]*)"|([^",\s]+))', re.IGNORECASE)
 
 
 class _Patience(urllib3.Retry):
@@ -151,7 +132,7 @@ class Connection:
         access: Access,
         expect: tuple[int, ...] = (200,),
         headers: Mapping[str, str] | None = None,
-        body: bytes | io.BufferedIOBase | None = None,
+        body: bytes | Callable[[], Iterable[bytes]] | None = None,
         repeat: bool = True,
     ) -> urllib3.BaseHTTPResponse:
         """Send a request and give the answer, whose body has not been read: `read` it, stream it, or be `done` with it.
@@ -163,33 +144,34 @@ class Connection:
             access: What is needed.
             expect: Answers that are no error.
             headers: Besides those for credentials.
-            body: With a `Content-Length` among the headers.
+            body: Bytes, or what gives them in blocks, each time from the first; then without `repeat`.
             repeat: Whether the same request may be sent again after the connection has ended, or while it is busy.
 
         Raises:
-            RefusedError: Another answer.
-            ImageError: The registry cannot be reached, is busy for longer than one should wait, or the connection ended, each
-                time where it may be repeated.
+            ImageError: Another answer. Or the registry cannot be reached, is busy for longer than one should wait, or the
+                connection ended, each time where it may be repeated.
         """
         url, moves, asked = self.absolute(url), 0, False
-        start = body.tell() if body is not None and not isinstance(body, bytes) else 0
         while True:
             ours = urlsplit(url)[:2] == urlsplit(self.origin)[:2]
             shown = self._authorization(access) if ours else ""
             sent = {"Accept-Encoding": "identity", **(headers or {})} | ({"Authorization": shown} if shown else {})
-            answer = self._request(method, url, doing, headers=sent, body=body, retries=_REPEATED if repeat else _ONCE)
-            if answer.status in expect:
+            blocks = body() if callable(body) else body
+            answer = self._request(
+                method, url, doing, headers=sent, body=blocks, retries=_REPEATED if repeat else _ONCE
+            )
+            if answer.status in expect and answer.status != 401:  # noqa: PLR2004 - HTTP's own number
                 return answer
             location, challenge = answer.headers.get("Location"), ", ".join(answer.headers.getlist("WWW-Authenticate"))
             refused = self._refusal(answer, doing)
-            if answer.status in _REDIRECTS and location is not None and moves < _MOST_MOVES:
-                url, moves = self.absolute(location, url), moves + 1
-            elif answer.status == 401 and ours and not asked and self._log_in(challenge, access, shown):  # noqa: PLR2004 - HTTP's own number
+            if answer.status == 401 and ours and not asked and self._log_in(challenge, access, shown):  # noqa: PLR2004 - HTTP's own number
                 asked = True
+            elif answer.status in expect:
+                return answer
+            elif answer.status in _REDIRECTS and location is not None and moves < _MOST_MOVES:
+                url, moves = self.absolute(location, url), moves + 1
             else:
                 raise refused
-            if body is not None and not isinstance(body, bytes):
-                body.seek(start)
 
     def read(self, answer: urllib3.BaseHTTPResponse, doing: str) -> bytes:
         """The whole body of an answer.
@@ -200,7 +182,7 @@ class Connection:
         try:
             data = answer.read(MAX_JSON_BYTES + 1, decode_content=False)
         except HTTPError as error:
-            raise self._explain(error, doing, self.origin) from error
+            raise self.explain(error, doing, self.origin) from error
         finally:
             answer.close()
         if len(data) > MAX_JSON_BYTES:
@@ -246,7 +228,7 @@ class Connection:
                 method, url, headers=headers, timeout=timeout, redirect=False, preload_content=False, **options
             )
         except HTTPError as error:
-            raise self._explain(error, doing, url) from error
+            raise self.explain(error, doing, url) from error
 
     def _pool(self, url: str) -> urllib3.PoolManager:
         """Connections, kept open, directly or through the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`)."""
@@ -311,7 +293,7 @@ class Connection:
                 "not sent. Tell those who run the registry."
             )
         service = [("service", offered["service"])] if "service" in offered else []
-        scopes = _joined(access, offered.get("scope", ""))
+        scopes = tuple(dict.fromkeys((*access, *offered.get("scope", "").split())))
         headers: dict[str, str] = {}
         form: bytes | None = None
         if known is not None and known.token:
@@ -348,7 +330,7 @@ class Connection:
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, answer: urllib3.BaseHTTPResponse, doing: str) -> RefusedError:
+    def _refusal(self, answer: urllib3.BaseHTTPResponse, doing: str) -> ImageError:
         """What an unexpected answer means. Reads and closes it."""
         try:
             data = answer.read(_MAX_ERROR_BYTES, decode_content=False)
@@ -369,9 +351,9 @@ class Connection:
         }.get(status, "Try again later." if status >= 500 else "")  # noqa: PLR2004 - HTTP's own number
         why = " ".join(part for part in (str(status), code, said) if part)
         text = f"The registry {self.host} refused to {doing}: {why}. {remedy}".rstrip()
-        return RefusedError(text, status in _BUSY or status >= 500, status, code)  # noqa: PLR2004 - HTTP's own number
+        return ImageError(text, status in _BUSY or status >= 500)  # noqa: PLR2004 - HTTP's own number
 
-    def _explain(self, error: HTTPError, doing: str, url: str) -> ImageError:
+    def explain(self, error: HTTPError, doing: str, url: str) -> ImageError:
         """What a failed connection means."""
         if isinstance(error, MaxRetryError) and isinstance(error.reason, HTTPError):
             error = error.reason
@@ -423,26 +405,11 @@ def _trust(host: str) -> ssl.SSLContext:
 
 def _challenges(header: str) -> dict[str, dict[str, str]]:
     """The schemes in a `WWW-Authenticate` header that are known here, in lower case, each with its parameters."""
-    starts = list(_SCHEME.finditer(header))
-    ends = [found.start() for found in starts[1:]] + [len(header)]
-    return {
-        found[1].lower(): {
-            name.lower(): re.sub(r"\\(.)", r"\1", quoted) or bare
-            for name, quoted, bare in _PARAMETER.findall(header[found.end() : end])
-        }
-        for found, end in zip(starts, ends, strict=True)
-    }
-
-
-def _joined(access: Access, offered: str) -> Access:
-    """What is needed, and what the registry asks for beyond that."""
-    known = {scope.rpartition(":")[0]: set(scope.rpartition(":")[2].split(",")) for scope in access}
-    more = []
-    for scope in offered.split():
-        target, _, actions = scope.rpartition(":")
-        if not set(actions.split(",")) <= known.get(target, set()):
-            more.append(scope)
-    return (*access, *more)
+    scheme, found = "", dict[str, dict[str, str]]()
+    for started, name, quoted, bare in _CHALLENGE.findall(header):
+        scheme = started.lower() or scheme
+        found.setdefault(scheme, {})[name.lower()] = quoted or bare
+    return found
 
 
 def _reason(error: HTTPError) -> str:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import mmap
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from kale_dist.blobs import Store
+from kale_dist.blobs import Store, map_file
 from kale_dist.config import Config
-from kale_dist.errors import ConfigError, SnapshotError
+from kale_dist.errors import ConfigError
 from kale_dist.runtime import loading
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.spec.recipe import Recipe
 from kale_dist.wording import needing
 
 if TYPE_CHECKING:
@@ -41,49 +39,29 @@ def settle(
         The recipe, and what the user should be told, a sentence or two each.
 
     Raises:
-        SnapshotError: A file cannot be read any more.
-        StoreError: The disk is full.
+        StoreError: A file cannot be read any more, or the disk is full.
     """
-    notes: tuple[str, ...] = ()
-    if imports is not None:
-        from kale_dist.image import auto
+    if imports is None:
+        return keep_files(recipe, store), ()
+    from kale_dist.image import auto
 
-        report = auto.find(imports)
-        for line in report.lines:
-            say(line)
-        notes = report.notes
-        recipe = auto.with_packages(recipe, report.packages)
-    return keep_files(recipe, store), notes
+    report = auto.find(imports)
+    for line in report.lines:
+        say(line)
+    return keep_files(auto.with_packages(recipe, report.packages), store), report.notes
 
 
 def keep_files(recipe: Recipe, store: Store) -> Recipe:
     """The recipe with its files by their digests, and their bytes in the store.
 
     Raises:
-        SnapshotError: A file cannot be read any more.
-        StoreError: The disk is full.
+        StoreError: A file cannot be read any more, or the disk is full.
     """
-    return dataclasses.replace(recipe, files=tuple(_kept(file, store) for file in recipe.files))
-
-
-def _kept(file: ImageFile, store: Store) -> ImageFile:
-    """A file by the digest of its bytes."""
-    if not file.source:
-        return file
-    try:
-        with pathlib.Path(file.source).open("rb") as opened:
-            empty = not opened.read(1)
-            if empty:
-                digest = store.put([b""])
-            else:
-                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
-                    digest = store.put([view])
-    except OSError as error:
-        raise SnapshotError(
-            f"{file.source}, which goes to {file.path} in the image, cannot be read: {error.strerror or error}. "
-            f"Name a file that this process can read."
-        ) from error
-    return ImageFile(path=file.path, digest=digest, executable=file.executable)
+    kept = (
+        dataclasses.replace(file, digest=store.put([map_file(file.source)]), source="") if file.source else file
+        for file in recipe.files
+    )
+    return dataclasses.replace(recipe, files=tuple(kept))
 
 
 def make(

@@ -1,4 +1,4 @@
-"""One layer of an image: a reproducible tar of files, compressed with gzip.
+"""One layer of an image: a reproducible tar of files, compressed with gzip while it is sent.
 
 The same entries give the same bytes, so the same digest: entries are sorted, belong to root and have no times. Folders
 that are not among them are left out: a runtime makes those that are missing, and leaves those of the base as they are.
@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
-import os
 import pathlib
 import posixpath
 import tarfile
-from collections.abc import Iterable
-from typing import IO, Any
+from collections.abc import Iterable, Iterator
 
-from isal import igzip_threaded
+from isal import isal_zlib
 
-from kale_dist.blobs import fresh
 from kale_dist.errors import ImageError
-from kale_dist.image import cache
 
 _BLOCK_BYTES = 1 << 20
-"""What is compressed at once: other blocks would give other bytes."""
-
-_THREADS = min(4, os.cpu_count() or 1)
 _LEVEL = 1
+_WITH_GZIP_HEADER = 31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +32,16 @@ class Entry:
     """A file on this machine, the bytes themselves, or None for a folder."""
     executable: bool = False
 
+    @property
+    def size(self) -> int:
+        """Bytes of its content."""
+        return self.content.stat().st_size if isinstance(self.content, pathlib.Path) else len(self.content or b"")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A layer on this machine's disk."""
+    """How a layer is named."""
 
-    path: pathlib.Path
-    """The compressed tar."""
     digest: str
     """`sha256:...` of the compressed tar: its name in a registry."""
     size: int
@@ -54,39 +50,13 @@ class Layer:
     """`sha256:...` of the tar itself: its name in an image's configuration."""
 
 
-def make_layer(entries: Iterable[Entry], out: pathlib.Path) -> Layer:
-    """Write a layer.
-
-    Args:
-        entries: In any order; each path once.
-        out: The file to write; replaced whole, or not at all.
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries as they lie in a layer.
 
     Raises:
-        ImageError: A path is given twice, is not a plain absolute path, or the disk is full.
+        ImageError: A path is given twice, or is not a plain absolute path.
     """
     ordered = sorted(entries, key=lambda entry: entry.path)
-    _check(ordered)
-    try:
-        with fresh(out) as temporary, temporary.open("wb") as file:
-            packed = _Hashing(file)
-            with (
-                igzip_threaded.open(  # type: ignore[no-untyped-call]
-                    packed, "wb", compresslevel=_LEVEL, threads=_THREADS, block_size=_BLOCK_BYTES
-                ) as compressed,
-                io.BufferedWriter(compressed, _BLOCK_BYTES) as blocks,
-            ):
-                plain = _Hashing(blocks)
-                with tarfile.TarFile(
-                    fileobj=plain, mode="w", format=tarfile.PAX_FORMAT, copybufsize=_BLOCK_BYTES
-                ) as archive:
-                    for entry in ordered:
-                        _add(archive, entry)
-    except OSError as error:
-        raise cache.no_room(out.parent, error) from error
-    return Layer(path=out, digest=packed.digest, size=packed.size, diff_id=plain.digest)
-
-
-def _check(ordered: list[Entry]) -> None:
     for before, entry in zip([None, *ordered], ordered, strict=False):
         if before is not None and before.path == entry.path:
             raise ImageError(
@@ -95,48 +65,36 @@ def _check(ordered: list[Entry]) -> None:
         plain = "/" + posixpath.normpath(entry.path).lstrip("/")
         if plain == "/" or plain != entry.path or "\0" in entry.path:
             raise ImageError(f"{entry.path!r} cannot be put into an image: give an absolute path without `..`.")
+    return ordered
 
 
-def _add(archive: tarfile.TarFile, entry: Entry) -> None:
-    """One entry, with nothing in its header that tells when or by whom it was made."""
-    header = tarfile.TarInfo(entry.path.lstrip("/"))
-    header.mode = 0o755 if entry.executable or entry.content is None else 0o644
-    if entry.content is None:
-        header.type = tarfile.DIRTYPE
-        archive.addfile(header)
-    elif isinstance(entry.content, bytes):
-        header.size = len(entry.content)
-        archive.addfile(header, io.BytesIO(entry.content))
-    else:
-        with entry.content.open("rb") as source:
-            header.size = os.fstat(source.fileno()).st_size
-            archive.addfile(header, source)
+def tar(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The bytes of a tar of these entries, with nothing in it that tells when or by whom they were made."""
+    for entry in entries:
+        header = tarfile.TarInfo(entry.path.lstrip("/"))
+        header.mode = 0o755 if entry.executable or entry.content is None else 0o644
+        header.type = tarfile.DIRTYPE if entry.content is None else tarfile.REGTYPE
+        header.size = entry.size
+        yield header.tobuf(tarfile.PAX_FORMAT)
+        if isinstance(entry.content, pathlib.Path):
+            with entry.content.open("rb", buffering=0) as source:
+                yield from iter(lambda: source.read(_BLOCK_BYTES), b"")
+        else:
+            yield entry.content or b""
+        yield bytes(-header.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-class _Hashing(io.RawIOBase):
-    """A stream that hashes and counts what passes through it."""
+def packed(blocks: Iterable[bytes], hasher: hashlib._Hash) -> Iterator[bytes]:
+    """Bytes, compressed.
 
-    def __init__(self, stream: IO[bytes] | Any) -> None:
-        self._stream = stream
-        self._hasher = hashlib.sha256()
-        self.size = 0
-
-    @property
-    def digest(self) -> str:
-        """Of all that has passed."""
-        return f"sha256:{self._hasher.hexdigest()}"
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """How much has passed; `tarfile` asks at its beginning."""
-        return self.size
-
-    def write(self, data: Any) -> int:
-        """Pass the bytes on."""
-        self._stream.write(data)
-        self._hasher.update(data)
-        self.size += len(data)
-        return len(data)
+    Args:
+        blocks: What is packed.
+        hasher: Takes the same, so that one reading is enough for both names of a layer.
+    """
+    compressor = isal_zlib.compressobj(_LEVEL, wbits=_WITH_GZIP_HEADER)
+    for block in blocks:
+        hasher.update(block)
+        if made := compressor.compress(block):
+            yield made
+    yield compressor.flush()

@@ -27,8 +27,6 @@ DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
 INDEXES = (OCI_INDEX, DOCKER_INDEX)
 MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
 CONFIGS = (OCI_CONFIG, DOCKER_CONFIG)
-ACCEPTED = (*MANIFESTS, *INDEXES)
-"""Media types for the `Accept` header of requests to a registry."""
 
 _VARIANTS = {"arm64": "v8"}
 """Variants that go without saying."""

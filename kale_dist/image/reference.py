@@ -17,7 +17,7 @@ _SCHEMES = ("docker-pullable://", "docker://", "containerd://")
 
 _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HOST = re.compile(
     r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*)"
     r"(?::([0-9]{1,5}))?"
@@ -27,7 +27,7 @@ _SHOWN = 80
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is a digest that content is named by: `sha256:` or `sha512:` and lower-case hex."""
+    """Whether this is a digest that content is named by: `sha256:` and 64 lower-case hex digits."""
     return _DIGEST.fullmatch(text) is not None
 
 

@@ -91,21 +91,11 @@ def resolve(
                 with bases.connected(recipe) as engine:
                     # The base may lie in the engine alone, which therefore is asked.
                     facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
-                    builder.build_in_engine(
-                        engine,
-                        recipe,
-                        base=pinned,
-                        facts=facts,
-                        tag=str(target),
-                        blobs_dir=records.blobs_dir(),
-                        say=say,
-                    )
+                    builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=str(target), say=say)
                     return builder.push(engine, target, say)
-            image = theirs.image(pinned.reference.repository, pinned.reference.target, recipe.platform)
-            facts = bases.facts_of(pinned, recipe, ask=ask, python=python, say=say)
             return builder.build(
-                recipe, target=target, registry=ours, base=pinned, base_registry=theirs, image=image, facts=facts,
-                blobs_dir=records.blobs_dir(), say=say, progress=progress,
+                recipe, target=target, registry=ours, base=pinned, base_registry=theirs, say=say, progress=progress,
+                facts=lambda: bases.facts_of(pinned, recipe, ask=ask, python=python, say=say),
             )  # fmt: skip
 
         digest, was_built = _once(target, found, make, say)
@@ -143,9 +133,7 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
         say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
         facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
         with bases.connected() as engine:
-            return builder.build_in_engine(
-                engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", blobs_dir=records.blobs_dir(), say=say
-            )
+            return builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", say=say)
 
     image, was_built = _once(target, found, make, say)
     return Resolved(reference=image, was_built=was_built, tag=tag)
@@ -184,7 +172,7 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
         cuda: Whether the ranks have GPUs: then a label that says otherwise does not count.
     """
     version, _, label = torch.partition("+")
-    ready = not torch or any(bases.names_torch(package) for package in recipe.packages)
+    ready = not torch or any(bases.names(package, ("torch",)) for package in recipe.packages)
     own = f"https://download.pytorch.org/whl/{label}" if label and not (cuda and label == "cpu") else ""
     urls = recipe.index_urls or ((_PYPI,) if own else ())
     return dataclasses.replace(
@@ -221,4 +209,4 @@ def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference
 
 def _opened(place: Reference, pull_secret_jsons: tuple[str, ...] = (), *, plain: bool = False) -> Registry:
     found = auth.find(place.registry, repository=place.repository, pull_secret_jsons=pull_secret_jsons)
-    return Registry(place.registry, credentials=found, insecure=plain or None)
+    return Registry(place.registry, found, insecure=plain or None)

@@ -1,5 +1,6 @@
 """Bases for tests: small images in a registry, and what they answer when they are asked what they have."""
 
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -46,7 +47,7 @@ FACTS = Facts(
 
 def answer(facts=FACTS):
     """What a container of such an image writes when it is asked."""
-    return f"a warning of its Python\n\nKALE-DIST-BASE {json.dumps(facts.to_json())}\n".encode()
+    return f"a warning of its Python\n\nKALE-DIST-BASE {json.dumps(dataclasses.asdict(facts))}\n".encode()
 
 
 def digest_of(data):
@@ -72,7 +73,7 @@ def push(registry, repository, tag, *, files=None, architecture="amd64", docker=
     config["rootfs"] = {"type": "layers", "diff_ids": [digest_of(tar)]}
     body, blob = json.dumps(config).encode(), gzip.compress(tar, mtime=0)
     for data in (blob, body):
-        registry.upload(repository, data, digest_of(data))
+        registry.upload(repository, data)
     kind, config_kind, layer_kind = (
         (manifests.DOCKER_MANIFEST, manifests.DOCKER_CONFIG, manifests.DOCKER_LAYER)
         if docker

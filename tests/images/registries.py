@@ -4,6 +4,7 @@ import base64
 import contextlib
 import http.client
 import http.server
+import itertools
 import json
 import shutil
 import socket
@@ -103,6 +104,21 @@ class _Quiet(http.server.BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):
             super().handle()
 
+    def blocks(self):
+        """The body, in blocks of 1 MiB at most, whether its length is said before or not."""
+        left = int(self.headers.get("Content-Length", 0))
+        chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
+        while left or chunked:
+            if not left:
+                left = int(self.rfile.readline(), 16)
+                chunked = left > 0
+            while left:
+                block = self.rfile.read(min(left, 1 << 20))
+                left -= len(block)
+                yield block
+            if "Transfer-Encoding" in self.headers:
+                self.rfile.readline()
+
 
 @contextlib.contextmanager
 def _serving(handler):
@@ -189,11 +205,11 @@ def _raw_signature(der):
 
 
 class CuttingProxy:
-    """Stands before a registry and cuts the connection within chosen PATCH requests.
+    """Stands before a registry and cuts the connection within chosen PATCH requests, after their first MiB.
 
     Args:
         host: Of the registry.
-        cut: Numbers of the PATCH requests that are cut in their middle, from 1.
+        cut: Numbers of the PATCH requests that are cut, from 1.
         whole: Whether it takes in a whole request before it passes it on, as nginx does.
     """
 
@@ -219,10 +235,8 @@ class CuttingProxy:
             yield f"localhost:{port}"
 
     def forward(self, request):
-        size = int(request.headers.get("Content-Length", 0))
         self.patches += request.command == "PATCH"
         cutting = request.command == "PATCH" and self.patches in self.cut
-        taken = size // 2 if cutting else size
         upstream = http.client.HTTPConnection(self.host, timeout=30)
         with contextlib.closing(upstream):
             if not (cutting and self.whole):
@@ -230,16 +244,16 @@ class CuttingProxy:
                 for name, value in request.headers.items():
                     upstream.putheader(name, value)
                 upstream.endheaders()
-            while taken:
-                block = request.rfile.read(min(taken, 1 << 20))
-                taken -= len(block)
+            for block in itertools.islice(request.blocks(), 1 if cutting else None):
                 self.received += len(block)
                 if not (cutting and self.whole):
-                    upstream.send(block)
+                    upstream.send(b"%x\r\n%b\r\n" % (len(block), block) if request.command == "PATCH" else block)
             if cutting:
                 request.close_connection = True
                 request.connection.shutdown(socket.SHUT_RDWR)
                 return
+            if request.command == "PATCH":
+                upstream.send(b"0\r\n\r\n")
             answer = upstream.getresponse()
             body = answer.read()
             request.send_response_only(answer.status)
@@ -280,7 +294,9 @@ class ScriptedRegistry:
             request.close_connection = True
             return
         status, headers, body = answer
-        if int(request.headers.get("Content-Length", 0)) and request.command != "GET":
+        if request.command in ("PATCH", "PUT") or (
+            request.command == "POST" and request.headers["Content-Length"] != "0"
+        ):
             request.close_connection = True
             headers = {"Connection": "close", **headers}
         request.send_response_only(status)

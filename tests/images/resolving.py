@@ -64,6 +64,6 @@ def with_base(host):
 def raw_manifest(place, tag):
     """A manifest's bytes and media type."""
     request = urllib.request.Request(f"http://{place.host}/v2/{place.repository}/manifests/{tag}")
-    request.add_header("Accept", ", ".join(manifests.ACCEPTED))
+    request.add_header("Accept", ", ".join(manifests.MANIFESTS))
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.read(), answer.headers["Content-Type"]

@@ -22,7 +22,6 @@ DIGEST = f"sha256:{'a1' * 32}"
         (f"quay.io/a/b/c@{DIGEST}", "quay.io", "a/b/c", "", DIGEST),
         (f"quay.io/a:1@{DIGEST}", "quay.io", "a", "1", DIGEST),
         (f"docker-pullable://ghcr.io/a/b@{DIGEST}", "ghcr.io", "a/b", "", DIGEST),
-        (f"repo@sha512:{'0' * 128}", "docker.io", "library/repo", "", f"sha512:{'0' * 128}"),
         ("a/b__c/d--e.f:_x", "docker.io", "a/b__c/d--e.f", "_x", ""),
     ],
 )

@@ -1,5 +1,4 @@
 import hashlib
-import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from registries import PASSWORD, USER, CuttingProxy, TokenServer, make_certificate, registry_program
 
-from kale_dist.errors import ConfigError, ImageError
+from kale_dist.errors import ImageError
 from kale_dist.image import manifest as manifests
 from kale_dist.image.auth import Credentials
 from kale_dist.image.layer import Layer
@@ -27,7 +26,7 @@ def push(registry, repository, tag="1", *, docker=False, platform=("linux", "amd
     config |= {"rootfs": {"type": "layers", "diff_ids": [digest_of(layer)]}, "history": [{"created_by": "base"}]}
     body = json.dumps(config).encode()
     for blob in (layer, body):
-        registry.upload(repository, blob, digest_of(blob))
+        assert registry.upload(repository, blob) == (digest_of(blob), len(blob))
     kinds = (
         ("DOCKER_MANIFEST", "DOCKER_CONFIG", "DOCKER_LAYER") if docker else ("OCI_MANIFEST", "OCI_CONFIG", "OCI_LAYER")
     )
@@ -75,38 +74,33 @@ def test_what_is_not_there_is_none_or_an_error_that_names_it(own_registry):
 
 @pytest.mark.parametrize("size", [0, 1, 5, (1 << 20) + 1, 3 << 20])
 def test_a_blob_comes_back_as_it_was_put_there(own_registry, size):
-    data, seen = os.urandom(size), []
+    data = os.urandom(size)
     with Registry(own_registry) as registry:
-        registry.upload("blobs", io.BytesIO(data), digest_of(data), progress=lambda *pair: seen.append(pair))
-        assert b"".join(registry.blob("blobs", digest_of(data))) == data
-    assert seen[-1] == (size, size)
+        for blob in (data, lambda: [data[:1], data[1:]]):
+            assert registry.upload("blobs", blob) == (digest_of(data), size)
+            assert b"".join(registry.blob("blobs", digest_of(data))) == data
 
 
-def test_a_blob_that_is_there_is_not_sent_again_and_goes_to_other_repositories_by_name(own_registry):
+def test_a_blob_goes_to_other_repositories_by_name(own_registry):
     data = os.urandom(2 << 20)
-    with CuttingProxy(own_registry, cut=(), whole=False).serving() as host, Registry(host) as registry:
-        registry.upload("first", data, digest_of(data))
-    proxy = CuttingProxy(own_registry, cut=(), whole=False)
-    with proxy.serving() as host, Registry(host) as registry:
-        registry.upload("first", data, digest_of(data))
+    with Registry(own_registry) as registry:
+        registry.upload("first", data)
         assert registry.mount("second/one", digest_of(data), "first")
         assert registry.has_blob("second/one", digest_of(data))
         assert not registry.mount("second/one", NO_DIGEST, "first")
-    assert proxy.received == 0
 
 
-def test_other_bytes_than_the_digest_says_are_named_as_such(own_registry):
-    with Registry(own_registry) as registry, pytest.raises(ImageError, match="damaged on their way"):
-        registry.upload("blobs", b"other bytes", NO_DIGEST)
+def blocks_of(data):
+    return lambda: (data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20))
 
 
-def test_an_upload_that_the_registry_forgot_begins_again(own_registry):
+def test_an_upload_that_was_cut_begins_again(own_registry):
     data = os.urandom(6 << 20)
     proxy = CuttingProxy(own_registry, cut=(1,), whole=False)
     with proxy.serving() as host, Registry(host) as registry:
-        registry.upload("cut/part", data, digest_of(data))
+        assert registry.upload("cut/part", blocks_of(data)) == (digest_of(data), len(data))
         assert b"".join(registry.blob("cut/part", digest_of(data))) == data
-    assert proxy.received == len(data) + (3 << 20)
+    assert proxy.received == len(data) + (1 << 20)
 
 
 def test_an_upload_that_is_cut_each_time_ends_with_an_error_that_allows_another_try(own_registry):
@@ -114,10 +108,10 @@ def test_an_upload_that_is_cut_each_time_ends_with_an_error_that_allows_another_
     proxy = CuttingProxy(own_registry, cut=range(1, 100), whole=True)
     with proxy.serving() as host, Registry(host) as registry:
         with pytest.raises(ImageError, match=r"cut/always.*the connection to localhost:[0-9]+ ended") as caught:
-            registry.upload("cut/always", data, digest_of(data))
+            registry.upload("cut/always", blocks_of(data))
         assert caught.value.retryable
         proxy.cut.clear()
-        registry.upload("cut/always", data, digest_of(data))
+        registry.upload("cut/always", blocks_of(data))
 
 
 def test_a_name_and_password_are_enough_and_wrong_ones_are_told_from_none(password_registry):
@@ -227,8 +221,8 @@ def test_of_an_index_the_right_platform_is_taken_and_a_missing_one_names_those_t
 
 
 @pytest.mark.parametrize("docker", [False, True], ids=["oci", "docker"])
-def test_a_layer_on_top_keeps_the_kind_of_the_base_and_its_settings(own_registry, tmp_path, docker):
-    layer = Layer(path=tmp_path, digest=digest_of(b"top"), size=3, diff_id=digest_of(b"top tar"))
+def test_a_layer_on_top_keeps_the_kind_of_the_base_and_its_settings(own_registry, docker):
+    layer = Layer(digest=digest_of(b"top"), size=3, diff_id=digest_of(b"top tar"))
     with Registry(own_registry) as registry:
         push(registry, "append", docker=docker)
         base = registry.image("append", "1")
@@ -236,8 +230,8 @@ def test_a_layer_on_top_keeps_the_kind_of_the_base_and_its_settings(own_registry
         made = [manifests.put_on_top(base.manifest, base.config, [layer], history="uv", **told) for _ in range(2)]
         assert made[0] == made[1]
         manifest, config = made[0]
-        registry.upload("append", b"top", layer.digest)
-        registry.upload("append", config, digest_of(config))
+        registry.upload("append", b"top")
+        registry.upload("append", config)
         registry.put_manifest("append", "2", manifest, manifests.media_type(base.manifest))
         whole = registry.image("append", "2")
     assert manifests.media_type(whole.manifest) == manifests.media_type(base.manifest)
@@ -249,31 +243,11 @@ def test_a_layer_on_top_keeps_the_kind_of_the_base_and_its_settings(own_registry
     assert [entry["created_by"] for entry in whole.config["history"]] == ["base", "uv"]
 
 
-@pytest.mark.parametrize(
-    ("repository", "reference"),
-    [
-        ("../etc", "1"),
-        ("a/../b", "1"),
-        ("A", "1"),
-        ("a?x=1", "1"),
-        ("a#", "1"),
-        ("a", "../../x"),
-        ("a", "1?x"),
-        ("", "1"),
-    ],
-)
-def test_names_that_would_lead_elsewhere_are_refused_before_anything_is_sent(repository, reference):
-    with Registry("localhost:1") as registry:
-        for call in (registry.head, registry.manifest, registry.image):
-            with pytest.raises(ConfigError):
-                call(repository, reference)
-
-
 @pytest.mark.parametrize("digest", ["", "sha256:0", "md5:" + "0" * 32, f"{NO_DIGEST}/../x", NO_DIGEST.upper()])
 def test_digests_that_are_none_are_refused_before_anything_is_sent(digest):
     with Registry("localhost:1") as registry:
         for call in (registry.has_blob, lambda *names: list(registry.blob(*names))):
-            with pytest.raises(ConfigError, match="is no digest"):
+            with pytest.raises(ImageError, match="is no digest"):
                 call("a", digest)
 
 
@@ -309,6 +283,6 @@ def test_threads_share_a_registry(token_registry):
     host, _ = token_registry
     with Registry(host, credentials=ADA) as registry, ThreadPoolExecutor(4) as pool:
         blobs = [os.urandom(2 << 20) for _ in range(8)]
-        list(pool.map(lambda data: registry.upload("threads/a", data, digest_of(data)), blobs))
+        list(pool.map(lambda data: registry.upload("threads/a", blocks_of(data)), blobs))
         found = list(pool.map(lambda data: b"".join(registry.blob("threads/a", digest_of(data))), blobs))
     assert found == blobs

@@ -89,7 +89,7 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_an_error(scripted):
         (manifests.OCI_MANIFEST, b"<html>", "Is it a registry"),
         (manifests.OCI_MANIFEST, b"{}", "not an image that can be run"),
         (manifests.OCI_MANIFEST, b'{"config": {}}', "not an image that can be run"),
-        (manifests.OCI_MANIFEST, b'{"config": {"digest": "../../x"}}', "names no configuration"),
+        (manifests.OCI_MANIFEST, b'{"config": {"digest": "../../x"}}', "is no digest"),
         (
             manifests.OCI_MANIFEST,
             b'{"config": {"mediaType": "application/vnd.cncf.helm.config.v1+json"}}',
@@ -201,60 +201,27 @@ def test_an_ended_token_is_renewed_within_an_upload_and_an_identity_token_is_exc
         if request.command == "POST":
             valid["token"] = "revoked by the registry"
             return 202, {"Location": "/v2/a/blobs/uploads/1?state=x"}, b""
-        arrived.extend(request.rfile.read(int(request.headers["Content-Length"])))
+        arrived.extend(b"".join(request.blocks()))
         return (202 if request.command == "PATCH" else 201), {"Location": "/v2/a/blobs/uploads/1?state=y"}, b""
 
     fake, host = scripted(answer)
     with Registry(host, credentials=Credentials(token="identity")) as registry:
-        registry.upload("a", DATA, DIGEST)
+        registry.upload("a", lambda: [DATA])
     assert bytes(arrived) == DATA
     assert all("refresh_token=identity" in form and "service=s" in form for form in forms)
     assert fake.seen[-1][:2] == ("PUT", f"/v2/a/blobs/uploads/1?state=y&digest={DIGEST}")
 
 
-def test_an_upload_whose_answer_was_lost_is_found_to_be_there(scripted):
-    seen = []
-
-    def answer(request):
-        seen.append(request.command)
-        request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        if request.command == "PUT":
-            return None
-        status = {"HEAD": 200 if "PUT" in seen else 404, "PATCH": 202, "POST": 202}[request.command]
-        return status, {"Location": "/v2/a/blobs/uploads/1"}, b""
-
-    _, host = scripted(answer)
-    with Registry(host) as registry:
-        registry.upload("a", DATA, DIGEST)
-    assert seen == ["HEAD", "POST", "PATCH", "PUT", "HEAD"]
-
-
 def test_a_proxy_that_limits_requests_is_named(scripted):
     def answer(request):
-        size = int(request.headers.get("Content-Length", 0))
-        while size:
-            size -= len(request.rfile.read(min(size, 1 << 20)))
+        for _ in request.blocks():
+            pass
         status = {"HEAD": 404, "POST": 202, "PATCH": 413}[request.command]
         return status, {"Location": "/v2/a/blobs/uploads/1"}, b"<html>nginx</html>"
 
     _, host = scripted(answer)
     with Registry(host) as registry, pytest.raises(ImageError, match=r"413\. A proxy .* have its limit raised"):
-        registry.upload("a", DATA, DIGEST)
-
-
-def test_a_download_that_is_cut_goes_on_where_it_ended(scripted):
-    def answer(request):
-        begin = int(request.headers.get("Range", "bytes=0-")[6:-1])
-        part = DATA[begin : begin + 700_000]
-        request.send_response_only(206 if begin else 200)
-        request.send_header("Content-Length", str(len(DATA) - begin))
-        request.end_headers()
-        request.wfile.write(part)
-
-    fake, host = scripted(answer)
-    with Registry(host) as registry:
-        assert b"".join(registry.blob("a", DIGEST)) == DATA
-    assert [headers.get("Range", "") for _, _, headers in fake.seen] == ["", "bytes=700000-", "bytes=1400000-"]
+        registry.upload("a", lambda: [DATA])
 
 
 def test_a_registry_without_digests_in_its_answers_is_asked_for_the_whole_manifest(scripted):

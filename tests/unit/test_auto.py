@@ -15,7 +15,6 @@ from kale_dist import backends
 from kale_dist.blobs import MemoryStore
 from kale_dist.errors import KaleDistWarning
 from kale_dist.image import auto
-from kale_dist.image.auto import Found
 from kale_dist.snapshot.capture import capture
 from kale_dist.spec.recipe import Recipe
 
@@ -80,7 +79,7 @@ def test_imports_and_objects_of_a_notebook_are_found(site):
             return kdttools.work() + kdtinner.work()
         """
     found = auto.find(imports_of(cell(text, kdttools=kdttools), np.float64(1)))
-    assert Found(imported="kdttools", distribution="kdt-tools", version="1.5") in found.found
+    assert "  import kdttools: kdt-tools==1.5" in found.lines
     version = importlib.metadata.version("numpy")
     assert found.packages == ("kdt-inner==2.0", "kdt-tools==1.5", f"numpy=={version}")
     assert found.notes == ()
@@ -115,7 +114,7 @@ def test_what_every_rank_has_is_left_out():
             return torch.nn.Linear
         """
     report = auto.find([*imports_of(cell(text)), "functorch", "kale_dist.training.loop", "__main__"])
-    assert (report.found, report.notes) == ((), ())
+    assert (report.packages, report.notes) == ((), ())
     assert "found no installed package" in report.lines[0]
 
 
@@ -140,7 +139,7 @@ NOT_FROM_AN_INDEX = [
 def test_what_is_not_from_an_index_is_named_and_not_pinned(site, link, words):
     site.add("kdt-link", "1.0", "kdtlink.py", direct_url__json=json.dumps(link))
     report = auto.find(["kdtlink.part"])
-    assert report.found == ()
+    assert report.packages == ()
     assert len(report.notes) == 1
     assert "hunter2" not in report.notes[0]
     for word in ("`import kdtlink`", *words):
@@ -157,13 +156,13 @@ def test_what_conda_installed_is_pinned_and_said(site):
     site.add("kdt-conda", "1.0", "kdtconda.py", INSTALLER="conda\n")
     report = auto.find(["kdtconda"])
     assert report.packages == ("kdt-conda==1.0",)
-    assert "kdt-conda 1.0 is from conda here" in report.notes[0]
+    assert "kdt-conda is 1.0 from conda here" in report.notes[0]
 
 
 def test_what_has_no_metadata_and_what_is_not_there_is_named(site):
     (site.folder / "kdtbare.py").touch()
     report = auto.find(["kdtbare", "kdtgone.part", "kdtlost"])
-    assert report.found == ()
+    assert report.packages == ()
     assert "`import kdtbare`: no installed package says that it has this module" in report.notes[0]
     assert "not installed here, so not put into the image: kdtgone, kdtlost" in report.notes[1]
 
@@ -176,7 +175,7 @@ def test_a_package_that_is_one_compiled_file_is_found(site):
 def test_a_version_that_no_index_can_have_is_named(site):
     site.add("kdt-odd", "latest", "kdtodd.py")
     report = auto.find(["kdtodd"])
-    assert report.found == ()
+    assert report.packages == ()
     assert "the version 'latest' of kdt-odd" in report.notes[0]
 
 
