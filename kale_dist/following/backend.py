@@ -228,6 +228,7 @@ class FollowedBackend(FolderBackend):
                     place=self.place,
                     record=self._reader(ref).record(),
                     key=records.read_key(ref.record_name),
+                    on_lines=self._wake_readers,
                     on_change=lambda: self._tell(ref),
                 )
             return found

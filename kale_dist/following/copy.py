@@ -38,9 +38,6 @@ from kale_dist.contract import (
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.following.client import HeadClient
 
-PROGRESS_S = 0.2
-"""Readers look at progress five times a second at most."""
-
 SILENCE_S = 45.0
 """A connection without a byte for so long is opened again from the last line: a tunnel that died (a laptop that slept)
 says nothing. The head says something every 15 s."""
@@ -68,13 +65,16 @@ class RunCopy:
     Args:
         files: The run's files; their folder has to be there.
         world_size: Ranks of the job.
-        on_change: Called when readers would find something new.
+        on_lines: Called when the log has grown.
+        on_change: Called when the status may be another one.
 
     Raises:
         StoreError: The files cannot be read or written.
     """
 
-    def __init__(self, files: JobFiles, world_size: int, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, files: JobFiles, world_size: int, on_lines: Callable[[], None], on_change: Callable[[], None]
+    ) -> None:
         self.verdict: dict[str, Any] | None = None
         """The head's final state event. Readers do not see it, or what follows it, before `release`."""
         self.last_attempt = 0
@@ -84,10 +84,11 @@ class RunCopy:
         self._files = files
         self.world_size = world_size
         """Ranks of the job."""
+        self._on_lines = on_lines
         self._on_change = on_change
         self._held: list[bytes] = []
         self._progress: dict[str, Any] = {}
-        self._progress_written = 0.0
+        self._has_new_progress = False
         self._parts: dict[tuple[int, int], list[bytes]] = {}
         self._log_lines: list[bytes] = []
         with _writable(files):
@@ -123,12 +124,14 @@ class RunCopy:
                     name = contract.last_name(block.event)
                     if name is not None:
                         self._progress[name] = block.event
+                        self._has_new_progress = True
                 elif isinstance(block, OutcomePart):
                     self._take_part(block)
                 elif is_last and block.text.strip():
                     self._append_own(b"pod 0: " + contract.clean(block.text)[: contract.MAX_LINE_BYTES])
         finally:
             self.flush()
+            self._write_progress()
 
     def say(self, text: str) -> None:
         """Append a line of our own, which has no number."""
@@ -136,20 +139,17 @@ class RunCopy:
         self.flush()
 
     def flush(self) -> None:
-        """Write what was taken.
+        """Write the lines that were taken.
 
         Raises:
             StoreError: The disk is full, or the job was deleted.
         """
-        is_due = bool(self._progress) and time.monotonic() - self._progress_written >= PROGRESS_S
-        if not self._log_lines and not is_due:
+        if not self._log_lines:
             return
         with _writable(self._files):
             _write_all(self._log, b"".join(self._log_lines))
-            self._log_lines = []
-            if is_due:
-                self._write_progress()
-        self._on_change()
+        self._log_lines = []
+        self._on_lines()
 
     def release(self, events: Iterable[dict[str, Any]] | None = None) -> None:
         """Let readers see how the run ended. Nothing is copied after it.
@@ -161,8 +161,6 @@ class RunCopy:
         self._held = []
         self.flush()
         with _writable(self._files):
-            if self._progress:
-                self._write_progress()
             _write_all(self._events, b"".join(held))
         self._on_change()
 
@@ -259,9 +257,12 @@ class RunCopy:
             self.has_started = True
 
     def _write_progress(self) -> None:
-        self._progress_written = time.monotonic()
-        with fresh(self._files.progress) as file:
+        if not self._has_new_progress:
+            return
+        with _writable(self._files), fresh(self._files.progress) as file:
             file.write_text(json.dumps(self._progress))
+        self._has_new_progress = False
+        self._on_change()
 
     def _recover_events(self) -> int:
         data = self._files.events.read_bytes()

@@ -77,7 +77,8 @@ class Follower:
         place: Where the job runs.
         record: The job.
         key: Its secret bytes; None if this user has none.
-        on_change: Called when something about the job may have changed.
+        on_lines: Called when the log here has grown.
+        on_change: Called when something else about the job may have changed.
         clock: Time; tests have one of their own.
     """
 
@@ -87,6 +88,7 @@ class Follower:
         place: Place,
         record: Record,
         key: bytes | None,
+        on_lines: Callable[[], None],
         on_change: Callable[[], None],
         clock: Clock | None = None,
     ) -> None:
@@ -100,6 +102,7 @@ class Follower:
         self._record = record
         self._spec: JobSpec = record.spec
         self._key = key
+        self._on_lines = on_lines
         self._on_change = on_change
         self._clock = clock or Clock()
         self._files = records.files(record.name)
@@ -273,7 +276,8 @@ class Follower:
         self._run = records.runs(self._record.name)[-1]
         self._handle = handle_of(self._place, self._record, self._run)
         self._listen()
-        self._opened = RunCopy(self._run.files, self._spec.topology.number_of_processes, self._on_change)
+        world_size = self._spec.topology.number_of_processes
+        self._opened = RunCopy(self._run.files, world_size, self._on_lines, self._on_change)
         if not self._run.files.run_facts.exists():
             records.write_run(dataclasses.replace(self._run, object=self._handle.object))
 

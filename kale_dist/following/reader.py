@@ -344,10 +344,14 @@ class FolderBackend(Backend):
                 found = self._readers[ref.record_name] = JobReader(ref.record_name, self._lives)
             return found
 
-    def _tell(self, ref: JobRef) -> None:
-        """A job may have changed."""
+    def _wake_readers(self) -> None:
+        """A log has grown."""
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
+
+    def _tell(self, ref: JobRef) -> None:
+        """A job may have changed, its log too."""
+        self._wake_readers()
         for callback in tuple(self._listeners):
             callback(ref)

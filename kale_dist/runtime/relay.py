@@ -28,8 +28,8 @@ from kale_dist.runtime.usage import UsageWatch
 BODY_BYTES = 64 << 10
 """Lines of a rank that are sent together."""
 
-BODY_S = 0.05
-"""How long they may wait for each other."""
+BODY_S = 0.03
+"""After some lines were sent, the next ones wait so long for each other."""
 
 HELD_BYTES = 16 << 20
 """This much waits for a head that does not read; then lines go, and a count takes their place, and ranks keep their events."""
@@ -219,7 +219,7 @@ class _Forwarder:
         self._loop = loop
         self._bodies: list[bytes] = []
         self._count = self._bytes = self._lost = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_gathering = False
         self._sending: asyncio.Task[None] | None = None
 
     @property
@@ -232,17 +232,15 @@ class _Forwarder:
         self._head.say(Op.FORKED, self.rank, pid=pid)
 
     def output(self, body: bytes, count: int) -> None:
-        """It has written lines: they wait a moment for others, unless the head has not read too many before."""
+        """It has written lines: sent at once, or with others a moment later, unless the head has not read too many before."""
         if not self.has_room:
             self._lost += count
             return
         if self._lost:
             self._add(*self._gap())
         self._add(body, count)
-        if self._bytes >= BODY_BYTES:
+        if self._bytes >= BODY_BYTES or not self._is_gathering:
             self._flush()
-        elif self._timer is None:
-            self._timer = self._loop.call_later(BODY_S, self._flush)
 
     def events(self, data: bytes) -> None:
         """It has sent events."""
@@ -284,12 +282,16 @@ class _Forwarder:
 
     def _flush(self) -> None:
         """Send the lines there are."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if self._bodies:
             self._head.send(b"O", self.rank, COUNT.pack(self._count), *self._bodies)
             self._bodies, self._count, self._bytes = [], 0, 0
+            if not self._is_gathering:
+                self._is_gathering = True
+                self._loop.call_later(BODY_S, self._gathered)
+
+    def _gathered(self) -> None:
+        self._is_gathering = False
+        self._flush()
 
     async def _send_outcome(self, message: dict[str, Any]) -> None:
         """Send what a rank that is done has left, and then say that it is done."""
