@@ -149,6 +149,25 @@ class Training:
             )
         )
 
+    def undivided(self) -> Iterator[str]:
+        """Sentences about the loaders that every rank reads whole, because they are in the arguments of the steps."""
+        from torch.utils.data import DataLoader
+
+        divided = (self.train_data_loader, self.eval_data_loader)
+        for argument in ("train_args", "eval_args"):
+            given = getattr(self, argument)
+            parts = (
+                given.items()
+                if isinstance(given, dict)
+                else enumerate(given)
+                if isinstance(given, list | tuple)
+                else ()
+            )
+            named = {argument: given, **{f"{argument}[{name!r}]": part for name, part in parts}}
+            for name, value in named.items():
+                if isinstance(value, DataLoader) and not any(value is one for one in divided):
+                    yield f"{name} is not divided: every rank reads all of it. Ranks share train_data_loader and eval_data_loader"
+
     def arguments(self) -> dict[str, Any]:
         """Name to value, as the training loop takes them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -392,7 +392,9 @@ def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
         raise ConfigError("kind", problem, remedy)
     training.check_strategy(run.spec, is_local=run.backend.name == "local")
     target, spec = save_to.settle(training.save_to, run.spec, run.backend.name)
-    run = dataclasses.replace(run, spec=spec)
+    shards = training.strategy.layout(0, spec.topology.number_of_processes).shards
+    notes = tuple(training.undivided()) if shards > 1 else ()
+    run = dataclasses.replace(run, spec=spec, notes=(*run.notes, *notes))
     kwargs = {**training.arguments(), "cuda": spec.cuda, "seed": spec.seed, "save_to": target}
     return Call(fn=None, args=(), kwargs=kwargs), run
 

@@ -111,6 +111,26 @@ class Group:
         dist.all_gather_object(values, value, group=self.world)
         return values
 
+    def meet(self, place: str, value: Any = None) -> list[Any]:
+        """As `gather`, in places that ranks reach through the user's code and so not all alike.
+
+        Args:
+            place: Where this rank is, as it stands after "at" in a sentence.
+            value: What the others get.
+
+        Raises:
+            KaleDistError: Other ranks are in another place.
+        """
+        everyone = self.gather((self.rank, place, value))
+        first = everyone[0]
+        for other in everyone:
+            if other[1] != first[1]:
+                raise KaleDistError(
+                    f"Rank {first[0]} is at {first[1]}, and rank {other[0]} at {other[1]}. All ranks have to take the same"
+                    " way through the step: take what exchanges numbers out of conditions such as `if rank == 0:`"
+                )
+        return [value for *_, value in everyone]
+
     def sum_int64(self, values: Sequence[int]) -> list[int]:
         """The sums over ranks, one for each of the values."""
         if self.is_alone:

@@ -416,6 +416,7 @@ class Session:
                 note_layer(error, self.trained.model, self.trained.criterion, batch)
             raise
         feed.end()
+        self.group.meet(f"the end of {name}")
         if is_training:
             if not feed.passes:
                 # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.

@@ -79,13 +79,10 @@ class Schedules:
 
     def mean(self, value: Any) -> float:
         """A metric of the step as one process would have it: the ranks' values, weighted by their samples."""
-        weight = self.samples()
-        sums = torch.tensor(
-            [float(value) * weight, weight, float(value)], dtype=torch.float64, device=self.group.device
-        )
-        self.group.sum(sums)
-        total, weights, plain = sums.tolist()
-        return float(total / weights if weights else plain / self.group.answered)
+        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.samples()))
+        if not any(weight for _, weight in everyone):
+            everyone = [(one, 1) for one, _ in everyone]
+        return sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone)
 
 
 def total_of(scheduler: Any) -> int | None:

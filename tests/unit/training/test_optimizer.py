@@ -235,6 +235,28 @@ def test_a_plateau_scheduler_in_a_step_sees_the_loss_of_all_ranks(ranks):
     assert ranks(2, job) == pytest.approx([5 / 3, 5 / 3])
 
 
+def test_a_plateau_scheduler_that_only_rank_0_steps_is_told_at_once(ranks):
+    """It needs the loss of all ranks: rank 0 would wait for the others for ever."""
+
+    def job():
+        model = nn.Sequential(net(), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+        def step(model, loader, criterion, optimizer, device, args):
+            zero_first(model, loader, criterion, optimizer, device, args)
+            if torch.distributed.get_rank() == 0:
+                scheduler.step(1.0)
+
+        try:
+            fit(step, model, optimizer)
+        except KaleDistError as error:
+            return str(error)
+
+    told = "Rank 0 is at ReduceLROnPlateau.step(), and rank 1 at the end of train_step. All ranks"
+    assert [text.startswith(told) for text in ranks(2, job)] == [True, True]
+
+
 def test_learning_rates_that_a_step_sets_by_its_own_loss_are_equal_after_an_epoch(ranks):
     def job():
         text = io.StringIO()
