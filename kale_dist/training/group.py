@@ -281,7 +281,9 @@ class Buffers:
         """
         if self._group.is_alone or not self._average:
             return
-        buffers = [b for _, b in sorted(self._model.named_buffers()) if not torch.nn.parameter.is_lazy(b)]
+        named = sorted(self._model.named_buffers())
+        # Sparse ones are tables (a graph's edges), which no step changes.
+        buffers = [b for _, b in named if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided]
         large = [b for b in buffers if b.numel() > _LARGE]
         if large:
             prints = self._group.gather(fingerprint(large))

@@ -554,7 +554,7 @@ class Session:
             callbacks=calls,
         )
         if left_out:
-            self.group.say(f"Checkpoints do not hold {', '.join(left_out[:5])}: neither tensors nor plain values.")
+            self.group.say(f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.")
         context.emit(
             EventKind.CHECKPOINT,
             epoch=epoch,

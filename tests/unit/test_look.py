@@ -217,6 +217,7 @@ def test_a_job_whose_pods_were_not_listed_yet_is_not_judged():
     ("PyTorchJob", "x-2", 10, False),
     ("Pod", "x-large-master-0", 10, False),
     ("Workload", "pytorchjob-x-large-a5d2d", 10, False),
+    ("Workload", "job-x-a5d2d", 10, False),
     ("Deployment", "x", 10, False),
 ])  # fmt: skip
 def test_events_of_other_jobs_are_told_apart(kind, name, time, expected):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kale_dist.backends.base import RunHandle
-from kale_dist.manifests import kind_of
+from kale_dist.manifests import Kind, kind_of
 from kale_dist.manifests.settings import (
     COMPLETION_INDEX,
     CONTAINER_ANNOTATION,
@@ -228,14 +228,19 @@ def is_about(event: EventView, handle: RunHandle) -> bool:
     """Whether an event concerns a run's object or what was made for it. Earlier jobs may have had the same names."""
     kind, owner = kind_of(handle.spec), event.name.rpartition("-")[0]
     names = kind.pod_names(handle.spec, handle.run)
-    told = kind.told_by(handle.object)
     if event.time < float(handle.get("created") or 0):
         return False
     if event.kind == "Pod":
         return event.name in names or owner in names
     if event.kind == "Workload":
-        return owner in {f"{teller.lower()}-{name}" for teller, name in told}
-    return (event.kind, event.name) in told
+        return owner_of_workload(event.name, kind) == handle.object
+    return (event.kind, event.name) in kind.told_by(handle.object)
+
+
+def owner_of_workload(name: str, kind: Kind) -> str:
+    """The object that a Workload of Kueue's stands for, which calls it `pytorchjob-<object>-<hash>`; "" for another kind's."""
+    owner, _, rest = name.partition("-")
+    return rest.rpartition("-")[0] if owner == kind.name.lower() else ""
 
 
 def seconds(text: str | None) -> float | None:

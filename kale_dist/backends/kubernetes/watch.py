@@ -26,6 +26,7 @@ from kale_dist.backends.kubernetes.views import (
     JobView,
     PodView,
     event_view,
+    owner_of_workload,
     pod_view,
     seconds,
 )
@@ -352,8 +353,7 @@ class _State:
         event = event_view(item)
         name, kind = event.name, event.kind
         if kind == "Workload":
-            # Kueue calls it `pytorchjob-<job>-<hash>`.
-            name = name.removeprefix(f"{self.kind.name.lower()}-").rpartition("-")[0]
+            name = owner_of_workload(name, self.kind)
         if change == "DELETED" or kind not in self._told_kinds:
             return set()
         known = self._events.setdefault((kind, name), {})

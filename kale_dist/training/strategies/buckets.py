@@ -161,6 +161,7 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
             torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
             torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
             parameter.shape,
+            check_invariants=False,
         )
     elif was_dense:
         gradient = gradient.to_sparse(1)
@@ -170,7 +171,7 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
     parts = torch.view_as_real(values) if values.is_complex() else values
     shape = (*gradient.shape, *parts.shape[values.dim() :])
     total = torch.sparse_coo_tensor(
-        gradient.indices(), parts.float() if parts.dtype is torch.float16 else parts, shape, is_coalesced=True
+        gradient.indices(), parts.float() if parts.dtype is torch.float16 else parts, shape, is_coalesced=True, check_invariants=False
     )
     # NCCL sums no sparse tensors, gloo does.
     total = total.cpu()
@@ -178,7 +179,7 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
     total = total.coalesce()
     parts = (total.values() / group.world_size).to(parts.dtype)
     values = torch.view_as_complex(parts) if values.is_complex() else parts
-    mean = torch.sparse_coo_tensor(total.indices(), values, gradient.shape, is_coalesced=True).to(parameter.device)
+    mean = torch.sparse_coo_tensor(total.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False).to(parameter.device)
     parameter.grad = mean.to_dense() if was_dense else mean
 
 

@@ -424,3 +424,15 @@ def test_a_schedule_of_unknown_length_is_stepped_once_and_the_log_says_so(ranks)
     last, _, said = ranks(2, lambda: rates(unknown, 82, 2))[0]
     assert last == 42
     assert "LambdaLR, of unknown length, is stepped once in each batch (41 batches an epoch on one process, 21" in said
+
+
+def test_a_model_may_have_a_sparse_table_among_its_buffers(ranks):
+    """Buffers are averaged after each epoch; the edges of a graph are not."""
+
+    def job():
+        model = net()
+        model.register_buffer("edges", torch.eye(3).to_sparse())
+        fit(zero_first, model)
+        return model.edges.to_dense().tolist()
+
+    assert ranks(2, job) == [torch.eye(3).tolist()] * 2
