@@ -28,7 +28,7 @@ import tempfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
@@ -176,13 +176,20 @@ class MemoryStore:
 # -- containers ------------------------------------------------------------------------------------------------------
 
 
-def write_container(path: str | os.PathLike[str], header: dict[str, Any], buffers: Sequence[Buffer]) -> None:
+def write_container(
+    path: str | os.PathLike[str],
+    header: dict[str, Any],
+    buffers: Sequence[Buffer],
+    *,
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
     """Write one file with a header and buffers, under a temporary name first; a file that is there is replaced.
 
     Args:
         path: Where to; its folder has to be there.
         header: Anything that JSON can say.
         buffers: Written from where they are, without a copy.
+        on_progress: Called after each piece of a large file.
 
     Raises:
         StoreError: The disk is full, or the folder cannot be written.
@@ -193,7 +200,7 @@ def write_container(path: str | os.PathLike[str], header: dict[str, Any], buffer
     pieces: list[Buffer] = [start, _padding(len(start))]
     for buffer, size in zip(buffers, sizes, strict=True):
         pieces += [buffer, _padding(size)]
-    _write_file(pathlib.Path(path), pieces, 0o600)
+    _write_file(pathlib.Path(path), pieces, 0o600, on_progress)
 
 
 def open_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[memoryview]]:
@@ -286,7 +293,9 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
-def _write_file(path: pathlib.Path, pieces: Iterable[Buffer], mode: int) -> None:
+def _write_file(
+    path: pathlib.Path, pieces: Iterable[Buffer], mode: int, on_progress: Callable[[], None] = lambda: None
+) -> None:
     """Write a file under a temporary name, then rename it; on failure nothing is left."""
     temporary = ""
     written = 0
@@ -300,6 +309,7 @@ def _write_file(path: pathlib.Path, pieces: Iterable[Buffer], mode: int) -> None
                     count = os.write(descriptor, view[:_WRITE_BYTES])
                     written += count
                     view = view[count:]
+                    on_progress()
             os.fchmod(descriptor, mode)
         finally:
             os.close(descriptor)

@@ -23,9 +23,12 @@ from typing import IO, Any
 
 from kale_dist import blobs, contract
 from kale_dist.errors import RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
-from kale_dist.runtime import reducers, sources, unpicklable
+from kale_dist.runtime import context, reducers, sources, unpicklable
 from kale_dist.runtime.pickling import TensorPickler
 from kale_dist.runtime.reducers import References
+
+_SIGNED_AT_ONCE = 1 << 24
+"""Bytes after which a rank that signs a large result tells its agent that it is not stalled."""
 
 _MOST_CAUSES = 100
 """Longer chains of causes are cut."""
@@ -66,8 +69,11 @@ class Signer:
         """HMAC-SHA256 over the header and each buffer with its length."""
         signature = hmac.new(self.key, json.dumps(header, sort_keys=True).encode(), hashlib.sha256)
         for buffer in buffers:
-            signature.update(b"\n%d\n" % memoryview(buffer).nbytes)
-            signature.update(buffer)
+            view = memoryview(buffer)
+            signature.update(b"\n%d\n" % view.nbytes)
+            for start in range(0, view.nbytes, _SIGNED_AT_ONCE):
+                context.mark_progress()
+                signature.update(view[start : start + _SIGNED_AT_ONCE])
         return signature.hexdigest()
 
     def has_signed(self, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> bool:
@@ -207,7 +213,8 @@ def _joined(source: Sequence[blobs.Buffer]) -> blobs.Buffer:
 def _write(
     path: str | os.PathLike[str], signer: Signer, header: dict[str, Any], buffers: Sequence[blobs.Buffer]
 ) -> None:
-    blobs.write_container(pathlib.Path(path), header | {"mac": signer.sign(header, buffers)}, buffers)
+    signed = header | {"mac": signer.sign(header, buffers)}
+    blobs.write_container(pathlib.Path(path), signed, buffers, on_progress=context.mark_progress)
 
 
 def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int], Any]) -> reducers.Loading:

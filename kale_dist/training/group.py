@@ -17,6 +17,9 @@ from kale_dist.contract import EventKind
 from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context
 
+STEP_ENDS = "the end of the step"
+"""The place where ranks meet after the user's step."""
+
 
 class Group:
     """This rank among all. Every method that exchanges something must be called by all ranks in the same order.
@@ -284,6 +287,9 @@ class Buffers:
         named = sorted(self._model.named_buffers())
         # Sparse ones are tables (a graph's edges), which no step changes.
         buffers = [b for _, b in named if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided]
+        if not buffers:
+            return
+        self._group.meet(STEP_ENDS)
         large = [b for b in buffers if b.numel() > _LARGE]
         if large:
             prints = self._group.gather(fingerprint(large))

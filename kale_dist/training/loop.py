@@ -416,7 +416,6 @@ class Session:
                 note_layer(error, self.trained.model, self.trained.criterion, batch)
             raise
         feed.end()
-        self.group.meet(f"the end of {name}")
         if is_training:
             if not feed.passes:
                 # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
@@ -554,7 +553,9 @@ class Session:
             callbacks=calls,
         )
         if left_out:
-            self.group.say(f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.")
+            self.group.say(
+                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
+            )
         context.emit(
             EventKind.CHECKPOINT,
             epoch=epoch,

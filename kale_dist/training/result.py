@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
-from kale_dist.training.group import Group
+from kale_dist.training.group import STEP_ENDS, Group
 
 
 class Optimizers:
@@ -172,7 +172,7 @@ def average(group: Group, values: Mapping[str, float], weight: float, extra: Any
     """
     stop = bool(values.get(STOP, False))
     mine = {name: value for name, value in values.items() if name != STOP}
-    everyone = group.gather((mine, weight, stop, extra))
+    everyone = group.meet(STEP_ENDS, (mine, weight, stop, extra))
     equal = not any(weight for _, weight, _, _ in everyone)
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}

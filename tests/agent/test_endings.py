@@ -162,6 +162,12 @@ def test_progress_keeps_a_stall_away(jobs):
     assert job.events(EventKind.WAITING) == []
 
 
+@pytest.mark.nightly
+def test_a_rank_that_signs_and_writes_a_large_result_is_not_stalled(jobs):
+    job = jobs.run(lambda: bytes(600 << 20), ranks=1, stall_timeout_s=1.0)
+    assert job.wait()["state"] == "succeeded"
+
+
 def test_timeout(jobs):
     job = jobs.run(hang_on_one, timeout_s=1.0)
     state = job.wait()

@@ -171,7 +171,11 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
     parts = torch.view_as_real(values) if values.is_complex() else values
     shape = (*gradient.shape, *parts.shape[values.dim() :])
     total = torch.sparse_coo_tensor(
-        gradient.indices(), parts.float() if parts.dtype is torch.float16 else parts, shape, is_coalesced=True, check_invariants=False
+        gradient.indices(),
+        parts.float() if parts.dtype is torch.float16 else parts,
+        shape,
+        is_coalesced=True,
+        check_invariants=False,
     )
     # NCCL sums no sparse tensors, gloo does.
     total = total.cpu()
@@ -179,7 +183,9 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
     total = total.coalesce()
     parts = (total.values() / group.world_size).to(parts.dtype)
     values = torch.view_as_complex(parts) if values.is_complex() else parts
-    mean = torch.sparse_coo_tensor(total.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False).to(parameter.device)
+    mean = torch.sparse_coo_tensor(
+        total.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
+    ).to(parameter.device)
     parameter.grad = mean.to_dense() if was_dense else mean
 
 

@@ -235,11 +235,12 @@ def test_a_plateau_scheduler_in_a_step_sees_the_loss_of_all_ranks(ranks):
     assert ranks(2, job) == pytest.approx([5 / 3, 5 / 3])
 
 
-def test_a_plateau_scheduler_that_only_rank_0_steps_is_told_at_once(ranks):
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_a_plateau_scheduler_that_only_rank_0_steps_is_told_at_once(ranks, has_buffers):
     """It needs the loss of all ranks: rank 0 would wait for the others for ever."""
 
     def job():
-        model = nn.Sequential(net(), nn.BatchNorm1d(2))
+        model = nn.Sequential(net(), nn.BatchNorm1d(2, track_running_stats=has_buffers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
@@ -253,7 +254,7 @@ def test_a_plateau_scheduler_that_only_rank_0_steps_is_told_at_once(ranks):
         except KaleDistError as error:
             return str(error)
 
-    told = "Rank 0 is at ReduceLROnPlateau.step(), and rank 1 at the end of train_step. All ranks"
+    told = "Rank 0 is at ReduceLROnPlateau.step(), and rank 1 at the end of the step. All ranks"
     assert [text.startswith(told) for text in ranks(2, job)] == [True, True]
 
 
