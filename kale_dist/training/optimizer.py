@@ -82,7 +82,7 @@ class Schedules:
         everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.samples()))
         if not any(weight for _, weight in everyone):
             everyone = [(one, 1) for one, _ in everyone]
-        return sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone)
+        return float(sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone))
 
 
 def total_of(scheduler: Any) -> int | None:
