@@ -42,10 +42,14 @@ class JobRef:
         """The inverse of `str()`. A bare name is a job of the local backend.
 
         Raises:
-            ConfigError: The text is empty or has no name, or is that of a record of another backend.
+            ConfigError: The text is empty or has no name, or is a path, or that of a record of another backend.
         """
         backend, separator, name = text.rpartition("://")
-        if not name or (separator and not backend) or (backend in ("", "local") and "." in name and "/" not in name):
+        if (
+            not name
+            or (separator and not backend)
+            or (backend in ("", "local") and any(character in name for character in "./"))
+        ):
             remedy = "Write it as 'local://name' or 'kubernetes://namespace/name'; see kale_dist.jobs()"
             raise ConfigError("ref", f"{text!r} does not name a job", remedy)
         return cls(backend or "local", name)

@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     delete.add_argument("--json", action="store_true", help="print what was deleted as JSON; needs --yes")
     searched = command("sweeps", "list the sweeps of this machine, or show one")
     searched.add_argument("name", nargs="?", metavar="NAME", help="a sweep's name")
+    searched.add_argument("--json", action="store_true", help="as JSON")
     examine = command("doctor", "check what jobs need")
     examine.add_argument("--json", action="store_true", help="as JSON")
     place(examine, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
@@ -149,9 +150,13 @@ def _sweeps(options: argparse.Namespace) -> int:
     from kale_dist.view.sweep import sentence
 
     if options.name:
-        print(sweeps.read(options.name))
+        picture = sweeps.read(options.name)
+        print(job_commands.to_json(picture) if options.json else picture)
         return 0
     pictures = [sweeps.read(name) for name in sweeps.sweeps()]
+    if options.json:
+        print(job_commands.to_json([dataclasses.asdict(picture) for picture in pictures]))
+        return 0
     rows = [(one.name, "ended" if one.is_over else "runs", sentence(one)) for one in pictures]
     print("\n".join(plain.table(("sweep", "state", "trials"), rows)) if rows else "There are no sweeps.")
     return 0

@@ -412,6 +412,24 @@ def test_a_skip_connection_ends_the_job_with_its_name():
         job.delete()
 
 
+def copying_step(model, data_loader, criterion, optimizer, device, args):
+    copy.deepcopy(model)
+
+
+def test_a_step_that_copies_its_model_is_told_what_to_do():
+    model = Four()
+    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(
+        model, loader, nn.MSELoss(), optimizer, copying_step, strategy="pipeline", number_of_processes=2, on="local"
+    )
+    try:
+        with pytest.raises(KaleDistError, match="make other copies before the call"):
+            job.result()
+    finally:
+        job.delete()
+
+
 # -- refused at the call ---------------------------------------------------------------------------------------------
 
 

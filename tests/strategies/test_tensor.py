@@ -1,5 +1,7 @@
 """Tensor parallelism: equal to one process, with and without a plan; what cannot be divided is refused."""
 
+import copy
+
 import pytest
 import torch
 from one_process import Case, TiedAdamClippedInStep, WithLoss, compare, compare_in_notebook
@@ -99,6 +101,19 @@ class Penalised(Case):
         return nn.functional.cross_entropy(scores, y) + slope.square().sum(1).mean()
 
 
+class Copied(Case):
+    """A loss against a copy of the model with weights of its own, as that of a mean teacher."""
+
+    def loss(self, model, x, y):
+        teacher = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(0.5)
+            wanted = teacher(x)
+        scores = model(x)
+        return nn.functional.cross_entropy(scores, y) + nn.functional.mse_loss(scores, wanted)
+
+
 class Compiled(Case):
     """A model that the notebook has compiled."""
 
@@ -124,8 +139,8 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
 
 
 @pytest.mark.parametrize("plan", [{}, {"0": "columns", "2": "rows"}], ids=repr)
-def test_a_loss_that_contains_a_gradient_equals_one_process(plan):
-    compare(Tensor(plan=plan), names=("Penalised",), cases={"Penalised": Penalised})
+def test_losses_of_gradients_and_of_copies_equal_one_process(plan):
+    compare(Tensor(plan=plan), names=("Penalised", "Copied"), cases={"Penalised": Penalised, "Copied": Copied})
 
 
 @pytest.mark.nightly

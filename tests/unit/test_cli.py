@@ -155,7 +155,7 @@ def test_render_shows_what_was_submitted(job, capsys):
     ("words", "code", "message"),
     [
         (["status", "nosuch"], 1, "There is no job 'nosuch'"),
-        (["logs", "../../etc/passwd"], 1, "There is no job"),
+        (["logs", "../../etc/passwd"], 2, "does not name a job"),
         (["cancel", "kubernets://a/b"], 2, "there is no backend 'kubernets'"),
         (["status", ""], 2, "does not name a job"),
         (["delete", "kubernetes.team.speaks"], 2, "Write it as 'local://name' or 'kubernetes://namespace/name'"),

@@ -218,6 +218,9 @@ def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     assert re.search(r"killed +ended +6 of 6 trials; best loss", capsys.readouterr().out)
     assert cli.main(["sweeps", "killed"]) == 0
     assert "repeated" in capsys.readouterr().out
+    capsys.readouterr()
+    assert cli.main(["sweeps", "--json"]) == cli.main(["sweeps", "killed", "--json"]) == 0
+    assert '"name": "killed"' in capsys.readouterr().out
     assert cli.main(["sweeps", "missing"]) != 0
     assert "there is no sweep 'missing'" in capsys.readouterr().err
     assert kept.items() <= {row.number: row.value for row in after.rows}.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,15 +40,24 @@ def alter_blocks(
     for block in blocks:
         forward: Any = block.forward
         if compiled:
-            forward = torch.compile(forward)
+            function = getattr(forward, "__func__", None)
+            # As a method, which a copy of the block calls with the copy.
+            forward = types.MethodType(torch.compile(function), block) if function else torch.compile(forward)
         if checkpointed:
             forward = functools.partial(_recomputed, block, forward)
-        if forward is not block.forward:
+        if compiled or checkpointed:
             replace_forward(block, forward, stack)
 
 
 def replace_forward(module: torch.nn.Module, forward: Any, stack: contextlib.ExitStack) -> None:
-    """Give a module another `forward`; its class, hooks and parameters stay. The stack undoes it."""
+    """Give a module another `forward`; its class, hooks and parameters stay. The stack undoes it.
+
+    Args:
+        module: The module.
+        forward: If it computes with the module, then as a method of it (`types.MethodType`): a step may copy the module,
+            and what the copy computes has to come from the copy's weights.
+        stack: Undoes it.
+    """
     state = module.__dict__
     before = {name: state[name] for name in ("forward",) if name in state}
 

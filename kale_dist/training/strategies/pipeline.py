@@ -194,6 +194,17 @@ class PipelineParallel(DataParallel):
         elsewhere = {id(p) for p in self._elsewhere.values()}
         super().adopt([p for p in parameters if id(p) not in elsewhere])
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse a copy of the model, whose `forward` is a method of this object.
+
+        Raises:
+            KaleDistError: Always.
+        """
+        raise KaleDistError(
+            "strategy=Pipeline: train_step copies the model, and each rank has only its stage of it. For an average of the"
+            " weights use callbacks=[kd.callbacks.EMA()]; make other copies before the call"
+        )
+
     # -- the forward pass ------------------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ Over the groups, where there are several, gradients are averaged as by data para
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,18 +211,18 @@ def divide_layers(
         if isinstance(module, torch.nn.Linear):
             if word != "rows":
                 division.divide(module.bias, 0, pieces, optimizer)
-            forward = _linear(module, name, word, inputs, peers)
+            forward = _linear(name, word, inputs, peers)
         elif word == "vocabulary":
-            forward = _vocabulary(module, module.weight.shape[0] // peers.size, peers)
+            forward = _vocabulary(module.weight.shape[0] // peers.size, peers)
         else:
-            forward = _embedding(module, peers)
+            forward = _embedding(peers)
         division.divide(module.weight, along, pieces, optimizer)
-        replace_forward(module, forward, stack)
+        replace_forward(module, types.MethodType(forward, module), stack)
     return division
 
 
-def _linear(module: Any, name: str, word: str, inputs: int, peers: Peers) -> Callable[[Tensor], Tensor]:
-    def rows(given: Tensor) -> Tensor:
+def _linear(name: str, word: str, inputs: int, peers: Peers) -> Callable[[Any, Tensor], Tensor]:
+    def rows(module: Any, given: Tensor) -> Tensor:
         if given.shape[-1] != inputs // peers.size:
             raise KaleDistError(
                 f"{name} is planned as 'rows' and got an input of width {given.shape[-1]}, not {inputs // peers.size}: what"
@@ -230,17 +231,17 @@ def _linear(module: Any, name: str, word: str, inputs: int, peers: Peers) -> Cal
         output = peers.whole_of_summands(functional.linear(given, module.weight))
         return output if module.bias is None else output + module.bias
 
-    def columns(given: Tensor) -> Tensor:
+    def columns(module: Any, given: Tensor) -> Tensor:
         return functional.linear(peers.enter(given), module.weight, module.bias)
 
-    def alone(given: Tensor) -> Tensor:
-        return peers.whole_of_parts(columns(given))
+    def alone(module: Any, given: Tensor) -> Tensor:
+        return peers.whole_of_parts(columns(module, given))
 
     return rows if word == "rows" else alone if word == "alone" else columns
 
 
-def _embedding(module: Any, peers: Peers) -> Callable[[Tensor], Tensor]:
-    def forward(given: Tensor) -> Tensor:
+def _embedding(peers: Peers) -> Callable[[Any, Tensor], Tensor]:
+    def forward(module: Any, given: Tensor) -> Tensor:
         found = functional.embedding(
             given, module.weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq, module.sparse
         )
@@ -249,11 +250,11 @@ def _embedding(module: Any, peers: Peers) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _vocabulary(module: Any, entries: int, peers: Peers) -> Callable[[Tensor], Tensor]:
+def _vocabulary(entries: int, peers: Peers) -> Callable[[Any, Tensor], Tensor]:
     """An embedding that shares its weight with a Linear: each rank has some entries, and zeros for the others."""
     first = peers.index * entries
 
-    def forward(given: Tensor) -> Tensor:
+    def forward(module: Any, given: Tensor) -> Tensor:
         is_here = (given >= first) & (given < first + entries)
         if module.padding_idx is not None:
             # Its gradient is zero; its value is the weight's all the same.
