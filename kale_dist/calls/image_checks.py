@@ -66,9 +66,9 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
         image = Recipe(base=reference)
     recipe = dataclasses.replace(image, packages=(*image.packages, *listed))
     if requirements is not None:
-        said = _parser("requirements").read(_source(requirements))
-        urls = tuple(dict.fromkeys((*recipe.index_urls, *said.index_urls)))
-        recipe = dataclasses.replace(recipe, packages=(*recipe.packages, *said.packages), index_urls=urls)
+        packages, urls = _parser("requirements").read(_source(requirements))
+        urls = tuple(dict.fromkeys((*recipe.index_urls, *urls)))
+        recipe = dataclasses.replace(recipe, packages=(*recipe.packages, *packages), index_urls=urls)
     recipe = _checked(recipe)
     if not (recipe.adds_something or auto):
         return ImageWanted(image=recipe.base)

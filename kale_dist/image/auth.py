@@ -73,9 +73,8 @@ def find(registry_host: str, *, repository: str = "", pull_secret_jsons: tuple[s
     for number, text in enumerate(pull_secret_jsons, start=1):
         origin = f"pull secret {number} of {len(pull_secret_jsons)}"
         config = _parse(text, origin)
-        auths = config["auths"] if isinstance(config.get("auths"), dict) else config
-        entry = _match(auths, registry_host, repository, patterns=True)
-        found = _decode(entry, origin, registry_host) if entry else None
+        entry = _match(config.get("auths", config), registry_host, repository)
+        found = _decode(entry, origin, registry_host)
         if found is not None:
             return found
     return None
@@ -110,10 +109,9 @@ def _files() -> Iterator[pathlib.Path]:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ImageError(f"The registry credentials in {path} cannot be read: {problem}. Repair the file.") from error
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ImageError(f"The registry credentials in {path} cannot be read: {error.strerror}.") from error
     return _parse(text, str(path))
 
 
@@ -129,12 +127,12 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 
 
 def _from_config(config: Mapping[str, Any], host: str, repository: str, *, origin: str) -> Credentials | None:
-    entry = _match(_object(config, "auths"), host, repository)
-    special = _match(_object(config, "credHelpers"), host, repository)
+    entry = _match(config.get("auths"), host, repository)
+    special = _match(config.get("credHelpers"), host, repository)
     if isinstance(special, str):
         return _ask_helper(special, host, origin, required=True)
     store = config.get("credsStore")
-    found = _decode(entry, origin, host) if isinstance(entry, dict) else None
+    found = _decode(entry, origin, host)
     if found is None and isinstance(store, str) and store:
         # Docker leaves an empty entry for what it has put into the store; without one, a store that is not installed
         # (as Docker Desktop's is not, in its Linux machines) does not stop anonymous use.
@@ -142,26 +140,16 @@ def _from_config(config: Mapping[str, Any], host: str, repository: str, *, origi
     return found
 
 
-def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _match(entries: Mapping[str, Any], host: str, repository: str, *, patterns: bool = False) -> Any:
+def _match(entries: Any, host: str, repository: str) -> Any:
     """The value under the longest key that covers the repository."""
-    wanted = _hosts(host)
-    best: tuple[int, Any] | None = None
-    for key, value in entries.items():
+    wanted = _HUB_KEYS if host in _HUB_KEYS else (host,)
+    best: tuple[int, Any] = (-1, None)
+    for key, value in entries.items() if isinstance(entries, dict) else ():
         key_host, _, path = _API_PATH.sub("", key.split("://")[-1]).strip("/").partition("/")
-        same_host = key_host in wanted or (patterns and any(_fits(name, key_host) for name in wanted))
         covers = not path or repository == path or repository.startswith(f"{path}/")
-        if same_host and covers and (best is None or len(path) > best[0]):
+        if covers and len(path) > best[0] and any(_fits(name, key_host) for name in wanted):
             best = (len(path), value)
-    return best[1] if best else None
-
-
-def _hosts(host: str) -> tuple[str, ...]:
-    return _HUB_KEYS if host in _HUB_KEYS else (host,)
+    return best[1]
 
 
 def _fits(host: str, pattern: str) -> bool:
@@ -173,8 +161,8 @@ def _fits(host: str, pattern: str) -> bool:
 def _decode(entry: Any, origin: str, host: str) -> Credentials | None:
     if not isinstance(entry, dict):
         return None
-    username, password = _text(entry, "username"), _text(entry, "password")
-    if encoded := _text(entry, "auth"):
+    username, password = str(entry.get("username") or ""), str(entry.get("password") or "")
+    if encoded := str(entry.get("auth") or ""):
         try:
             both = base64.b64decode(encoded, validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
@@ -183,17 +171,12 @@ def _decode(entry: Any, origin: str, host: str) -> Credentials | None:
         username, _, password = both.partition(":")
         # Files written by Windows clients pad with zero bytes.
         password = password.rstrip("\0")
-    token, bearer = _text(entry, "identitytoken"), _text(entry, "registrytoken")
+    token, bearer = str(entry.get("identitytoken") or ""), str(entry.get("registrytoken") or "")
     if username == _IDENTITY_USER:
         username, password, token = "", "", token or password
     if not (token or bearer or (username and password)):
         return None
     return Credentials(username=username, password=password, token=token, bearer=bearer)
-
-
-def _text(entry: Mapping[str, Any], key: str) -> str:
-    value = entry.get(key)
-    return value if isinstance(value, str) else ""
 
 
 def _ask_helper(name: str, host: str, origin: str, *, required: bool) -> Credentials | None:

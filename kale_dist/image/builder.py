@@ -26,7 +26,7 @@ from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
 from kale_dist.image import base as bases
 from kale_dist.image.base import Base, Facts
-from kale_dist.image.layer import Entry, Layer, in_order, packed, tar
+from kale_dist.image.layer import Entry, Layer, ahead, in_order, packed, tar
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.spec.recipe import Recipe
@@ -210,20 +210,16 @@ def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag
 
 def _working_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for one build, which goes at its end."""
-    try:
+    with cache.writing(cache.folder()):
         return tempfile.TemporaryDirectory(dir=cache.folder(), prefix="building-")
-    except OSError as error:
-        raise cache.no_room(cache.folder(), error) from error
 
 
 def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list[tuple[list[Entry], str]], Facts]:
     """What each new layer has, the packages' first, with a name that says what it is; and what the image has with them."""
     contents = []
     if recipe.packages:
-        try:
+        with cache.writing(Path(folder)):
             installed = packages.install(recipe, facts, Path(folder), say=say)
-        except OSError as error:
-            raise cache.no_room(Path(folder), error) from error
         if installed is not None:
             contents.append((in_order(installed.entries), installed.key))
             facts = installed.facts
@@ -249,7 +245,7 @@ def _pushed(
     def blocks() -> Iterator[bytes]:
         nonlocal hasher
         hasher = hashlib.sha256()
-        return packed(_told(tar(entries), size, progress), hasher)
+        return ahead(packed(_told(tar(entries), size, progress), hasher))
 
     say(f"Pushing a layer of {size / _MIB:.1f} MiB to {registry.host}/{repository}, which is packed on its way.")
     digest, length = registry.upload(repository, blocks)

@@ -26,19 +26,25 @@ def folder(name: str = "") -> pathlib.Path:
     # The XDG specification tells to ignore a relative path.
     root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".cache"
     path = root / "kale-dist" / name
-    try:
+    with writing(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise no_room(path, error) from error
     return path
 
 
-def no_room(path: pathlib.Path, error: OSError) -> ImageError:
-    """The error for something of a build that could not be written."""
-    return ImageError(
-        f"An image is made in {path}, which could not be written: {error.strerror or error}. Make room there, or set "
-        f"XDG_CACHE_HOME to a folder that has some and that you can write to, and call again."
-    )
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Explain that something of a build could not be written.
+
+    Raises:
+        ImageError: In the place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ImageError(
+            f"An image is made in {path}, which could not be written: {error.strerror or error}. Make room there, or set "
+            f"XDG_CACHE_HOME to a folder that has some and that you can write to, and call again."
+        ) from error
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
@@ -56,10 +62,8 @@ def alone(tag: str, waiting: Callable[[], None]) -> Iterator[None]:
         waiting: Called once, if another process makes it at the moment.
     """
     path = folder("locks") / tag
-    try:
+    with writing(path):
         file = path.open("a")
-    except OSError as error:
-        raise no_room(path, error) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

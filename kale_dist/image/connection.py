@@ -238,19 +238,13 @@ class Connection:
         proxy = "" if direct else urllib.request.getproxies().get(parts.scheme, "")
         if proxy not in self._pools:
             settings: dict[str, Any] = {"ssl_context": self._trusted, "blocksize": BLOCK_BYTES, "maxsize": _KEPT}
-            if not proxy:
+            if proxy:
+                way = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+                login = f"{unquote(way.username or '')}:{unquote(way.password or '')}"
+                shown = urllib3.make_headers(proxy_basic_auth=login) if way.username else None
+                self._pools[proxy] = urllib3.ProxyManager(way.geturl(), proxy_headers=shown, **settings)
+            else:
                 self._pools[proxy] = urllib3.PoolManager(**settings)
-                return self._pools[proxy]
-            way = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-            if way.scheme not in ("http", "https") or not way.hostname:
-                raise ImageError(
-                    f"The proxy at {way.hostname or 'no host'} in the environment is not HTTP's. Unset it."
-                )
-            if way.username:
-                login = f"{unquote(way.username)}:{unquote(way.password or '')}"
-                settings["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=login)
-            address = f"{way.scheme}://{way.netloc.rpartition('@')[2]}"
-            self._pools[proxy] = urllib3.ProxyManager(address, **settings)
         return self._pools[proxy]
 
     # -- credentials: https://distribution.github.io/distribution/spec/auth/token/ and, for identity tokens, oauth/ --
@@ -279,21 +273,12 @@ class Connection:
             return False
 
     def _new_token(self, offered: Mapping[str, str], access: Access) -> tuple[str, float]:
-        realm, asked, known = offered["realm"], time.monotonic(), self._credentials
-        try:
-            parts = urlsplit(realm)
-            server = parts.netloc if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else ""
-        except ValueError:
-            server = ""
-        if not server:
-            raise ImageError(f"The registry {self.host} names no usable server for its tokens: {realm[:200]!r}.")
-        if known is not None and self.origin.startswith("https:") and parts.scheme == "http":
-            raise ImageError(
-                f"The registry {self.host} asks for the credentials to be sent to {server} without encryption. They were "
-                "not sent. Tell those who run the registry."
-            )
+        realm, asked, known = self.absolute(offered["realm"]), time.monotonic(), self._credentials
+        server = urlsplit(realm).netloc
         service = [("service", offered["service"])] if "service" in offered else []
-        scopes = tuple(dict.fromkeys((*access, *offered.get("scope", "").split())))
+        repositories = {scope.rpartition(":")[0] for scope in access}
+        more = (one for one in offered.get("scope", "").split() if one.rpartition(":")[0] not in repositories)
+        scopes = (*access, *more)
         headers: dict[str, str] = {}
         form: bytes | None = None
         if known is not None and known.token:

@@ -12,6 +12,7 @@ import pathlib
 import posixpath
 import tarfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from isal import isal_zlib
 
@@ -98,3 +99,12 @@ def packed(blocks: Iterable[bytes], hasher: hashlib._Hash) -> Iterator[bytes]:
         if made := compressor.compress(block):
             yield made
     yield compressor.flush()
+
+
+def ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same blocks: while one is used, another thread makes the next."""
+    with ThreadPoolExecutor(1, "kale-dist-pack") as thread:
+        coming = thread.submit(next, blocks, b"")
+        while block := coming.result():
+            coming = thread.submit(next, blocks, b"")
+            yield block

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -70,8 +71,6 @@ class Packages:
 
     entries: tuple[Entry, ...]
     """All files and folders."""
-    added: tuple[Distribution, ...]
-    """Sorted by name."""
     key: str
     """Names the content: equal packages, put into an equal base, have equal ones."""
     facts: Facts
@@ -131,7 +130,6 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
     facts_key = repr((line, facts.site, facts.executable))
     return Packages(
         entries=tuple(entries),
-        added=tuple(found),
         key=hashlib.sha256("\n".join([facts_key, *records]).encode()).hexdigest(),
         facts=dataclasses.replace(
             facts, folders=folders, distributions=tuple(sorted(distributions, key=lambda one: one.name))
@@ -154,12 +152,12 @@ def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
             continue
         info = f"{one.name.replace('-', '_')}-{one.version}.dist-info"
         lines = ["Metadata-Version: 2.1", f"Name: {one.name}", f"Version: {one.version}"]
-        for requirement in _requirements(one):
-            extras = re.findall(r"extra\s*==\s*['\"]([\w.-]+)['\"]", str(requirement.marker or ""))
+        for text in one.requires:
+            extras = re.findall(r"extra\s*==\s*['\"]([\w.-]+)['\"]", text)
             # A base's torch works as it is, even if its metadata asks for more.
-            if _KEPT.fullmatch(one.name) and not extras and not _is_met(requirement, facts):
+            if _KEPT.fullmatch(one.name) and not extras and not _is_met(Requirement(text), facts):
                 continue
-            lines += [*(f"Provides-Extra: {extra}" for extra in extras), f"Requires-Dist: {requirement}"]
+            lines += [*(f"Provides-Extra: {extra}" for extra in extras), f"Requires-Dist: {text}"]
         stubs[one.name] = place = target / info
         place.mkdir()
         (place / "METADATA").write_text("\n".join(dict.fromkeys(lines)) + "\n", encoding="utf-8")
@@ -378,23 +376,17 @@ def _broken(facts: Facts, added: Sequence[Distribution]) -> Iterator[str]:
     """A sentence for each package of the base that no longer gets the version of another one that it asks for."""
     new = {one.name: one for one in added}
     for one in facts.distributions:
-        for requirement in () if one.name in new else _requirements(one):
-            after = new.get(canonicalize_name(requirement.name))
-            if after is None or "extra" in str(requirement.marker or "") or not _is_met(requirement, facts):
+        for text in () if one.name in new else one.requires:
+            after = new.get(canonicalize_name(re.split(r"[^\w.-]", text, maxsplit=1)[0]))
+            if after is None or "extra" in text.partition(";")[2]:
                 continue
-            if not requirement.specifier.contains(after.version, prereleases=True):
-                yield (
-                    f"{one.name} {one.version} of the base image asks for {requirement.name}{requirement.specifier}, and gets "
-                    f"{after.version}."
-                )
-
-
-def _requirements(distribution: Distribution) -> Iterator[Requirement]:
-    for text in distribution.requires:
-        try:
-            yield Requirement(text)
-        except InvalidRequirement:
-            continue
+            with contextlib.suppress(InvalidRequirement):
+                requirement = Requirement(text)
+                if _is_met(requirement, facts) and not requirement.specifier.contains(after.version, prereleases=True):
+                    yield (
+                        f"{one.name} {one.version} of the base image asks for {requirement.name}{requirement.specifier}, "
+                        f"and gets {after.version}."
+                    )
 
 
 def _is_met(requirement: Requirement, facts: Facts) -> bool:

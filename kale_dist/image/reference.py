@@ -31,22 +31,6 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-def is_tag(text: str) -> bool:
-    """Whether this can be a tag."""
-    return _TAG.fullmatch(text) is not None
-
-
-def is_repository(text: str) -> bool:
-    """Whether this can be the path of a repository: lower-case parts with `/` between them."""
-    return len(text) <= _MAX_REPOSITORY and all(_PART.fullmatch(part) for part in text.split("/"))
-
-
-def is_registry(text: str) -> bool:
-    """Whether this can be a registry's host, with or without a port."""
-    found = _HOST.fullmatch(text)
-    return found is not None and (found[1] is None or 0 < int(found[1]) <= _MAX_PORT)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
     """Where an image lies.
@@ -64,11 +48,18 @@ class Reference:
     """`sha256:...`; where it is given, it decides and not the tag."""
 
     def __post_init__(self) -> None:
-        if not is_registry(self.registry):
+        host = _HOST.fullmatch(self.registry)
+        if host is None or not 0 < int(host[1] or 1) <= _MAX_PORT:
             raise _wrong(f"{_shown(self.registry)} is not the host of a registry")
-        if not is_repository(self.repository):
-            raise _wrong(_repository_problem(self.repository))
-        if self.tag and not is_tag(self.tag):
+        if len(self.repository) > _MAX_REPOSITORY:
+            raise _wrong(f"the repository {_shown(self.repository)} has more than {_MAX_REPOSITORY} characters")
+        if self.repository != self.repository.lower():
+            raise _wrong(
+                f"the repository {_shown(self.repository)} has upper-case letters; registries take lower-case ones"
+            )
+        if not all(map(_PART.fullmatch, self.repository.split("/"))):
+            raise _wrong(f"{_shown(self.repository)} is not the path of a repository")
+        if self.tag and not _TAG.fullmatch(self.tag):
             raise _wrong(f"{_shown(self.tag)} is not a tag")
         if self.digest and not is_digest(self.digest):
             raise _wrong(f"{_shown(self.digest)} is not a digest (sha256: and 64 lower-case hex digits)")
@@ -137,14 +128,6 @@ def _wrong(problem: str) -> ConfigError:
         "Give a reference such as 'python:3.11-slim', 'localhost:5000/team/train:1' or 'quay.io/team/train@sha256:...'"
     )
     return ConfigError("image", problem, remedy)
-
-
-def _repository_problem(repository: str) -> str:
-    if len(repository) > _MAX_REPOSITORY:
-        return f"the repository {_shown(repository)} has {len(repository)} characters, more than {_MAX_REPOSITORY}"
-    if repository != repository.lower():
-        return f"the repository {_shown(repository)} has upper-case letters; registries take lower-case ones only"
-    return f"{_shown(repository)} is not the path of a repository"
 
 
 def _shown(text: str) -> str:

@@ -5,7 +5,6 @@ Requirements, indexes and other files of requirements are taken; other options o
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import re
 import urllib.parse
@@ -33,16 +32,6 @@ _REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Requirements:
-    """What a requirements file says."""
-
-    packages: tuple[str, ...]
-    """Sorted, in one spelling, without duplicates."""
-    index_urls: tuple[str, ...] = ()
-    """Empty: pip's own."""
-
-
 def canonical(argument: str, listed: Iterable[str]) -> tuple[str, ...]:
     """Requirements, sorted and in one spelling.
 
@@ -57,8 +46,8 @@ def canonical(argument: str, listed: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({str(requirement) for requirement in found if requirement.name != _OWN}))
 
 
-def read(source: str | pathlib.Path) -> Requirements:
-    """What a requirements file, or the text of one, says.
+def read(source: str | pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a requirements file, or the text of one, says: packages, and indexes if it names any.
 
     Args:
         source: A path, or text: anything that has more than one line or is a requirement. `-r` within it names
@@ -86,7 +75,7 @@ def read(source: str | pathlib.Path) -> Requirements:
             raise ConfigError(where, f"{option[1]} cannot be part of an image's recipe", _REMEDY)
     # Without a first one pip would ask its default, whose name a recipe has to say to be the same everywhere.
     urls = (first or PYPI, *more) if first or more else ()
-    return Requirements(packages=tuple(sorted(packages)), index_urls=tuple(dict.fromkeys(urls)))
+    return tuple(sorted(packages)), tuple(dict.fromkeys(urls))
 
 
 def check_url(argument: str, url: str) -> None:

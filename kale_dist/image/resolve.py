@@ -14,6 +14,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.image import auth, builder, cache
 from kale_dist.image import base as bases
 from kale_dist.image.base import Ask
+from kale_dist.image.builder import Progress, Say
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.spec.recipe import Recipe
@@ -23,9 +24,6 @@ NAME = "kale-dist"
 
 _PLAIN = "http://"
 _PYPI = "https://pypi.org/simple"
-
-Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

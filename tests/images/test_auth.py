@@ -83,7 +83,6 @@ def test_docker_hub_is_found_under_each_of_its_names(home, key):
         (entry("<token>", "") | {"identitytoken": "t"}, Credentials(token="t")),
         ({"registrytoken": "b"}, Credentials(bearer="b")),
         ({"username": "u"}, None),
-        ({"auth": 3}, None),
         ({}, None),
         ("text", None),
         (None, None),
@@ -138,11 +137,11 @@ def test_an_entry_for_a_part_of_a_registry_is_for_that_part(home):
         ("quay.io:5000", "quay.io", False),
     ],
 )
-def test_a_pull_secret_may_name_a_pattern_and_a_file_may_not(home, pattern, host, fits):
+def test_entries_may_be_for_a_pattern(home, pattern, host, fits):
     auths = {pattern: entry("u", "p")}
     assert (auth.find(host, pull_secret_jsons=(secret(auths),)) is not None) is fits
     write(home / ".docker" / "config.json", {"auths": auths})
-    assert auth.find(host) is None
+    assert (auth.find(host) is not None) is fits
 
 
 def test_a_pull_secret_of_the_old_kind_is_read(home):
