@@ -11,12 +11,14 @@ import json
 import pathlib
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from kale_dist.backends.base import Connection
 from kale_dist.blobs import Store, fresh
 from kale_dist.contract import MAC_HEADER, SIZE_HEADER, sign_request
 from kale_dist.errors import BackendError, StoreError
+
+Answer = TypeVar("Answer")
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes carried so far, and all there are."""
@@ -163,14 +165,7 @@ class HeadClient:
                 _check(answer, path)
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        answer = b""
-
-        def ask() -> None:
-            nonlocal answer
-            answer = self._request_once(method, path, body)
-
-        self._repeat(f"asking {method} {path}", ask)
-        return answer
+        return self._repeat(f"asking {method} {path}", lambda: self._request_once(method, path, body))
 
     def _request_once(self, method: str, path: str, body: bytes = b"") -> bytes:
         with self._request(method, path, body) as (answer, _):
@@ -201,10 +196,12 @@ class HeadClient:
             peer.auto_open = 0
             yield peer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
 
-    def _repeat(self, doing: str, act: Callable[[], None]) -> None:
-        for attempt in range(1, _TRIES + 1):
+    def _repeat(self, doing: str, act: Callable[[], Answer]) -> Answer:
+        attempt = 0
+        while True:
+            attempt += 1
             try:
-                act()
+                return act()
             except StoreError:
                 raise
             except (*_CUT, BackendError) as error:
@@ -214,8 +211,6 @@ class HeadClient:
                     raise error if isinstance(error, BackendError) else _cut(doing, error) from error
             except (ValueError, KeyError, TypeError) as error:
                 raise BackendError(f"The head's answer while {doing} could not be read: {error}") from error
-            else:
-                return
 
 
 class HttpSocket:

@@ -317,7 +317,7 @@ class HeadReader:
         client: For requests to the head; None where this user has no key.
         copy: Where to write; no other thread appends to it meanwhile.
         has_ended: Whether the head's container has ended or is gone.
-        on_change: Called when it has ended, or what it says about itself has changed.
+        on_end: Called when it has ended.
         clock: Time.
     """
 
@@ -329,13 +329,11 @@ class HeadReader:
         client: HeadClient | None,
         copy: RunCopy,
         has_ended: Callable[[], bool],
-        on_change: Callable[[], None],
+        on_end: Callable[[], None],
         clock: Clock,
     ) -> None:
         self.is_drained = False
         """Whether nothing more will come."""
-        self.problem = ""
-        """Why there is no connection although there should be one, as a sentence."""
         self.error: StoreError | None = None
         """Why it gave up: the disk is full, or the job was deleted here."""
         self._place = place
@@ -343,7 +341,7 @@ class HeadReader:
         self._client = client
         self._copy = copy
         self._has_ended = has_ended
-        self._on_change = on_change
+        self._on_end = on_end
         self._clock = clock
         self._stopped = threading.Event()
         self._end_stream: Callable[[], None] | None = None
@@ -372,8 +370,7 @@ class HeadReader:
         try:
             while not self._stopped.is_set() and not self._copy.is_complete:
                 # Asked before reading: what a head has said before its end is then read for certain.
-                ended = self._has_ended()
-                if ended:
+                if self._has_ended():
                     break
                 self._read_once()
                 if not self._copy.is_complete:
@@ -384,7 +381,7 @@ class HeadReader:
             self.error = error
         finally:
             self.is_drained = not self._stopped.is_set() and self.error is None
-            self._on_change()
+            self._on_end()
 
     def _read_once(self) -> None:
         """Read until the stream ends, for any reason."""
@@ -398,12 +395,11 @@ class HeadReader:
             self._only_stdout = (
                 f"there is no connection to the head, whose stdout has only a part of a fast log: {error}"
             )
-        except BackendError as error:
+        except BackendError:
             now = self._clock.monotonic()
             if self._failing_since is None:
                 self._failing_since = now
             elif now - self._failing_since > CONNECT_S:
-                self._set_problem(f"{error}")
                 with contextlib.suppress(BackendError, GapError):
                     self._read_stdout(follow=False, missing="")
 
@@ -412,7 +408,6 @@ class HeadReader:
             self._end_stream = end
             try:
                 self._failing_since = None
-                self._set_problem("")
                 self._take(pieces, _DROPPED)
             finally:
                 self._end_stream = None
@@ -454,11 +449,6 @@ class HeadReader:
         if self._place.fetch(self._handle, "events", events) and not self._stopped.is_set():
             found = contract.decode_json_lines(events.read_bytes())
             self._copy.take((EventBlock(number=at, event=event) for at, event in enumerate(found)), missing=_DROPPED)
-
-    def _set_problem(self, problem: str) -> None:
-        if problem != self.problem:
-            self.problem = problem
-            self._on_change()
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

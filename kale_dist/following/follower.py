@@ -133,11 +133,6 @@ class Follower:
         return self._thread.is_alive()
 
     @property
-    def handle(self) -> RunHandle:
-        """The newest run."""
-        return self._handle
-
-    @property
     def _copy(self) -> RunCopy:
         if self._opened is None:
             raise StoreError(f"{self._files.folder} is followed by another process")
@@ -305,7 +300,7 @@ class Follower:
 
         return HeadReader(
             place=self._place, handle=self._handle, client=self.client(), copy=self._copy, has_ended=has_ended,
-            on_change=self._woken.set, clock=self._clock,
+            on_end=self._woken.set, clock=self._clock,
         )  # fmt: skip
 
     def _send_input(self) -> None:

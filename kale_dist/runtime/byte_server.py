@@ -174,18 +174,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
-    def do_GET(self) -> None:
-        """Answer with bytes or facts."""
-        self._answer()
-
-    def do_PUT(self) -> None:
-        """Take bytes."""
-        self._answer()
-
-    def do_POST(self) -> None:
-        """Take an instruction."""
-        self._answer()
-
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - as the base class calls it
         """Rejects malformed requests without an explanation."""
         self._refuse()
@@ -259,6 +247,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 owner.cancel(grace_s)
             case _:
                 raise FileNotFoundError
+
+    do_GET = do_PUT = do_POST = _answer  # noqa: N815 - as the base class calls them
 
     # -- the stream -------------------------------------------------------------------------------------------------
 

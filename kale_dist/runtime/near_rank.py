@@ -1,4 +1,4 @@
-"""One rank beside its agent: pipes, control socket, process group. Reads what it says; cuts its output into lines."""
+"""One rank beside its agent: its work, its pipes and control socket, its process group, its end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from typing import Any, Protocol
 from kale_dist import contract
 from kale_dist.contract import Assignment, Stream
 from kale_dist.runtime import processes, usage
-from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter
+from kale_dist.runtime.output import RankOutput, read_all, read_some
 from kale_dist.runtime.worker import STACKS_SIGNAL
 
 PIPE_BYTES = 1 << 18
 """Room in each pipe, so that a rank seldom waits for the agent."""
-
-READ_BYTES = 1 << 16
-
-MAX_LAST_READ_BYTES = 4 << 20
-"""How much is read of a pipe once its rank has ended: a process it left behind could write forever."""
 
 ANSWER_S = 0.15
 """Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
@@ -100,11 +95,10 @@ class NearRank:
         self._pending_events = b""
         self._stacks = b""
         self._readers: set[int] = set()
-        self._bar_due = False
         self._was_signalled = False
         self._kills = 0
-        self._gate: FloodGate | None = None
-        self._cutters = {stream: LineCutter(stream) for stream in (Stream.STDOUT, Stream.STDERR)}
+        self._is_held = False
+        self._output: RankOutput | None = None
 
     # -- the pool's side ---------------------------------------------------------------------------------------------
 
@@ -149,15 +143,11 @@ class NearRank:
                 for message in self._receive() or []:
                     self._take_message(message)
             self._read_rest()
-            for cutter in self._cutters.values():
-                self._put(*cutter.finish())
-            if self._gate is not None:
-                self._put_now(*self._gate.finish())
+            tail = self._output.finish() if self._output is not None else ()
             # With a reason, it went with the process that forks ranks.
             was_killed = (end.signal == "SIGKILL" or end.reason) and not self._was_signalled
             if was_killed and usage.kills() > self._kills:
                 end = dataclasses.replace(end, memory_limit=usage.limit_text())
-            tail = self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
             self._listener.ended(dataclasses.replace(end, tail=tail))
         self.close()
 
@@ -165,6 +155,9 @@ class NearRank:
         """Close our ends. A rank that is still a spare ends by this."""
         for descriptor in list(self._readers):
             self._forget(descriptor)
+        if self._output is not None:
+            self._output.close()
+            self._output = None
         self.close_child_side()
         for descriptor in self._own:
             os.close(descriptor)
@@ -191,7 +184,7 @@ class NearRank:
             is_held: Whether its output is held to a rate.
         """
         self._listener = listener
-        self._gate = FloodGate() if is_held else None
+        self._is_held = is_held
         self._assignment = (contract.encode_json(assignment.to_json()), port)
         if self.pid:
             # Not at once: the caller is still starting others.
@@ -244,8 +237,8 @@ class NearRank:
             # From here the port belongs to rank 0 alone: with it, it closes.
             port.close()
         stdout, stderr, events, stacks = self._own
-        self._read(stdout, lambda: self._read_output(Stream.STDOUT, stdout))
-        self._read(stderr, lambda: self._read_output(Stream.STDERR, stderr))
+        pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
+        self._output = RankOutput(self._loop, pipes, self._listener.output, is_held=self._is_held)
         self._read(events, lambda: self._read_events(events))
         self._read(stacks, lambda: self._read_stacks(stacks))
         self._read(self._control.fileno(), self._read_control)
@@ -276,41 +269,12 @@ class NearRank:
         self._readers.discard(descriptor)
         self._loop.remove_reader(descriptor)
 
-    def _read_output(self, stream: Stream, descriptor: int) -> None:
-        data = _read_some(descriptor)
-        if data is None:
-            self._forget(descriptor)
-        elif data:
-            cutter = self._cutters[stream]
-            body, count = cutter.feed(data)
-            self._put(body, count)
-            if cutter.holds_bar and not self._bar_due:
-                self._bar_due = True
-                self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
-
-    def _show_bars(self) -> None:
-        self._bar_due = False
-        for cutter in self._cutters.values() if self._readers else ():
-            self._put(*cutter.show_bar())
-            if cutter.holds_bar and not self._bar_due:
-                self._bar_due = True
-                self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
-
-    def _put(self, body: bytes, count: int) -> None:
-        if self._gate is not None and count:
-            body, count = self._gate.admit(body, count)
-        self._put_now(body, count)
-
-    def _put_now(self, body: bytes, count: int) -> None:
-        if count and self._listener is not None:
-            self._listener.output(body, count)
-
     def _read_events(self, descriptor: int) -> None:
         if self._listener is not None and not self._listener.has_room:
             self._forget(descriptor)
             self._loop.call_later(_LOOK_AGAIN_S, self._read_events_again, descriptor)
             return
-        data = _read_some(descriptor)
+        data = read_some(descriptor)
         if data is None:
             self._forget(descriptor)
         elif data:
@@ -327,7 +291,7 @@ class NearRank:
             self._listener.events(whole + end)
 
     def _read_stacks(self, descriptor: int) -> None:
-        data = _read_some(descriptor)
+        data = read_some(descriptor)
         if data is None:
             self._forget(descriptor)
         else:
@@ -364,27 +328,7 @@ class NearRank:
 
     def _read_rest(self) -> None:
         """Read what is in the pipes without waiting."""
-        if not self._readers:
-            return
-        stdout, stderr, events, _ = self._own
-        for stream, descriptor in ((Stream.STDOUT, stdout), (Stream.STDERR, stderr)):
-            for data in _read_all(descriptor):
-                self._put(*self._cutters[stream].feed(data))
-        for data in _read_all(events):
-            self._take_events(data)
-
-
-def _read_some(descriptor: int) -> bytes | None:
-    """What a non-blocking pipe has; empty for nothing now, None at its end."""
-    try:
-        return os.read(descriptor, READ_BYTES) or None
-    except BlockingIOError:
-        return b""
-
-
-def _read_all(descriptor: int) -> list[bytes]:
-    """What is in a pipe now, in pieces; not more than `MAX_LAST_READ_BYTES`."""
-    parts: list[bytes] = []
-    while len(parts) * READ_BYTES < MAX_LAST_READ_BYTES and (data := _read_some(descriptor)):
-        parts.append(data)
-    return parts
+        if self._output is not None:
+            self._output.read_rest()
+            for data in read_all(self._own[2]):
+                self._take_events(data)

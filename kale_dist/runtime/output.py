@@ -1,4 +1,4 @@
-"""Output of ranks: cut into lines, made fit for a log, and held to a bearable rate. No I/O.
+"""Output of ranks: read from their pipes, cut into lines, made fit for a log, and held to a bearable rate.
 
 A carriage return ends a line too, as progress bars use it; of many such lines in a row only some are kept, the first,
 about five a second, and the last.
@@ -6,15 +6,22 @@ about five a second, and the last.
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from kale_dist.contract import MAX_LINE_BYTES, Stream, body_of, clean
 
 BAR_INTERVAL_S = 0.2
 """Lines that a carriage return ends are kept at most this often, for each rank and stream."""
+
+READ_BYTES = 1 << 16
+
+MAX_LAST_READ_BYTES = 4 << 20
+"""How much is read of a pipe once its rank has ended: a process it left behind could write forever."""
 
 TAIL_LINES = 3
 TAIL_LINE_BYTES = 200
@@ -36,6 +43,97 @@ Body = tuple[bytes, int]
 NOTHING: Body = (b"", 0)
 
 
+class RankOutput:
+    """Reads what one rank writes to stdout and stderr, until each ends.
+
+    Args:
+        loop: The agent's loop.
+        pipes: Where each stream is read; they do not block.
+        put: Called with marked lines, and how many they are.
+        is_held: Whether the rank is held to a rate.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pipes: Mapping[Stream, int],
+        put: Callable[[bytes, int], None],
+        *,
+        is_held: bool,
+    ) -> None:
+        self._loop = loop
+        self._pipes = pipes
+        self._put = put
+        self._gate = FloodGate() if is_held else None
+        self._cutters = {stream: LineCutter(stream) for stream in pipes}
+        self._bar_timer: asyncio.TimerHandle | None = None
+        for stream, pipe in pipes.items():
+            loop.add_reader(pipe, self._read, stream)
+
+    def read_rest(self) -> None:
+        """Read what is in the pipes without waiting."""
+        for stream, pipe in self._pipes.items():
+            for data in read_all(pipe):
+                self._pass(*self._cutters[stream].feed(data))
+
+    def finish(self) -> tuple[str, ...]:
+        """The rank has ended: last lines without an end count. Gives the last ones, of stderr if there are any, else of stdout."""
+        for cutter in self._cutters.values():
+            self._pass(*cutter.finish())
+        if self._gate is not None:
+            body, count = self._gate.finish()
+            if count:
+                self._put(body, count)
+        return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
+
+    def close(self) -> None:
+        """Read no more."""
+        for pipe in self._pipes.values():
+            self._loop.remove_reader(pipe)
+        if self._bar_timer is not None:
+            self._bar_timer.cancel()
+
+    def _read(self, stream: Stream) -> None:
+        data = read_some(self._pipes[stream])
+        if data is None:
+            self._loop.remove_reader(self._pipes[stream])
+        elif data:
+            self._pass(*self._cutters[stream].feed(data))
+            self._show_bars_later()
+
+    def _show_bars_later(self) -> None:
+        if self._bar_timer is None and any(cutter.holds_bar for cutter in self._cutters.values()):
+            self._bar_timer = self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
+
+    def _show_bars(self) -> None:
+        self._bar_timer = None
+        for cutter in self._cutters.values():
+            self._pass(*cutter.show_bar())
+        self._show_bars_later()
+
+    def _pass(self, body: bytes, count: int) -> None:
+        if self._gate is not None and count:
+            body, count = self._gate.admit(body, count)
+        if count:
+            self._put(body, count)
+
+
+def read_some(pipe: int) -> bytes | None:
+    """What a non-blocking pipe has; empty for nothing now, None at its end."""
+    try:
+        return os.read(pipe, READ_BYTES) or None
+    except BlockingIOError:
+        return b""
+
+
+def read_all(pipe: int) -> Iterator[bytes]:
+    """What is in a pipe now, in pieces; not more than `MAX_LAST_READ_BYTES`."""
+    for _ in range(MAX_LAST_READ_BYTES // READ_BYTES):
+        if not (data := read_some(pipe)):
+            return
+        yield data
+
+
 class LineCutter:
     """Cuts one stream of one rank into lines.
 
@@ -52,7 +150,7 @@ class LineCutter:
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines, for the sentence that reports a rank's death."""
+        """The last lines."""
         return tuple(line[:TAIL_LINE_BYTES].decode("utf-8", "backslashreplace") for line in self._tail)
 
     def feed(self, data: bytes) -> Body:
@@ -118,30 +216,20 @@ class LineCutter:
 
     def _marked(self, lines: list[bytes]) -> Body:
         """Lines as they stand in a log, and the parts of a pending line that is too long already."""
-        is_short = len(self._pending) <= MAX_LINE_BYTES
-        if not lines and is_short:
-            return NOTHING
         self._tail.extend(lines[-TAIL_LINES:])
-        whole = clean(b"\n".join(lines)) if lines else b""
-        if lines and len(whole) > MAX_LINE_BYTES:
-            lines = whole.split(b"\n")
-            if max(map(len, lines)) > MAX_LINE_BYTES:
-                parts = [self._parts(line) for line in lines]
-                body, count = b"".join(body for body, _ in parts), sum(count for _, count in parts)
-            else:
-                body, count = body_of(self._stream, lines), len(lines)
-        else:
-            body, count = (body_of(self._stream, [whole]), 1) if len(lines) == 1 else self._short(whole, len(lines))
+        whole = clean(b"\n".join(lines))
+        body, count = NOTHING
+        if len(whole) > MAX_LINE_BYTES and max(map(len, whole.split(b"\n"))) > MAX_LINE_BYTES:
+            parts = [self._parts(line) for line in whole.split(b"\n")]
+            body, count = b"".join(body for body, _ in parts), sum(count for _, count in parts)
+        elif lines:
+            body, count = body_of(self._stream, whole.split(b"\n")), len(lines)
         while len(self._pending) > MAX_LINE_BYTES:
             cut = _boundary(self._pending)
             more = self._parts(clean(self._pending[:cut]), is_continued=True)
             body, count = body + more[0], count + more[1]
             self._pending = self._pending[cut:]
         return body, count
-
-    def _short(self, whole: bytes, count: int) -> Body:
-        mark = self._stream.value.encode()
-        return (mark + whole.replace(b"\n", b"\n" + mark) + b"\n", count) if count else NOTHING
 
     def _parts(self, line: bytes, *, is_continued: bool = False) -> Body:
         """One line of any length, or the start of one."""
