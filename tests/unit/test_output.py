@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 
 import pytest
 
 from kale_dist.contract import MAX_LINE_BYTES, Record, Stream
 from kale_dist.runtime import output
-from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter
+from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter, RankOutput
 
 
 class Written:
@@ -155,3 +157,30 @@ def test_a_rank_that_writes_steadily_below_the_rate_loses_nothing(written):
         written.add(gate.admit(b"|" + b"x" * 9_998 + b"\n", 1))
         clock[0] += 0.01
     assert len(written.texts) == 2000
+
+
+def test_pipes_are_read_to_their_end(written):
+    async def read():
+        (stdout, out), (stderr, err) = pipes = os.pipe(), os.pipe()
+        for pipe, _ in pipes:
+            os.set_blocking(pipe, False)
+        loop = asyncio.get_running_loop()
+        rank = RankOutput(
+            loop, {Stream.STDOUT: stdout, Stream.STDERR: stderr}, lambda *cut: written.add(cut), is_held=True
+        )
+        os.write(err, b"10%\r20%\r30%\r40%\r")
+        while written.texts != ["10%", "30%"]:  # noqa: ASYNC110 - what is written has no event
+            await asyncio.sleep(0.01)
+        os.write(out, b"whole\nno end")
+        os.close(out)
+        rank.read_rest()
+        assert written.texts[2:] == ["whole"]
+        os.write(err, b"\nlast words")
+        rank.read_rest()
+        assert rank.finish() == ("10%", "30%", "40%", "last words")[-output.TAIL_LINES :]
+        rank.close()
+        for pipe in (stdout, stderr, err):
+            os.close(pipe)
+
+    asyncio.run(read())
+    assert written.texts == ["10%", "30%", "whole", "40%", "no end", "last words"]
