@@ -280,6 +280,25 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
     job.delete()
 
 
+def test_a_job_that_another_user_cancels_is_not_restarted(on, tmp_path):
+    """Without the key they can only stop its containers, which looks like a loss."""
+    job = flat.launch(hang, number_of_processes=2, max_restarts=1, **on)
+    wait_for_line(job, "ready", times=2)
+    in_new_process(
+        f"""
+        import kale_dist as kd
+        from kale_dist import records
+        records.identity = lambda: "mallory@elsewhere"
+        kd.attach({job.ref!r}).cancel()
+        """,
+        tmp_path,
+    )
+    status = job.wait(timeout=60)
+    assert (status.state, status.reason) == (StateName.CANCELLED, "The job was cancelled by mallory@elsewhere")
+    assert status.attempt == 0
+    job.delete()
+
+
 def test_cancel_is_quick_even_before_the_agent_listens(on, engine):
     job = flat.launch(hang, number_of_processes=1, **on)
     job.cancel()

@@ -29,6 +29,8 @@ GPUS_LABEL = "kale-dist.gpus"
 """Of containers with GPUs: their numbers, with commas between."""
 
 TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
+CANCELLED_FILE = f"{INPUT_FOLDER}/cancelled"
+"""In the first container: who cancelled the job. Other users' followers take the end of its containers for a loss without it."""
 """Where an agent leaves its verdict, as a kubelet would read it."""
 
 INPUT_BYTES = 8 << 20

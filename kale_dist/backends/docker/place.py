@@ -15,13 +15,13 @@ from typing import Any
 import docker.errors
 
 from kale_dist import payload, records
-from kale_dist.backends.base import Connection, JobRef, Look, Part, Place, RunHandle
+from kale_dist.backends.base import Connection, JobRef, Look, Part, Place, RunHandle, Trouble
 from kale_dist.backends.docker import archive, containers, engines
 from kale_dist.backends.docker.archive import Entry
 from kale_dist.backends.docker.containers import Facts
 from kale_dist.backends.docker.explain import End, explain
 from kale_dist.blobs import FolderStore, pack_blobs, unpack_blobs
-from kale_dist.contract import InputFiles, Source, StateName, encode_json
+from kale_dist.contract import FailureCause, InputFiles, Source, StateName, encode_json
 from kale_dist.engine import Engine, explained
 from kale_dist.engine import explain as explain_engine
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
@@ -142,6 +142,10 @@ class DockerPlace(Place):
                 number = _number(item.get("Labels") or {})
                 parts.append(Part(number=number, name=name, uid=identifier, state="waiting" if waits else "running"))
         parts.sort(key=lambda part: part.number)
+        if any(part.lost for part in parts) and (person := self._canceller(engine, handle)):
+            trouble = Trouble(sentence=f"The job was cancelled by {person}", cause=FailureCause.USER)
+            is_over = all(part.state == "ended" for part in parts)
+            return Look(parts=tuple(parts), trouble=trouble, finished="cancelled" if is_over else "")
         troubles = [part for part in parts if part.trouble is not None]
         # What killed a container explains more than what ended because of it.
         first = min(troubles, key=lambda part: (part.lost != "out of memory", not part.lost, part.number), default=None)
@@ -159,6 +163,11 @@ class DockerPlace(Place):
         for item in sorted(found, key=lambda item: (item["Created"], -_number(item["Labels"]))):
             jobs.setdefault(item["Labels"][containers.JOB_LABEL], []).append(item)
         return [_surveyed(name, items) for name, items in jobs.items()]
+
+    def _canceller(self, engine: Engine, handle: RunHandle) -> str:
+        """Who cancelled a run, as `kill` has left it in its first container; empty if nobody has."""
+        head = containers.container_name(handle.spec.name, handle.run, 0)
+        return _read(engine, head, containers.CANCELLED_FILE).decode(errors="replace")
 
     def _inspect(self, engine: Engine, identifier: str) -> Part:
         detail = engine.api.inspect_container(identifier)
@@ -238,8 +247,12 @@ class DockerPlace(Place):
 
     def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
         """End the run's containers; the engine sends SIGKILL itself when the grace is over."""
-        del why
         engine = _engine(handle)
+        if not why:
+            mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
+            head = containers.container_name(handle.spec.name, handle.run, 0)
+            with contextlib.suppress(docker.errors.APIError):
+                engine.api.put_archive(head, "/", archive.pack([mark]))
 
         def stop(identifier: str) -> None:
             with contextlib.suppress(Exception):
