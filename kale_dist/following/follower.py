@@ -378,8 +378,15 @@ class Follower:
             return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
         if error is not None:
             self._input = self._input_error = None
+        if self._lasts("gone", HEAD_S, seen=look.gone):
+            # The object was deleted without its pods (--cascade=orphan), which only the head can end now.
+            client = self.client()
+            if client is not None:
+                with contextlib.suppress(BackendError, StoreError):
+                    client.cancel(0.0)
+            return judge(None, look, self._spec)
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
-        trouble = look.trouble if waits and not look.suspended else None
+        trouble = look.trouble if waits and not (look.suspended or look.gone) else None
         limit_s, waited_s = (
             self._spec.cluster.pending_timeout_s,
             self._clock.time() - (self._run.began or self._record.created),

@@ -172,6 +172,18 @@ def test_the_process_of_a_server_with_a_backup_may_be_killed(namespace):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("cascade", ["foreground", "orphan"])
+def test_a_job_whose_object_is_deleted_with_kubectl_is_not_started_again(on, namespace, cascade):
+    job = started(kd.launch(waits, number_of_processes=1, max_restarts=1, on=on))
+    run_kubectl("-n", namespace, "delete", "pytorchjob", job.name, f"--cascade={cascade}", "--wait=false")
+    status = job.wait(150)
+    assert status.state is StateName.CANCELLED, (status, told(job))
+    assert f"The PyTorchJob {job.name} was deleted" in status.reason
+    job.delete()
+    assert names_of(namespace, "pytorchjobs,pods") == ""
+
+
+@pytest.mark.nightly
 def test_a_suspended_job_can_be_cancelled(on, namespace):
     job = started(kd.launch(waits, number_of_processes=1, on=on))
     suspend(job, namespace)

@@ -204,6 +204,11 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
             items: list[Any] = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
         except Exception as error:
             raise api.explain(error, Doing(verb="list", resource="pods", namespace=namespace)) from error
+        for pod in items:
+            if not (pod.metadata.owner_references or pod.metadata.deletion_timestamp):
+                # An object that was deleted with --cascade=orphan has left it behind.
+                with contextlib.suppress(Exception):
+                    cluster.core.delete_namespaced_pod(pod.metadata.name, namespace)
         left = [pod.metadata.name for pod in items if not (pod.metadata.deletion_timestamp and _initialises(pod))]
         if not left:
             return

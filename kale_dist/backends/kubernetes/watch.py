@@ -266,7 +266,8 @@ class _State:
             job=job,
             pods=tuple(sorted(pods, key=lambda pod: pod.created)),
             events=tuple(sorted(events, key=lambda event: event.time)),
-            is_deleted=name in self.deleted,
+            # With --cascade=foreground, an object stays until its pods are gone.
+            is_deleted=name in self.deleted or (job is not None and "deletionTimestamp" in job["metadata"]),
             healthy=not problem,
             is_complete={JOBS, "pods"} <= self.listed,
             problem=problem,

@@ -187,6 +187,7 @@ class ScriptedRun:
     trouble: object = None
     suspended: str = ""
     gone: bool = False
+    orphaned: bool = False
     finished: str = ""
     checkpoint: bytes | None = None
     max_restarts: int = 0
@@ -254,8 +255,9 @@ class ScriptedPlace:
             return Look(gone=True)
         parts = [head.part for head in run.heads[-1:]] + list(run.others)
         return Look(
-            parts=tuple(parts), trouble=run.trouble, suspended=run.suspended, finished=run.finished, fresh=self.fresh
-        )
+            parts=tuple(parts), trouble=run.trouble, suspended=run.suspended, finished=run.finished, fresh=self.fresh,
+            gone=run.orphaned,
+        )  # fmt: skip
 
     def listen(self, handle, changed):
         return lambda: None

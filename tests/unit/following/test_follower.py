@@ -381,6 +381,19 @@ def test_an_object_that_was_deleted_is_not_started_again(backend, submit, place)
     assert list(place.runs) == [1]
 
 
+def test_pods_that_outlive_their_object_are_ended_by_their_head(backend, submit, place):
+    """`kubectl delete --cascade=orphan` leaves them running, and nothing at the place ends them any more."""
+    ref, head = submit(max_restarts=3)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    place.runs[1].orphaned = True
+    place.runs[1].trouble = Trouble(sentence="The object was deleted", cause=FailureCause.USER)
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.reason) == (StateName.CANCELLED, "The object was deleted")
+    assert head.cancelled.is_set()
+    assert list(place.runs) == [1]
+
+
 def test_a_job_that_was_cancelled_from_elsewhere_is_not_started_again(backend, submit, place):
     ref, head = submit(max_restarts=3)
     head.run()
