@@ -25,9 +25,6 @@ from kale_dist.spec.recipe import Recipe
 if TYPE_CHECKING:
     from kale_dist.engine import Engine
 
-RECIPE_LABEL = "dev.kale-dist.recipe"
-"""Of images that were made here: what they are made of, as JSON."""
-
 BASE_LABEL = "org.opencontainers.image.base.name"
 BASE_DIGEST_LABEL = "org.opencontainers.image.base.digest"
 
@@ -168,12 +165,10 @@ class Base:
     named: str
     """As the user named it, pinned where it can be: what a cluster's nodes are asked to run."""
 
-    def labels(self, recipe: Recipe) -> dict[str, str]:
-        """Labels of the image that is made of this base: what it is made of."""
-        identity = json.dumps(
-            dataclasses.replace(recipe, rebuild=False).to_json(), sort_keys=True, separators=(",", ":")
-        )
-        return {BASE_LABEL: str(self.reference), BASE_DIGEST_LABEL: self.digest, RECIPE_LABEL: identity}
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of the image that is made of this base."""
+        return {BASE_LABEL: str(self.reference), BASE_DIGEST_LABEL: self.digest}
 
 
 def name_of(recipe: Recipe, base: str) -> Reference:

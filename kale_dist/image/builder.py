@@ -108,7 +108,7 @@ def build(
         has = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
         manifest_bytes, config_bytes = manifest.put_on_top(
             image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, known, has),
-            labels=base.labels(recipe),
+            labels=base.labels,
         )  # fmt: skip
         pushed.append(threads.submit(registry.upload, repository, config_bytes))
         for digest, size in below.items():
@@ -142,7 +142,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
         settings = found.get("Config") or {}
         there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
         made = {
-            "Image": found["Id"], "Labels": base.labels(recipe),
+            "Image": found["Id"], "Labels": base.labels,
             "Env": [f"{name}={value}" for name, value in _environment(recipe, facts, there).items()],
         }  # fmt: skip
         entrypoint, command = settings.get("Entrypoint") or [], settings.get("Cmd") or []
@@ -223,8 +223,6 @@ def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list
         if installed is not None:
             contents.append((in_order(installed.entries), installed.key))
             facts = installed.facts
-            for note in installed.notes:
-                say(note)
     if recipe.files:
         entries = in_order(_files(recipe, facts))
         contents.append((entries, hashlib.sha256(repr(entries).encode()).hexdigest()))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from kale_dist.blobs import fresh
 from kale_dist.errors import ImageError
+from kale_dist.image.reference import Reference
 
 
 def folder(name: str = "") -> pathlib.Path:
@@ -54,20 +55,15 @@ def write(path: pathlib.Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def alone(tag: str, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold off other processes of this user that would make the same image.
-
-    Args:
-        tag: Of the image.
-        waiting: Called once, if another process makes it at the moment.
-    """
-    path = folder("locks") / tag
+def alone(image: Reference, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold off other processes of this user that would make the same image, which is one with a tag."""
+    path = folder("locks") / image.tag
     with writing(path):
         file = path.open("a")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            say(f"Another process on this machine makes the image {image}; waiting for it.")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -75,8 +75,6 @@ class Packages:
     """Names the content: equal packages, put into an equal base, have equal ones."""
     facts: Facts
     """Of the image that has them."""
-    notes: tuple[str, ...]
-    """What the user should know, a sentence each."""
 
 
 def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable[[str], None]) -> Packages | None:
@@ -110,10 +108,12 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
         say("The base image has all packages that were asked for.")
         return None
     say("Packages for the image: " + ", ".join(f"{one.name} {one.version}" for one in found))
-    changed = [one for one in found if one.name in replaced]
-    if changed:
-        pairs = (f"{one.name} {_version(facts, one.name)} by {one.version}" for one in changed)
+    had = {one.name: one.version for one in facts.distributions if one.name in replaced}
+    if had:
+        pairs = (f"{one.name} {had[one.name]} by {one.version}" for one in found if one.name in had)
         say(f"They come before those of the base image: {', '.join(pairs)}.")
+    for note in _broken(facts, found):
+        say(note)
     number = len(facts.folders) + 1
     name = "site-packages" if number == 1 else f"site-packages-{number}"
     folders = (*facts.folders, name)
@@ -134,7 +134,6 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
         facts=dataclasses.replace(
             facts, folders=folders, distributions=tuple(sorted(distributions, key=lambda one: one.name))
         ),
-        notes=tuple(_broken(facts, found)),
     )
 
 
@@ -176,11 +175,13 @@ def _run_uv(
 ) -> None:
     """Have uv install into a folder. What it remembers of indexes may be minutes old: it does not refuse because of that."""
     configured = _pip_settings()
+    # Otherwise what this Python builds from source would not run there.
+    is_like_this = facts.machine == os.uname().machine and facts.minor == f"{sys.version_info[0]}.{sys.version_info[1]}"
     command = [
         _uv(), "pip", "install", "--target", str(target), "--python", sys.executable, "--python-version", facts.python,
         "--python-platform", _platform(facts), "--constraint", str(constraints), "--index-strategy", "unsafe-best-match",
         "--no-config", "--no-progress", "--color", "never",
-        *([] if _is_like_this(facts) else ["--only-binary", ":all:"]),
+        *([] if is_like_this else ["--only-binary", ":all:"]),
         *(["--refresh"] if fresh else []),
         *(["--keyring-provider", "subprocess"] if shutil.which("keyring") else []),
         *_index_options(recipe, configured), "--", *recipe.packages,
@@ -224,11 +225,6 @@ def _platform(facts: Facts) -> str:
         return f"{facts.machine}-unknown-linux-musl"
     minor = int(version.split(".")[1]) if re.match(r"2\.\d+", version) else _GLIBC[-1]
     return f"{facts.machine}-manylinux_2_{next((known for known in _GLIBC if known <= minor), _GLIBC[-1])}"
-
-
-def _is_like_this(facts: Facts) -> bool:
-    """Whether what this Python builds from source may run there, too."""
-    return facts.machine == os.uname().machine and facts.minor == f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def _index_options(recipe: Recipe, configured: Mapping[str, str]) -> list[str]:
@@ -392,11 +388,6 @@ def _broken(facts: Facts, added: Sequence[Distribution]) -> Iterator[str]:
 def _is_met(requirement: Requirement, facts: Facts) -> bool:
     there = facts.find(requirement.name)
     return there is not None and requirement.specifier.contains(there.version, prereleases=True)
-
-
-def _version(facts: Facts, name: str) -> str:
-    there = facts.find(name)
-    return there.version if there is not None else ""
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ base finds the image, from any machine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from kale_dist import records
 from kale_dist.errors import ConfigError
@@ -80,24 +79,24 @@ def resolve(
         pinned = bases.pin(recipe, named, reachable, theirs)
         target = home.with_tag(recipe.tag(pinned.digest, python))
 
-        def found() -> str:
-            return "" if recipe.rebuild else ours.head(home.repository, target.tag)
-
-        def make() -> str:
-            say(f"Making the image {target} on {pinned.reference}.")
-            if recipe.apt:
+        with cache.alone(target, say), records.keeping_blobs():
+            there = "" if recipe.rebuild else ours.head(home.repository, target.tag)
+            if there:
+                digest = there
+            elif recipe.apt:
+                say(f"Making the image {target} on {pinned.reference}.")
                 with bases.connected(recipe) as engine:
                     # The base may lie in the engine alone, which therefore is asked.
                     facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
                     builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=str(target), say=say)
-                    return builder.push(engine, target, say)
-            return builder.build(
-                recipe, target=target, registry=ours, base=pinned, base_registry=theirs, say=say, progress=progress,
-                facts=lambda: bases.facts_of(pinned, recipe, ask=ask, python=python, say=say),
-            )  # fmt: skip
-
-        digest, was_built = _once(target, found, make, say)
-    return Resolved(reference=str(pulled.with_digest(digest)), was_built=was_built, tag=target.tag)
+                    digest = builder.push(engine, target, say)
+            else:
+                say(f"Making the image {target} on {pinned.reference}.")
+                digest = builder.build(
+                    recipe, target=target, registry=ours, base=pinned, base_registry=theirs, say=say, progress=progress,
+                    facts=lambda: bases.facts_of(pinned, recipe, ask=ask, python=python, say=say),
+                )  # fmt: skip
+    return Resolved(reference=str(pulled.with_digest(digest)), was_built=not there, tag=target.tag)
 
 
 def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) -> Resolved:
@@ -114,27 +113,22 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
         ImageError: The image cannot be made.
         BackendError: The engine cannot be used.
     """
+    from kale_dist.engine import find_image
+
     named = bases.name_of(recipe, base)
     with _opened(named) as registry:
         pinned = bases.pin(recipe, named, named, registry, in_engine=True)
     tag = recipe.tag(pinned.digest, python)
     target = Reference(registry="docker.io", repository=f"library/{NAME}", tag=tag)
 
-    def found() -> str:
-        from kale_dist.engine import find_image
-
-        with bases.connected() as engine:
-            there = None if recipe.rebuild else find_image(engine, f"{NAME}:{tag}")
-        return str(there["Id"]) if there else ""
-
-    def make() -> str:
+    with cache.alone(target, say), records.keeping_blobs(), bases.connected() as engine:
+        there = None if recipe.rebuild else find_image(engine, f"{NAME}:{tag}")
+        if there is not None:
+            return Resolved(reference=str(there["Id"]), was_built=False, tag=tag)
         say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
         facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
-        with bases.connected() as engine:
-            return builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", say=say)
-
-    image, was_built = _once(target, found, make, say)
-    return Resolved(reference=image, was_built=was_built, tag=tag)
+        image = builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", say=say)
+        return Resolved(reference=image, was_built=True, tag=tag)
 
 
 def repository_of(registry: str, argument: str = "registry") -> Reference:
@@ -179,17 +173,6 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
         packages=recipe.packages if ready else tuple(sorted((*recipe.packages, f"torch=={version}"))),
         index_urls=(*urls, own) if own and not ready else recipe.index_urls,
     )
-
-
-def _once(target: Reference, found: Callable[[], str], make: Callable[[], str], say: Say) -> tuple[str, bool]:
-    """What is found, else made, and whether it was made. Kernels of this machine make the same image one after another."""
-    waiting = f"Another process on this machine makes the image {target}; waiting for it."
-    with cache.alone(target.tag, lambda: say(waiting)):
-        image = found()
-        if image:
-            return image, False
-        with records.keeping_blobs():
-            return make(), True
 
 
 def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference:

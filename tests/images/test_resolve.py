@@ -22,6 +22,7 @@ from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.auth import Credentials
 from kale_dist.image.for_job import keep_files
+from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.image.resolve import resolve, resolve_in_engine, standard_recipe
 from kale_dist.spec.recipe import Recipe
@@ -139,7 +140,7 @@ def test_who_waits_is_told_so_and_takes_what_the_other_has_made(place):
     with Registry(place.host) as registry:
         body, kind = raw_manifest(place, tag)
         found = []
-        with cache.alone(tag, lambda: None):
+        with cache.alone(Reference.parse(f"{other.registry}/kale-dist:{tag}"), print):
             thread = threading.Thread(target=lambda: found.append(other.resolve(MODE)))
             thread.start()
             while not other.said:
