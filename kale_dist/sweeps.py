@@ -219,6 +219,7 @@ class Sweep:
         self._failed_in_a_row = 0
         self._is_cancelled = False
         self._is_enough = False
+        self._leaves_jobs = False
         self._is_over = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -359,9 +360,12 @@ class Sweep:
             self._leave()
 
     def _leave(self) -> None:
-        """End what runs; its parameters are tried again by the next sweep of this name."""
+        """End what runs; its parameters are tried again by the next sweep of this name, which also follows what is left."""
         try:
             for number, one in tuple(self._running.items()):
+                if self._leaves_jobs:
+                    self._forget(number)
+                    continue
                 with contextlib.suppress(KaleDistError):
                     one.job.cancel()
                 self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
@@ -403,8 +407,16 @@ class Sweep:
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return
         except Exception as error:
-            self._fail(trial.number, f"{type(error).__name__}: {error}")
-            raise
+            said = f"{type(error).__name__}: {error}"
+            if not getattr(error, "retryable", False):
+                self._fail(trial.number, said)
+                raise
+            self._leaves_jobs = True
+            self._again(trial.number, said)
+            raise SweepError(
+                f"{self.name}: trial {trial.number} could not be submitted: {str(error).rstrip('.')}. Jobs that run are left"
+                f" alone. Call sweep(..., name={self.name!r}) again to continue with them and with this trial"
+            ) from error
         if not isinstance(job, Job):
             self._fail(trial.number, "the call returned no job")
             raise SweepError(f"{self.name}: the call returned {job!r}. Return the job of distribute() or launch()")

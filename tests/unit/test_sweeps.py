@@ -14,7 +14,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist import cli, records, sweeps
-from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError
+from kale_dist.errors import BackendError, ConfigError, KaleDistWarning, WaitTimeoutError
 from kale_dist.sweeps import SweepError
 from kale_dist.view.sweep import SweepPicture, TrialRow, html, text
 
@@ -254,6 +254,33 @@ def test_bad_arguments_are_refused_at_the_call_and_leave_no_file(options, argume
     assert caught.value.argument == argument
     left = set(records.state_dir().rglob("*")) - before
     assert not any("sweeps" in path.parts and path.is_file() for path in left)
+
+
+def test_a_sweep_whose_cluster_is_away_says_how_to_continue_and_leaves_its_jobs_alone(tmp_path):
+    go, calls = tmp_path / "go", []
+
+    def waiting(x):
+        while not go.exists():
+            time.sleep(0.05)
+        kd.report(loss=x)
+
+    def call(trial):
+        x = trial.suggest_float("x", 0, 1)
+        calls.append(x)
+        if len(calls) == 2:
+            raise BackendError("The cluster cannot be reached.", retryable=True)
+        return one_process(waiting, x)
+
+    with pytest.raises(
+        SweepError, match=r"be reached\. Jobs that run .* sweep\(\.\.\., name='away'\) again to continue"
+    ):
+        sweep(call, name="away", trials=2, parallel=2).wait(60)
+    go.touch()
+    again = sweep(call, name="away", trials=2, parallel=2)
+    again.wait(60)
+    assert [trial.state for trial in again.trials] == ["complete", "repeated", "complete"]
+    assert calls[2:] == calls[1:2]
+    assert len(kd.jobs()) == 2
 
 
 def test_a_storage_that_fails_without_a_word_is_refused(monkeypatch):
