@@ -81,6 +81,9 @@ class Relay:
         if head is None:
             sys.stderr.write("kale_dist: the run has begun or ended without this pod, which has nothing to do\n")
             return 0
+        if self._is_told_to_end:
+            # SIGTERM came when the connection stood, and nothing here knew of it yet.
+            self.told_to_end()
         bringing = asyncio.ensure_future(self._bring(head))
         is_over = await self._serve(head)
         bringing.cancel()
