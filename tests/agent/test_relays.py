@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import secrets
+from types import SimpleNamespace
 
 import pytest
 
 from kale_dist import contract
-from kale_dist.contract import BlockReader, EventKind, JobFiles, Order, Stream, body_of
+from kale_dist.contract import BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
 from kale_dist.runtime import relay
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.near_rank import End
 from kale_dist.runtime.rank_run import RankRun
-from kale_dist.runtime.relay import _Forwarder
+from kale_dist.runtime.relay import Relay, _Forwarder
 from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, is_signed, sign
 from kale_dist.runtime.relays import HeadsRelays
 from kale_dist.runtime.writer import JobWriter
@@ -217,6 +219,28 @@ def test_a_relay_that_is_told_to_end_says_so(tmp_path):
         played.channel.say(Op.LEAVING, reason="it received SIGTERM")
         await until(lambda: head.told)
         assert head.told == ["lost: Pod 1 (rank 1) is gone: it received SIGTERM"]
+
+    play(tmp_path, 2, scene)
+
+
+def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_so(tmp_path):
+    async def scene(head):
+        order = dataclasses.replace(head.order, source=Source.STREAM)
+        mine = Relay(SimpleNamespace(order=order, key=KEY, place=SimpleNamespace(pod=1)))
+        join = mine._join
+
+        async def interrupted():
+            channel = await join()
+            head.played.append(channel)
+            # Before the one that waits for this is woken.
+            asyncio.get_running_loop().call_soon(mine.told_to_end)
+            return channel
+
+        mine._join = interrupted
+        running = asyncio.ensure_future(mine.run())
+        await until(lambda: head.told)
+        assert head.told[0].startswith("lost: Pod 1 (rank 1) is gone: it received SIGTERM")
+        running.cancel()
 
     play(tmp_path, 2, scene)
 
