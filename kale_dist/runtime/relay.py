@@ -75,15 +75,12 @@ class Relay:
             return EXIT_TOLD_TO_END
         self._joining = asyncio.ensure_future(self._join())
         try:
-            head = self._head = await self._joining
+            head = await self._joining
         except asyncio.CancelledError:
             return EXIT_TOLD_TO_END
         if head is None:
             sys.stderr.write("kale_dist: the run has begun or ended without this pod, which has nothing to do\n")
             return 0
-        if self._is_told_to_end:
-            # SIGTERM came when the connection stood, and nothing here knew of it yet.
-            self.told_to_end()
         bringing = asyncio.ensure_future(self._bring(head))
         is_over = await self._serve(head)
         bringing.cancel()
@@ -108,6 +105,8 @@ class Relay:
                     channel = await Channel.connect(order.head, order.port + 1)
                     answer = await self._prove(channel)
             if channel is not None and answer.get("op") == Op.WELCOME:
+                # Not where this is awaited: SIGTERM may come before that goes on.
+                self._head = channel
                 return channel
             if channel is not None:
                 channel.close()
