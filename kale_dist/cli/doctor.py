@@ -5,6 +5,7 @@ Nothing is changed, and CUDA is initialised in a process that ends at once, neve
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import importlib.util
@@ -17,7 +18,8 @@ import sys
 import tempfile
 
 from kale_dist import records
-from kale_dist.errors import StoreError
+from kale_dist.cli.list_commands import add_place
+from kale_dist.errors import ConfigError, StoreError
 from kale_dist.view import facts
 from kale_dist.wording import install
 
@@ -65,6 +67,38 @@ class Check:
     """What was found."""
     remedy: str = ""
     """What to do; empty if all is well."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor`.
+
+    Args:
+        commands: Of the parser that it becomes part of.
+    """
+    what = "check what jobs need"
+    made = commands.add_parser("doctor", help=what, description=f"{what[:1].upper()}{what[1:]}.")
+    made.set_defaults(command=_doctor)
+    made.add_argument("--json", action="store_true", help="as JSON")
+    add_place(made, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
+    made.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.on != "kubernetes" and (options.namespace or options.context):
+        raise ConfigError("--namespace", "only a cluster has namespaces and contexts", "Add --on kubernetes")
+    found = examine(options.on, namespace=options.namespace or "", context=options.context)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
+    else:
+        width = max(len(check.name) for check in found)
+        for check in found:
+            print(f"{check.verdict:<7}  {check.name:<{width}}  {check.sentence}")
+            if check.remedy:
+                first, *more = check.remedy.splitlines()
+                print(f"{'':7}  {'':{width}}  -> {first}")
+                # A Role can be copied from here.
+                print("".join(f"{line}\n" for line in more), end="")
+    return 1 if any(check.verdict is Verdict.FAILED for check in found) else 0
 
 
 def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tuple[Check, ...]:

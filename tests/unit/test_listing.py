@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kale_dist import backends, cli
+from kale_dist import backends
 from kale_dist.backends.kubernetes import look
 from kale_dist.backends.kubernetes.views import QueuePosition
-from kale_dist.cli import main
+from kale_dist.cli import list_commands, main
 from kale_dist.contract import StateName
 from kale_dist.manifests import KINDS
 from kale_dist.manifests.settings import CANCELLED_ANNOTATION, FAILED_ANNOTATION, SPEC_ANNOTATION
@@ -116,7 +116,9 @@ def test_a_list_says_where_a_job_stands_in_its_queue(monkeypatch, capsys):
 
 def test_a_column_is_one_line_of_a_table(crowded, capsys, monkeypatch):
     monkeypatch.setattr(
-        cli, "_COLUMNS", (*cli._COLUMNS, ("backend", lambda job: job.status.ref.partition(":")[0], False))
+        list_commands,
+        "_COLUMNS",
+        (*list_commands._COLUMNS, ("backend", lambda job: job.status.ref.partition(":")[0], False)),
     )
     assert main(["jobs", "--on", "kubernetes"]) == 0
     title, *rows = capsys.readouterr().out.splitlines()[:3]
