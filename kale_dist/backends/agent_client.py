@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, Self
 
 from kale_dist import contract
-from kale_dist.contract import Op, Order
+from kale_dist.contract import CANCEL_GRACE_S, Op, Order
 from kale_dist.errors import BackendUnavailableError
 from kale_dist.runtime import processes
 
@@ -178,7 +178,7 @@ class AgentClient:
                 return
         raise BackendUnavailableError("The agent that runs jobs on this machine has not started", retryable=True)
 
-    def cancel(self, job: str, grace_s: float = 5.0) -> None:
+    def cancel(self, job: str, grace_s: float = CANCEL_GRACE_S) -> None:
         """End a job: SIGTERM to its ranks, SIGKILL after `grace_s`. A job that has ended is left as it is.
 
         Raises:
@@ -264,7 +264,7 @@ def agent_environment() -> dict[str, str]:
     return environment
 
 
-def cancel_message(job: str, grace_s: float = 5.0) -> dict[str, Any]:
+def cancel_message(job: str, grace_s: float = CANCEL_GRACE_S) -> dict[str, Any]:
     """The message that ends a job, for `send`."""
     return {"op": Op.CANCEL, "job": job, "grace_s": grace_s}
 

@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
-from kale_dist.contract import FailureCause, LogLine
+from kale_dist.contract import CANCEL_GRACE_S, FailureCause, LogLine
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
 from kale_dist.spec.job_spec import JobSpec
 from kale_dist.status import JobStatus
@@ -167,7 +167,7 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
         """End a job: SIGTERM, then SIGKILL after `grace_s`. A job that has ended is left as it is.
 
         Raises:

@@ -18,7 +18,7 @@ from kale_dist import records
 from kale_dist.backends import agent_client
 from kale_dist.backends.agent_client import AgentClient, Fingerprint
 from kale_dist.backends.base import JobRef, Plan
-from kale_dist.contract import Order
+from kale_dist.contract import CANCEL_GRACE_S, Order
 from kale_dist.errors import BackendError, BackendUnavailableError
 from kale_dist.following.reader import FolderBackend
 from kale_dist.orders import order_of
@@ -81,7 +81,7 @@ class LocalBackend(FolderBackend):
         """What the job's files say now."""
         return self._reader(ref).status()
 
-    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
         """End a job's ranks. If its agent is gone, so are they."""
         reader = self._reader(ref)
         if reader.status().is_final:

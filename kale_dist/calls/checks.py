@@ -13,6 +13,7 @@ from typing import Any
 
 from kale_dist import strategies, trackers
 from kale_dist.backends.base import Backend
+from kale_dist.contract import STALL_WARN_S
 from kale_dist.errors import ConfigError
 from kale_dist.spec import names
 from kale_dist.spec.job_spec import Policy
@@ -64,7 +65,7 @@ class Options:
     threads: int | None = None
     seed: int | None = None
     timeout_s: float | None = None
-    stall_warn_s: float | None = 300.0
+    stall_warn_s: float | None = STALL_WARN_S
     stall_timeout_s: float | None = None
     max_restarts: int = 0
     detach: bool = False

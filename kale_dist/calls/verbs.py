@@ -18,6 +18,7 @@ from kale_dist.calls.checks import Options
 from kale_dist.calls.layout import Run
 from kale_dist.calls.starting import Call
 from kale_dist.calls.training_checks import Training
+from kale_dist.contract import STALL_WARN_S
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job.handle import Job, inside
 from kale_dist.spec import names
@@ -87,7 +88,7 @@ def distribute(
     environment: Mapping[str, str] | None = None,
     threads: int | None = None,
     timeout_s: float | None = None,
-    stall_warn_s: float | None = 300.0,
+    stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = 1800.0,
     max_restarts: int = 0,
     detach: bool = False,
@@ -196,7 +197,7 @@ def launch(
     threads: int | None = None,
     seed: int | None = None,
     timeout_s: float | None = None,
-    stall_warn_s: float | None = 300.0,
+    stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = None,
     max_restarts: int = 0,
     detach: bool = False,

@@ -118,7 +118,7 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
 
             found = engine.examine()
         else:
-            from kale_dist.backends.kubernetes import examination as cluster
+            from kale_dist.backends.kubernetes import doctor as cluster
 
             found = cluster.examine(namespace, context)
     except ModuleNotFoundError as error:

@@ -41,7 +41,10 @@ from kale_dist.contract.log import (
     record_after,
 )
 from kale_dist.contract.order import (
+    CANCEL_GRACE_S,
+    EXIT_BROKEN,
     EXIT_TOLD_TO_END,
+    STALL_WARN_S,
     VERSION,
     Assignment,
     EndsWith,
@@ -56,6 +59,8 @@ from kale_dist.contract.order import (
 from kale_dist.contract.requests import MAC_HEADER, SIZE_HEADER, check_request, sign_request
 
 __all__ = [
+    "CANCEL_GRACE_S",
+    "EXIT_BROKEN",
     "EXIT_TOLD_TO_END",
     "MAC_HEADER",
     "MAX_LINE_BYTES",
@@ -64,6 +69,7 @@ __all__ = [
     "PHASES",
     "PREFIX",
     "SIZE_HEADER",
+    "STALL_WARN_S",
     "VERSION",
     "Assignment",
     "Block",

@@ -13,6 +13,15 @@ VERSION = 2
 EXIT_TOLD_TO_END = 143
 """Exit code of a container that got SIGTERM: 128 + SIGTERM."""
 
+EXIT_BROKEN = 70
+"""Exit code of a rank or an agent in which our own code failed; as EX_SOFTWARE."""
+
+STALL_WARN_S = 300.0
+"""Default of `stall_warn_s`."""
+
+CANCEL_GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL for the ranks of a job that is cancelled."""
+
 
 class Op(enum.StrEnum):
     """What a message to or from an agent is about. Messages are JSON objects, one a line, with an `op`."""
@@ -144,7 +153,7 @@ class Order:
     seed: int | None = None
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     timeout_s: float | None = None
-    stall_warn_s: float | None = 300.0
+    stall_warn_s: float | None = STALL_WARN_S
     stall_timeout_s: float | None = None
     max_restarts: int = 0
     """How often the head may start all ranks again in this run after one was lost."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from kale_dist import records
 from kale_dist.backends.base import JobRef, Place, PlaceEvent, Plan, RunHandle
+from kale_dist.contract import CANCEL_GRACE_S
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.following import verdict
 from kale_dist.following.follower import Follower, handle_of
@@ -88,7 +89,7 @@ class FollowedBackend(FolderBackend):
             problem=follower.problem,
         )
 
-    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
         """End a job: its head ends the ranks; where it cannot be reached, its place ends the containers."""
         if not self._reader(ref).status().is_final:
             self._follow(ref).cancel(grace_s)

@@ -119,7 +119,7 @@ class Follower:
         self._between_looks_s = 0.0
         self._decided: RunVerdict | None = None
         self._heard: set[str] = set()
-        self._is_resumed = False
+        self._was_suspended = False
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._looked = threading.Event()
@@ -340,12 +340,12 @@ class Follower:
         look, copy, reader = self.look, self._copy, self._reader
         head = look.head
         if look.suspended:
-            self._is_resumed = True
+            self._was_suspended = True
             if self._run.uid and not self._run.is_suspended:
                 self._write_run(is_suspended=True)
-        elif self._is_resumed:
+        elif self._was_suspended:
             # From here on it counts how long the job waits for its pods.
-            self._is_resumed = False
+            self._was_suspended = False
             self._write_run(began=self._clock.time())
         if not look.fresh:
             return False

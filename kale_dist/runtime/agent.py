@@ -12,7 +12,7 @@ import traceback
 from typing import Any
 
 from kale_dist import contract
-from kale_dist.contract import FailureCause, JobFiles, Op, Order
+from kale_dist.contract import CANCEL_GRACE_S, FailureCause, JobFiles, Op, Order
 from kale_dist.runtime import processes
 from kale_dist.runtime.fork_pool import ForkPool
 from kale_dist.runtime.job_run import FAILURE_GRACE_S, JobRun
@@ -168,7 +168,7 @@ class Agent:
             case Op.TAKE:
                 self._take(peer, message.get("order") or {})
             case Op.CANCEL:
-                self._cancel(str(message.get("job")), float(message.get("grace_s", 5.0)))
+                self._cancel(str(message.get("job")), float(message.get("grace_s", CANCEL_GRACE_S)))
             case Op.STOP:
                 self._is_stopping = True
                 self._news.set()

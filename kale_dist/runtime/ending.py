@@ -16,9 +16,6 @@ from kale_dist.runtime.rank_run import RankRun
 MAX_BYTES = 4096
 """A kubelet reads no more of a termination message."""
 
-EXIT_OURS = 70
-"""Our own code failed; as EX_SOFTWARE."""
-
 BLAME_AFTER_S = 0.15
 """A rank that dies takes the others along with errors of their own; its end may be reported after theirs."""
 

@@ -166,7 +166,7 @@ class ForkPool:
         if "forked" in message:
             rank = self._asked.pop(message["forked"])
             self._live[message["pid"]] = rank
-            rank.was_forked(message["pid"])
+            rank.on_forked(message["pid"])
         elif "refused" in message:
             self._drop(self._asked.pop(message["refused"]), End(reason=f"no process for it: {message['error']}"))
         elif "ended" in message:
@@ -185,7 +185,7 @@ class ForkPool:
             self._spares.remove(rank)
             # Without a delay, spares would be replaced in a fast loop if the cause of their deaths persists.
             self.refill(delay_s=5.0)
-        rank.has_ended(end)
+        rank.on_end(end)
 
     def _clear_group(self, pid: int) -> None:
         """End what is left of a rank's process group, then let the forkserver reap its leader."""

@@ -22,7 +22,7 @@ import weakref
 from typing import Any, cast
 
 from kale_dist import contract
-from kale_dist.runtime import loading, processes, worker
+from kale_dist.runtime import loading, processes, rank_main
 from kale_dist.runtime.forkserver_launch import MAX_MESSAGE_BYTES
 
 PRELOADED = (
@@ -137,11 +137,11 @@ class ForkServer:
             self._agent.close()
             for watch in self._ranks:
                 os.close(watch)
-            worker.run(worker.Descriptors(*descriptors))
+            rank_main.run(rank_main.Descriptors(*descriptors))
         except BaseException:  # noqa: BLE001 - nothing may escape into the server's own frames
             traceback.print_exc()
         finally:
-            os._exit(worker.EXIT_BROKEN)
+            os._exit(contract.EXIT_BROKEN)
 
     def _report_end(self, watch: int) -> None:
         pid = self._ranks.pop(watch)

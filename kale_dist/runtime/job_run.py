@@ -85,11 +85,11 @@ class JobRun:
         self._usage: UsageWatch | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._failures: list[RankRun] = []
+        self._failed_ranks: list[RankRun] = []
         self._dispensable: list[set[int]] = []
         """Of each of these sets, the others carry on without all ranks but one."""
-        self._lost: list[RankRun] = []
-        self._loss: Verdict | None = None
+        self._lost_ranks: list[RankRun] = []
+        self._restart_reason: Verdict | None = None
         self._is_over = False
         self._all_forked = False
         self.ranks = self._make_ranks()
@@ -182,7 +182,7 @@ class JobRun:
 
     def _can_lose(self, rank: int) -> bool:
         """Whether the others carry on without this rank, and those that were lost before."""
-        gone = {rank, *(run.rank for run in self._lost)}
+        gone = {rank, *(run.rank for run in self._lost_ranks)}
         return (
             0 not in gone and gone <= set().union(*self._dispensable) and all(one - gone for one in self._dispensable)
         )
@@ -204,11 +204,11 @@ class JobRun:
 
     def rank_changed(self, run: RankRun) -> None:
         """A rank's `state`, `done` or `end` has changed."""
-        is_ending = self.verdict is not None or self._loss is not None
+        is_ending = self.verdict is not None or self._restart_reason is not None
         if run.end is not None and run.state in _ALIVE:
-            has_failed = run in self._failures or (run.done is not None and not run.done["ok"])
+            has_failed = run in self._failed_ranks or (run.done is not None and not run.done["ok"])
             if run.done is None and not is_ending and self._can_lose(run.rank):
-                self._lost.append(run)
+                self._lost_ranks.append(run)
                 run.record_end(RankStateName.LOST)
                 self._writer.say(f"{ending.blame([run]).reason}. The other ranks carry on without it")
             else:
@@ -228,20 +228,20 @@ class JobRun:
     def _judge(self, run: RankRun) -> None:
         """Look at what a change of one rank means for the job."""
         failed = run.done is not None and not run.done["ok"]
-        is_lost = run in self._lost
+        is_lost = run in self._lost_ranks
         died = run.end is not None and run.done is None and not is_lost
         are_over = all(other.done is not None or other.end is not None for other in self.ranks)
         if failed or died:
-            if run not in self._failures:
-                self._failures.append(run)
+            if run not in self._failed_ranks:
+                self._failed_ranks.append(run)
             # Of several ranks that fail at once, the one that drew the others along may be heard of last.
             if are_over or (died and self.order.ends_with is not EndsWith.ALL):
                 self._blame()
-            elif len(self._failures) == 1 and self.order.ends_with is not EndsWith.ALL:
+            elif len(self._failed_ranks) == 1 and self.order.ends_with is not EndsWith.ALL:
                 delay_s = ending.BLAME_AFTER_S if self._relays is None else ending.BLAME_FAR_AFTER_S
                 self._timers.append(self._loop.call_later(delay_s, self._blame))
         elif run.done is not None or is_lost:
-            if are_over and self._failures:
+            if are_over and self._failed_ranks:
                 self._blame()
             elif are_over or (run.rank == 0 and self.order.ends_with is EndsWith.RANK_0):
                 self._conclude(Verdict(StateName.SUCCEEDED, None, ""))
@@ -251,18 +251,18 @@ class JobRun:
             self._writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
 
     def _blame(self) -> None:
-        if self.verdict is not None or self._loss is not None:
+        if self.verdict is not None or self._restart_reason is not None:
             return
         sentence = ""
-        if self._relays is not None and all(ending.lost_peer(run) for run in self._failures):
+        if self._relays is not None and all(ending.lost_peer(run) for run in self._failed_ranks):
             sentence = self._relays.explain_loss()
         if sentence:
             self.fail(FailureCause.LOST, sentence)
         else:
             # What ranks say who miss one that they could not do without after all.
-            are_followers = all(ending.lost_peer(run) for run in self._failures)
-            verdict = ending.blame([*self._lost, *self._failures] if are_followers else self._failures)
-            before = [run.rank for run in self._lost if run.rank != verdict.rank]
+            are_followers = all(ending.lost_peer(run) for run in self._failed_ranks)
+            verdict = ending.blame([*self._lost_ranks, *self._failed_ranks] if are_followers else self._failed_ranks)
+            before = [run.rank for run in self._lost_ranks if run.rank != verdict.rank]
             told = f"{verdict.reason}. Lost before: {ending.name_ranks(before)}" if before else verdict.reason
             self._conclude(dataclasses.replace(verdict, reason=told))
 
@@ -270,8 +270,8 @@ class JobRun:
 
     def _conclude(self, verdict: Verdict, grace_s: float = FAILURE_GRACE_S) -> None:
         """The end of the job, or of its attempt, is decided: let those go that are done, end the others."""
-        if verdict.may_restart and self._loss is None and self.attempt < self.order.max_restarts:
-            self._loss = verdict
+        if verdict.may_restart and self._restart_reason is None and self.attempt < self.order.max_restarts:
+            self._restart_reason = verdict
         else:
             self.verdict = verdict
         self._cancel_timers()
@@ -301,7 +301,7 @@ class JobRun:
             run.kill()
 
     def _go_on_if_all_are_gone(self) -> None:
-        if self._is_over or (self.verdict is None and self._loss is None):
+        if self._is_over or (self.verdict is None and self._restart_reason is None):
             return
         if all(run.is_gone for run in self.ranks):
             self._cancel_timers()
@@ -311,14 +311,14 @@ class JobRun:
                 self._mpirun.stop()
             if self.verdict is not None:
                 self._finish(self.verdict)
-            elif self._loss is not None:
-                self._begin_again(self._loss)
+            elif self._restart_reason is not None:
+                self._begin_again(self._restart_reason)
 
     def _begin_again(self, loss: Verdict) -> None:
         """No rank of the lost attempt is left: start all again."""
-        self._loss = None
-        self._failures.clear()
-        self._lost.clear()
+        self._restart_reason = None
+        self._failed_ranks.clear()
+        self._lost_ranks.clear()
         self._dispensable.clear()
         self._all_forked = False
         self.attempt += 1
@@ -348,7 +348,7 @@ class JobRun:
             reason=reason,
             cause=str(verdict.cause or ""),
             failed_rank=verdict.rank,
-            lost=[run.rank for run in self._lost],
+            lost=[run.rank for run in self._lost_ranks],
         )
         self._on_end()
 

@@ -16,7 +16,7 @@ from kale_dist import contract
 from kale_dist.contract import Assignment, Stream
 from kale_dist.runtime import processes, usage
 from kale_dist.runtime.output import RankOutput, read_all, read_some
-from kale_dist.runtime.worker import STACKS_SIGNAL
+from kale_dist.runtime.rank_main import STACKS_SIGNAL
 
 PIPE_BYTES = 1 << 18
 """Room in each pipe, so that a rank seldom waits for the agent."""
@@ -103,7 +103,7 @@ class NearRank:
     # -- the pool's side ---------------------------------------------------------------------------------------------
 
     def open(self) -> tuple[int, ...]:
-        """Make pipes and socket; gives the rank's ends, in the order of `worker.Descriptors`.
+        """Make pipes and socket; gives the rank's ends, in the order of `rank_main.Descriptors`.
 
         Raises:
             OSError: No more descriptors are to be had.
@@ -128,7 +128,7 @@ class NearRank:
             os.close(descriptor)
         self._child.clear()
 
-    def was_forked(self, pid: int) -> None:
+    def on_forked(self, pid: int) -> None:
         """It has a process: now it gets its work, if there is some for it already."""
         self.pid = pid
         if self.is_discarded:
@@ -136,7 +136,7 @@ class NearRank:
         elif self._assignment is not None:
             self._begin()
 
-    def has_ended(self, end: End) -> None:
+    def on_end(self, end: End) -> None:
         """Its process is over, or there never was one."""
         if self._listener is not None and not self.is_discarded:
             if self._readers:

@@ -193,7 +193,7 @@ async def _main(place: Place, launched: tuple[socket.socket, int]) -> int:
     except (Problem, KaleDistError, OSError) as error:
         sys.stderr.write(f"kale_dist: {error}\n")
         ending.write_termination(place.termination_log, str(error).encode("utf-8", "replace"))
-        return contract.EXIT_TOLD_TO_END if "received SIGTERM" in str(error) else ending.EXIT_OURS
+        return contract.EXIT_TOLD_TO_END if "received SIGTERM" in str(error) else contract.EXIT_BROKEN
     finally:
         pool.close()
         processes.end_orphans(limit_s=2.0)
@@ -210,7 +210,7 @@ def main(launched: tuple[socket.socket, int]) -> int:
         place.work.mkdir(parents=True, exist_ok=True)
     except (KeyError, ValueError, OSError) as error:
         sys.stderr.write(f"kale_dist: this pod's environment is incomplete: {type(error).__name__}: {error}\n")
-        return ending.EXIT_OURS
+        return contract.EXIT_BROKEN
     ended = place.work / "ended"
     with contextlib.suppress(OSError, ValueError):
         # The kubelet has started the container again, as a runtime of Kubeflow Trainer has it do: its end stays what it was.
@@ -234,7 +234,7 @@ def _run(place: Place, launched: tuple[socket.socket, int]) -> int:
         traceback.print_exc()
         told = f"kale_dist: the pod's agent failed: {type(error).__name__}: {error}"
         ending.write_termination(place.termination_log, told.encode("utf-8", "replace"))
-        return ending.EXIT_OURS
+        return contract.EXIT_BROKEN
 
 
 def _umask() -> int:

@@ -47,7 +47,7 @@ def install(*, cuda: bool) -> None:
     vars(builtins).update(input=_input, display=display)
     sys.breakpointhook = _breakpoint
     if os.environ.get("MPLBACKEND", "") in _INLINE:
-        os.environ["MPLBACKEND"] = "module://kale_dist.runtime.figures"
+        os.environ["MPLBACKEND"] = "module://kale_dist.runtime.matplotlib_backend"
     actions: dict[str, Callable[[ModuleType], None]] = {
         "IPython.core.display_functions": lambda module: setattr(module, "display", display),
         "pdb": lambda module: setattr(module, "set_trace", _breakpoint),

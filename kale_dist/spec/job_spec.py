@@ -7,6 +7,7 @@ import math
 from typing import Any, Self
 
 from kale_dist import strategies
+from kale_dist.contract import STALL_WARN_S
 from kale_dist.errors import ConfigError
 from kale_dist.spec import names
 from kale_dist.spec.places import ClusterOptions
@@ -38,7 +39,7 @@ class Policy:
 
     timeout_s: float | None = None
     """Seconds from the start of the ranks to the job's end; None for no limit."""
-    stall_warn_s: float | None = 300.0
+    stall_warn_s: float | None = STALL_WARN_S
     """Seconds without progress after which the stacks of all ranks go into the log."""
     stall_timeout_s: float | None = None
     """Seconds without progress after which the job fails; None for never."""

@@ -106,7 +106,7 @@ class Resources:
             problem = (
                 f"{self.shm_gib:g} GiB of /dev/shm are more than the {self.memory_gib:g} GiB of memory they are in"
             )
-            raise ConfigError("resources.shm_gib", problem, "Raise `memory_gib`")
+            raise ConfigError("resources.shm_gib", problem, "Raise `memory`")
         if self.gpus is not None and (isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 0):
             raise ConfigError("resources.gpus", f"{self.gpus!r} is not an int of 0 or more", "GPUs are whole")
         if not _is_resource(self.gpu_resource):

@@ -34,5 +34,5 @@ def test_every_module_imports_without(package, request):
     own = {name for name in found if package in name.split(".")}
     for name in found - own - {"kale_dist.runtime.__main__"}:
         importlib.import_module(name)
-    assert {"kale_dist.calls.verbs", "kale_dist.job.handle", "kale_dist.runtime.worker"} <= found
+    assert {"kale_dist.calls.verbs", "kale_dist.job.handle", "kale_dist.runtime.rank_main"} <= found
     assert package not in sys.modules

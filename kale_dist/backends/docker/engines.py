@@ -140,7 +140,7 @@ def _check_size(engine: Engine, spec: JobSpec) -> None:
     memory = int(engine.info.get("MemTotal") or 0) / _GIB
     if memory and (asked.memory_gib or 0) * ranks > memory:
         problem = f"{(asked.memory_gib or 0) * ranks:g} GiB for a container, and the engine's machine has {memory:.1f}"
-        raise ConfigError("resources.memory_gib", problem, "Lower it, or processes_per_pod")
+        raise ConfigError("resources.memory", problem, "Lower it, or processes_per_pod")
 
 
 def _warn(engine: Engine, spec: JobSpec) -> None:

@@ -49,7 +49,7 @@ _TABLE: tuple[_Row, ...] = (
     (
         lambda end: end.is_out_of_memory and end.exit_code == _SIGKILL,
         "Container {name} was killed because it had used up {limit}",
-        "Raise resources.memory_gib, or use less memory", "out of memory", FailureCause.DIED, False,
+        "Raise resources.memory, or use less memory", "out of memory", FailureCause.DIED, False,
     ),
     (
         lambda end: bool(end.error),

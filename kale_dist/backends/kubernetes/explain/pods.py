@@ -12,10 +12,8 @@ from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
 from kale_dist.backends.kubernetes.explain.table import Seen
 from kale_dist.backends.kubernetes.views import ContainerView, JobView, PodView, seconds
+from kale_dist.contract import EXIT_BROKEN
 from kale_dist.manifests import Kind
-
-_GAVE_UP = 70
-"""Exit code of an agent that could not begin, as `runtime.termination` has it."""
 
 _TOLD_TO_END = (0, 137, 143)
 """Exit codes of a container whose pod is deleted: SIGTERM, SIGKILL after the grace period, and that of a relay whose ranks'
@@ -79,7 +77,7 @@ def end(pod: PodView, view: JobView) -> Found | None:
     has_succeeded = main.exit_code == 0 and told(pod) is not None
     if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and not has_succeeded:
         return _named("pod-deleted", pod, view)
-    if main.exit_code == _GAVE_UP and main.message and told(pod) is None:
+    if main.exit_code == EXIT_BROKEN and main.message and told(pod) is None:
         return _named("agent-gave-up", pod, view, {"said": cut(main.message.removeprefix("kale_dist: "))})
     if main.state == "terminated" and main.exit_code:
         return _match_end(main, pod, view) or _named("ended", pod, view, container=main)

@@ -446,7 +446,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "memory", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory)",
             "{pod} waits: it asks for {wanted} memory and no node has that much free ({nodes})",
-            "Ask for less with memory_gib in resources=, or wait until other jobs end",
+            "Ask for less with memory in resources=, or wait until other jobs end",
         ),
         Entry(
             "cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>cpu)",
@@ -582,7 +582,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "out-of-memory", (Seen.ENDED,), "OOMKilled",
             "{pod} was killed because it needed more memory than its limit of {memory_limit}",
-            "Ask for more with memory_gib in resources=, or load less at once; /dev/shm and files in memory count, too",
+            "Ask for more with memory in resources=, or load less at once; /dev/shm and files in memory count, too",
             heals=False, cause=_DIED, lost="out of memory",
         ),
         Entry(

@@ -31,9 +31,6 @@ from kale_dist.runtime.reducers import References
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
 
-EXIT_BROKEN = 70
-"""Exit code of a rank in which our own code failed; as EX_SOFTWARE."""
-
 ATEXIT_S = 5.0
 """Seconds for threads and `atexit` callbacks to end."""
 
