@@ -4,7 +4,7 @@ A *blob* is a run of bytes whose name is its SHA-256. The name is enough to chec
 and a blob never changes: it is written under a temporary name, made read-only and renamed, and never truncated, so
 that a process which has mapped it keeps what it mapped.
 
-A *container* is one file with a JSON header and buffers at 64-byte boundaries; outcomes are written so:
+A *bundle* is one file with a JSON header and buffers at 64-byte boundaries; outcomes are written so:
 
     8 bytes   b"KALEDST1"
     8 bytes   length of the header, little endian
@@ -37,7 +37,7 @@ Buffer = bytes | bytearray | memoryview
 """One run of bytes. A memoryview has to be contiguous and of format "B"."""
 
 ALIGNMENT = 64
-"""Buffers in a container start at multiples of this, as torch's own memory does."""
+"""Buffers in a bundle start at multiples of this, as torch's own memory does."""
 
 _MAGIC = b"KALEDST1"
 _DIGEST_CHARACTERS = frozenset("0123456789abcdef")
@@ -173,10 +173,10 @@ class MemoryStore:
         return sorted(self._blobs)
 
 
-# -- containers ------------------------------------------------------------------------------------------------------
+# -- bundles ---------------------------------------------------------------------------------------------------------
 
 
-def write_container(
+def write_bundle(
     path: str | os.PathLike[str],
     header: dict[str, Any],
     buffers: Sequence[Buffer],
@@ -203,15 +203,15 @@ def write_container(
     _write_file(pathlib.Path(path), pieces, 0o600, on_progress)
 
 
-def open_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[memoryview]]:
-    """Map a container copy-on-write.
+def open_bundle(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[memoryview]]:
+    """Map a bundle copy-on-write.
 
     Returns:
         The header, and the buffers: writable, and the file does not change when they are written to.
 
     Raises:
         StoreError: There is no such file, or it cannot be read.
-        SnapshotDamagedError: It is not a container, or it is cut short.
+        SnapshotDamagedError: It is not a bundle, or it is cut short.
     """
     data = map_file(path)
     try:
@@ -222,13 +222,13 @@ def open_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[m
 
 def _parsed(data: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("its first bytes are not a container's")
+        raise ValueError("its first bytes are not a bundle's")
     start = len(_MAGIC) + 8
     length = int.from_bytes(data[len(_MAGIC) : start], "little")
     described = json.loads(bytes(data[start : start + length]))
     header, sizes = described["header"], described["sizes"]
     if not isinstance(header, dict) or any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError("its header is not a container's")
+        raise ValueError("its header is not a bundle's")
     offset = start + length
     buffers = []
     for size in sizes:

@@ -1,4 +1,4 @@
-"""How values are written: in messages, and by users. Pure."""
+"""How values are written in messages and by users, and which extra to install for what is missing. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The protocols of backends, and the values they speak in. No third-party import.
 
 `Backend` is what jobs, watchers and the command line talk to. `local` implements it directly. For jobs in containers
-`following.FollowedBackend` implements it over a `Place`: docker and kubernetes only start containers, look at them,
+`following.backend.FollowedBackend` implements it over a `Place`: docker and kubernetes only start containers, look at them,
 connect to them and end them; copying the log, deciding how a job ended and starting its next run are shared.
 """
 
@@ -288,7 +288,7 @@ class Trouble:
     remedy: str = ""
     """What you can do about it, as sentences; empty if nothing."""
     cause: FailureCause | None = None
-    """The cause that a job gets which ends because of it; None: what follows from how its pod ended."""
+    """The cause of the job's failure, if this ends the job. None: it follows from how the pod ended."""
     heals: bool = False
     """Whether it may end by itself."""
 

@@ -1,6 +1,6 @@
 """Starts a checked call as a job: its agent's start in the background, snapshot, specification, plan, submission.
 
-When `start` returns, the snapshot is complete and nothing has started.
+When `start` returns, the job is submitted; its ranks may not have started yet.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _first(check: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _check_first(
+    check: Callable[[tuple[Any, ...], Mapping[str, Any]], None],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check the arguments that were given, before defaults are added."""
 
     def decorate(verb: Callable[P, R]) -> Callable[P, R]:
@@ -59,7 +61,7 @@ def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 
 @short_refusals
-@_first(_check_words)
+@_check_first(_check_words)
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -185,7 +187,7 @@ def distribute(
 
 
 @short_refusals
-@_first(_check_unambiguous)
+@_check_first(_check_unambiguous)
 def launch(
     fn: Callable[..., R],
     *args: Any,

@@ -359,7 +359,8 @@ class Follower:
             if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
                 return False
             return self._end(judge(copy.verdict, look, self._spec, canceller=records.canceller(self._files)))
-        if head.state == "ended" if head is not None else bool(self._run.uid or look.gone or look.finished):
+        is_gone = head is None and bool(self._run.uid or look.gone or look.finished)
+        if is_gone or (head is not None and head.state == "ended"):
             if not is_read and reader is not None:
                 reader.hurry()
                 return False

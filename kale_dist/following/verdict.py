@@ -42,7 +42,7 @@ class RunVerdict:
 
 
 def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: str = "") -> RunVerdict:
-    """How a run ended that has ended.
+    """Decide how a finished run ended.
 
     Args:
         said: The head's final state event; None if there is none and none will come.
@@ -90,12 +90,12 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
 
 
 def judge_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
-    """How a run ended of which one part ended, while its head says nothing about it."""
+    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
     return _from_part(part, look, spec)
 
 
 def judge_trouble(trouble: Trouble) -> RunVerdict:
-    """How a run ends that can never start."""
+    """Decide how a run ends when it can never start."""
     cause = trouble.cause or FailureCause.NOT_STARTED
     return RunVerdict(state=StateName.FAILED, cause=cause, reason=str(trouble))
 
@@ -215,9 +215,8 @@ def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> RunVerdict:
     if verdict.state is StateName.FAILED and verdict.cause in _UNSURE and part is not None and part.lost:
         if part.lost == "out of memory":
             reason = f"{_loss(part, look).rstrip('.')}. {verdict.reason}".strip()
-            return dataclasses.replace(
-                verdict, reason=reason, failed_rank=verdict.failed_rank or _first_rank(part, spec)
-            )
+            rank = _first_rank(part, spec) if verdict.failed_rank is None else verdict.failed_rank
+            return dataclasses.replace(verdict, reason=reason, failed_rank=rank)
         if verdict.cause is FailureCause.LOST:
             return dataclasses.replace(verdict, is_lost=True, reason=_loss(part, look))
     if verdict.cause is FailureCause.LOST:

@@ -1,4 +1,4 @@
-"""The pods of a job: their requests, volumes and environment. Pure."""
+"""The pods of a job: their labels, default memory and cores, volumes and environment. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What kale_dist shows in notebooks, and the execution of whole notebooks from the command line."""
+"""The live display of a job in a notebook, and its widget."""

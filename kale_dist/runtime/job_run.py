@@ -87,7 +87,7 @@ class JobRun:
         self._timers: list[asyncio.TimerHandle] = []
         self._failed_ranks: list[RankRun] = []
         self._dispensable: list[set[int]] = []
-        """Of each of these sets, the others carry on without all ranks but one."""
+        """From each set, all ranks but one may be lost: the others carry on."""
         self._lost_ranks: list[RankRun] = []
         self._restart_reason: Verdict | None = None
         self._is_over = False
@@ -181,7 +181,7 @@ class JobRun:
             self._conclude(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
 
     def _can_lose(self, rank: int) -> bool:
-        """Whether the others carry on without this rank, and those that were lost before."""
+        """Whether the others can carry on without this rank and those that were lost before."""
         gone = {rank, *(run.rank for run in self._lost_ranks)}
         return (
             0 not in gone and gone <= set().union(*self._dispensable) and all(one - gone for one in self._dispensable)
@@ -259,7 +259,7 @@ class JobRun:
         if sentence:
             self.fail(FailureCause.LOST, sentence)
         else:
-            # What ranks say who miss one that they could not do without after all.
+            # If the ranks failed only because they missed a lost one, that one is to blame.
             are_followers = all(ending.lost_peer(run) for run in self._failed_ranks)
             verdict = ending.blame([*self._lost_ranks, *self._failed_ranks] if are_followers else self._failed_ranks)
             before = [run.rank for run in self._lost_ranks if run.rank != verdict.rank]

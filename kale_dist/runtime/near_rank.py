@@ -34,9 +34,9 @@ class End:
     exit_code: int | None = None
     signal: str | None = None
     reason: str = ""
-    """Why it never was, or why it went with what kept it; empty for an end of its own."""
+    """Why it could not be started, or that it died with the fork server; empty if it ended by itself."""
     memory_limit: str = ""
-    """What ran out, where the kernel killed it because memory ran out: `memory.limit_text`."""
+    """What ran out, where the kernel killed it because memory ran out: `usage.limit_text`."""
     tail: tuple[str, ...] = ()
     """Its last lines: of stderr if there are any, else of stdout."""
 

@@ -1,6 +1,6 @@
 """What a rank leaves behind: its return value or its exception, signed, in a file of its own.
 
-The file is a container (`blobs`): the header says whose outcome it is, the first buffer is a pickle, the others are the
+The file is a bundle (`blobs`): the header says whose outcome it is, the first buffer is a pickle, the others are the
 buffers and tensors of the value, which stay mapped when it is read. The signature, an HMAC-SHA256 with the job's key
 over job, attempt, rank and all bytes, is checked before anything is unpickled. It guards against others who can write
 where outcomes lie, not against the user's own code in a rank, which has the key's process to itself.
@@ -60,7 +60,7 @@ class Signer:
     rank: int
 
     def header(self, *, ok: bool) -> dict[str, Any]:
-        """What the container's header says."""
+        """What the bundle's header says."""
         return {
             "contract": contract.VERSION, "job": self.job, "attempt": self.attempt, "rank": self.rank, "ok": ok
         }  # fmt: skip
@@ -77,7 +77,7 @@ class Signer:
         return signature.hexdigest()
 
     def has_signed(self, header: dict[str, Any], buffers: Sequence[blobs.Buffer]) -> bool:
-        """Whether a container has this signer's signature."""
+        """Whether a bundle has this signer's signature."""
         signed = {name: value for name, value in header.items() if name != "mac"}
         wanted = self.header(ok=signed.get("ok") is True)
         if "buffers" in signed:
@@ -164,7 +164,7 @@ def read(path: str | os.PathLike[str], *, signer: Signer, resolve: Callable[[int
     """
     rank, job = signer.rank, signer.job
     try:
-        header, buffers = blobs.open_container(path)
+        header, buffers = blobs.open_bundle(path)
     except StoreError as error:
         raise ResultUnavailableError(f"Rank {rank} of {job} has left no outcome: {error}", job) from error
     # The first buffer is what can run code: from here on it is a copy that no other process can write to.
@@ -214,7 +214,7 @@ def _write(
     path: str | os.PathLike[str], signer: Signer, header: dict[str, Any], buffers: Sequence[blobs.Buffer]
 ) -> None:
     signed = header | {"mac": signer.sign(header, buffers)}
-    blobs.write_container(pathlib.Path(path), signed, buffers, on_progress=context.mark_progress)
+    blobs.write_bundle(pathlib.Path(path), signed, buffers, on_progress=context.mark_progress)
 
 
 def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int], Any]) -> reducers.Loading:

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_said_with_sizes_and_a_remedy_and_leaves_nothing(st
     assert "kale-dist delete" in str(caught.value)
     assert names_in(store.root) == []
     with pytest.raises(StoreError, match="needs"):
-        blobs.write_container(tmp_path / "c", {}, [b"x" * 3_000_000])
+        blobs.write_bundle(tmp_path / "c", {}, [b"x" * 3_000_000])
     assert not (tmp_path / "c").exists()
 
 
@@ -140,32 +140,32 @@ def test_many_processes_put_the_same_blob_at_once(store):
 
 @pytest.mark.parametrize("buffers", [[], [b""], [b"abc", b"", bytearray(b"d" * 200), memoryview(b"e" * 64)]])
 def test_a_container_keeps_header_and_buffers(tmp_path, buffers):
-    path = tmp_path / "container"
-    blobs.write_container(path, {"a": [1, None], "ü": "ü"}, buffers)
-    header, views = blobs.open_container(path)
+    path = tmp_path / "bundle"
+    blobs.write_bundle(path, {"a": [1, None], "ü": "ü"}, buffers)
+    header, views = blobs.open_bundle(path)
     assert header == {"a": [1, None], "ü": "ü"}
     assert [bytes(view) for view in views] == [bytes(buffer) for buffer in buffers]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert names_in(tmp_path) == ["container"]
+    assert names_in(tmp_path) == ["bundle"]
 
 
 def test_a_containers_buffers_are_aligned_writable_and_private(tmp_path):
     numpy = pytest.importorskip("numpy")
-    path = tmp_path / "container"
-    blobs.write_container(path, {}, [b"abc", b"d" * 100])
-    _, views = blobs.open_container(path)
+    path = tmp_path / "bundle"
+    blobs.write_bundle(path, {}, [b"abc", b"d" * 100])
+    _, views = blobs.open_bundle(path)
     assert [numpy.frombuffer(view, "u1").ctypes.data % blobs.ALIGNMENT for view in views] == [0, 0]
     views[0][0] = 0
-    assert bytes(blobs.open_container(path)[1][0]) == b"abc"
+    assert bytes(blobs.open_bundle(path)[1][0]) == b"abc"
 
 
 def test_a_replaced_container_leaves_the_mapped_one_alone(tmp_path):
-    path = tmp_path / "container"
-    blobs.write_container(path, {}, [b"old" * 1000])
-    _, (old,) = blobs.open_container(path)
-    blobs.write_container(path, {}, [b"new"])
+    path = tmp_path / "bundle"
+    blobs.write_bundle(path, {}, [b"old" * 1000])
+    _, (old,) = blobs.open_bundle(path)
+    blobs.write_bundle(path, {}, [b"new"])
     assert bytes(old[:3]) == b"old"
-    assert bytes(blobs.open_container(path)[1][0]) == b"new"
+    assert bytes(blobs.open_bundle(path)[1][0]) == b"new"
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,16 @@ def test_a_replaced_container_leaves_the_mapped_one_alone(tmp_path):
     ],
 )
 def test_a_damaged_container_is_refused(tmp_path, damage):
-    path = tmp_path / "container"
-    blobs.write_container(path, {"some": "header"}, [b"abc", b"d" * 100])
+    path = tmp_path / "bundle"
+    blobs.write_bundle(path, {"some": "header"}, [b"abc", b"d" * 100])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(SnapshotDamagedError, match="is damaged"):
-        blobs.open_container(path)
+        blobs.open_bundle(path)
 
 
 def test_a_missing_container_is_a_store_error(tmp_path):
     with pytest.raises(StoreError, match="nothing"):
-        blobs.open_container(tmp_path / "nothing")
+        blobs.open_bundle(tmp_path / "nothing")
 
 
 # -- packed blobs ----------------------------------------------------------------------------------------------------

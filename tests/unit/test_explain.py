@@ -1,4 +1,4 @@
-"""What real clusters have said (recorded/*.json, see tests/cluster/test_troubles.py), and the sentences made of it."""
+"""What real clusters have said (recorded/*.json), and the sentences made of it."""
 
 import dataclasses
 import importlib.util

@@ -134,9 +134,9 @@ def test_an_outcome_of_another_job_attempt_rank_or_key_is_not_unpickled(tmp_path
 ])  # fmt: skip
 def test_every_changed_byte_is_found_before_unpickling(tmp_path, rewrite):
     outcome.write_success(tmp_path / "o", value=torch.ones(100), references=References(), signer=WHO)
-    header, buffers = blobs.open_container(tmp_path / "o")
+    header, buffers = blobs.open_bundle(tmp_path / "o")
     assert header["mac"]
-    blobs.write_container(tmp_path / "o", *rewrite(header, buffers))
+    blobs.write_bundle(tmp_path / "o", *rewrite(header, buffers))
     with pytest.raises(SnapshotDamagedError, match="rank 1 of digits"):
         outcome.read(tmp_path / "o", resolve=len, signer=WHO)
 
@@ -321,6 +321,6 @@ def test_an_error_of_kale_dist_alone_keeps_its_frames():
 
 def test_an_outcome_is_plain_data_around_the_pickles(failed, tmp_path):
     failed(KeyError("x"))
-    header, (data,) = blobs.open_container(tmp_path / "outcome")
+    header, (data,) = blobs.open_bundle(tmp_path / "outcome")
     assert (header["ok"], header["rank"]) == (False, 1)
     assert json.loads(bytes(data))["chain"][0]["type"] == "KeyError"

@@ -37,67 +37,84 @@ class End:
         return f"its limit of {self.memory_bytes / _GIB:.1f} GiB" if self.memory_bytes else "the machine's memory"
 
 
-_Row = tuple[Callable[[End], bool], str, str, LostBy, FailureCause | None, bool]
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """What is said of a container that is as `fits` says."""
 
-_TABLE: tuple[_Row, ...] = (
-    # when, sentence, remedy, lost by, cause, whether it heals
-    (
-        lambda end: end.status == "paused",
-        "Container {name} is paused",
-        "Resume it: docker unpause {name}", "", None, True,
+    fits: Callable[[End], bool]
+    sentence: str
+    remedy: str = ""
+    lost: LostBy = ""
+    cause: FailureCause | None = None
+    heals: bool = False
+
+
+_TABLE = (
+    _Row(
+        fits=lambda end: end.status == "paused",
+        sentence="Container {name} is paused",
+        remedy="Resume it: docker unpause {name}",
+        heals=True,
     ),
-    (
-        lambda end: end.is_out_of_memory and end.exit_code == _SIGKILL,
-        "Container {name} was killed because it had used up {limit}",
-        "Raise resources.memory, or use less memory", "out of memory", FailureCause.DIED, False,
+    _Row(
+        fits=lambda end: end.is_out_of_memory and end.exit_code == _SIGKILL,
+        sentence="Container {name} was killed because it had used up {limit}",
+        remedy="Raise resources.memory, or use less memory",
+        lost="out of memory",
+        cause=FailureCause.DIED,
     ),
-    (
-        lambda end: bool(end.error),
-        "Container {name} could not run: {error}",
-        "", "", FailureCause.NOT_STARTED, False,
+    _Row(
+        fits=lambda end: bool(end.error),
+        sentence="Container {name} could not run: {error}",
+        cause=FailureCause.NOT_STARTED,
     ),
-    (
-        lambda end: end.exit_code == EXIT_CODE,
-        "Container {name} could not start its agent: {last_line}",
-        "Name an image with Python 3.11 or later and torch, with image=", "", FailureCause.NOT_STARTED, False,
+    _Row(
+        fits=lambda end: end.exit_code == EXIT_CODE,
+        sentence="Container {name} could not start its agent: {last_line}",
+        remedy="Name an image with Python 3.11 or later and torch, with image=",
+        cause=FailureCause.NOT_STARTED,
     ),
-    (
-        lambda end: end.exit_code == _SIGKILL,
-        "Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
-        "`docker kill` or `docker rm --force` do that, and stopping the engine", "killed", None, False,
+    _Row(
+        fits=lambda end: end.exit_code == _SIGKILL,
+        sentence="Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
+        remedy="`docker kill` or `docker rm --force` do that, and stopping the engine",
+        lost="killed",
     ),
-    (
-        lambda end: end.exit_code == _SIGTERM,
-        "Container {name} received SIGTERM",
-        "`docker stop` does that, and stopping the engine", "killed", None, False,
+    _Row(
+        fits=lambda end: end.exit_code == _SIGTERM,
+        sentence="Container {name} received SIGTERM",
+        remedy="`docker stop` does that, and stopping the engine",
+        lost="killed",
     ),
-    (
-        lambda end: bool(end.exit_code) and end.last_line.endswith("exec format error"),
-        "Container {name} could not start: the image is made for another processor ({last_line})",
-        "Name one for the engine's platform, with image=", "", FailureCause.NOT_STARTED, False,
+    _Row(
+        fits=lambda end: bool(end.exit_code) and end.last_line.endswith("exec format error"),
+        sentence="Container {name} could not start: the image is made for another processor ({last_line})",
+        remedy="Name one for the engine's platform, with image=",
+        cause=FailureCause.NOT_STARTED,
     ),
-    (
-        lambda end: bool(end.exit_code and end.last_line),
-        "Container {name} ended with exit code {exit_code}; its last line: {last_line}",
-        "", "", None, False,
+    _Row(
+        fits=lambda end: bool(end.exit_code and end.last_line),
+        sentence="Container {name} ended with exit code {exit_code}; its last line: {last_line}",
     ),
-    (
-        lambda end: bool(end.exit_code),
-        "Container {name} ended with exit code {exit_code} and printed nothing",
-        "", "", None, False,
+    _Row(
+        fits=lambda end: bool(end.exit_code),
+        sentence="Container {name} ended with exit code {exit_code} and printed nothing",
     ),
-)  # fmt: skip
+)
 """The first row that fits counts."""
 
 
 def explain(end: End) -> tuple[Trouble | None, LostBy]:
     """What is wrong with a container, and whether something outside ended it."""
-    for fits, sentence, remedy, lost, cause, heals in _TABLE:
-        if fits(end):
+    for row in _TABLE:
+        if row.fits(end):
             values: dict[str, Any] = {field.name: getattr(end, field.name) for field in dataclasses.fields(end)}
             values |= {"limit": end.limit, "last_line": end.last_line or "the image's Python cannot run it"}
             trouble = Trouble(
-                sentence=sentence.format(**values), remedy=remedy.format(**values), heals=heals, cause=cause
+                sentence=row.sentence.format(**values),
+                remedy=row.remedy.format(**values),
+                heals=row.heals,
+                cause=row.cause,
             )
-            return trouble, lost
+            return trouble, row.lost
     return None, ""

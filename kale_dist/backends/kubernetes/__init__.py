@@ -1,1 +1,1 @@
-"""Jobs on a Kubernetes cluster with Kubeflow's Training Operator."""
+"""Jobs on a Kubernetes cluster."""

@@ -1,4 +1,4 @@
-"""A run of a job as `backends.base` has it, from what the cluster says of its object and pods. Pure.
+"""Turns what the cluster says of a run's object and pods into a `Look`: what runs, what waits, and why. Pure.
 
 This module reports, and the follower judges. `Look.trouble` is the one sentence that helps most: a pod that the cluster
 killed comes before the pods that ended because of it, and a refused pod before one that merely waits for the others.
