@@ -68,6 +68,11 @@ def warn(sentence: str) -> None:
     warnings.warn(sentence, KaleDistWarning, stacklevel=level + 1)
 
 
+def say(line: str) -> None:
+    """Print a line of the library's own beside the output of the cell or script."""
+    print(f"[kale-dist] {line}", file=sys.stderr, flush=True)  # noqa: T201 - for the user
+
+
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
     """Print what a call warns of, a line each: a command and a magic have no line of the user's code to point at."""
@@ -75,7 +80,7 @@ def warnings_as_lines() -> Iterator[None]:
         yield
     for warning in told:
         if issubclass(warning.category, KaleDistWarning):
-            print(f"[kale-dist] {warning.message}", file=sys.stderr)  # noqa: T201 - the line is for the user
+            say(str(warning.message))
         else:
             warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist.calls import checks, layout, starting, verbs
-from kale_dist.calls.checks import Options
+from kale_dist.calls.options import Options
 from kale_dist.calls.starting import Call
 from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, warn

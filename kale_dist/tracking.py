@@ -18,7 +18,7 @@ from typing import Any
 
 from kale_dist.blobs import fresh
 from kale_dist.contract import StateName
-from kale_dist.errors import KaleDistError
+from kale_dist.errors import KaleDistError, say
 from kale_dist.job.handle import Job, inside
 from kale_dist.status import JobStatus, MetricRow
 from kale_dist.trackers import TrackedRun, Tracker, Writer
@@ -117,8 +117,9 @@ class _Tracking:
                     self._problem = f"it has not taken everything within {_END_S:.0f} s"
         problem, self._problem = self._problem, ""
         if problem:
-            line = f"[kale-dist] {self._tracker.word}: {problem}. The job is not affected; job.track({self._tracker.word!r}) continues"
-            print(line, file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output
+            say(
+                f"{self._tracker.word}: {problem}. The job is not affected; job.track({self._tracker.word!r}) continues"
+            )
 
     def _follow(self) -> None:
         try:

@@ -1,8 +1,7 @@
-"""What `distribute` and `launch` both take, and checks of single values. Nothing is read but the arguments themselves."""
+"""Checks of single arguments, and suggestions for words of other libraries. Nothing is read but the arguments themselves."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,22 +10,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kale_dist import strategies, trackers
-from kale_dist.backends.base import Backend
-from kale_dist.contract import STALL_WARN_S
+from kale_dist import strategies
 from kale_dist.errors import ConfigError
-from kale_dist.spec import names
-from kale_dist.spec.job_spec import Policy
-from kale_dist.spec.places import Docker, Kubernetes, Place
+from kale_dist.spec.places import Docker, Kubernetes
 from kale_dist.wording import closest, show
-
-_OWN_PREFIX = "KALE_DIST_"
-_SET_BY_US = frozenset(
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-)  # fmt: skip
-
-_MOST_THREADS = 4096
-"""Of a rank. Far more would take those of the agent, and with it other jobs."""
 
 _PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"
 _EACH = "Use `number_of_processes` for all processes together, and `processes_per_pod` of kd.Kubernetes(...)"
@@ -51,75 +38,6 @@ _NEIGHBOURS = {
     "cluster": f"Its settings are arguments of the place: {_PLACES}",
 }  # fmt: skip
 """Words of other libraries, and of ours elsewhere, to what to write here."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How and where a call runs, for all verbs. Fields as arguments of `distribute`."""
-
-    number_of_processes: int | None = None
-    cuda: bool | None = None
-    name: str | None = None
-    on: str | Place | Backend | None = None
-    environment: tuple[tuple[str, str], ...] = ()
-    threads: int | None = None
-    seed: int | None = None
-    timeout_s: float | None = None
-    stall_warn_s: float | None = STALL_WARN_S
-    stall_timeout_s: float | None = None
-    max_restarts: int = 0
-    detach: bool = False
-    track: Any = ()
-    """As given; then settings of trackers."""
-
-    def __post_init__(self) -> None:
-        for count in ("number_of_processes", "threads"):
-            if getattr(self, count) is not None:
-                check_count(count, getattr(self, count))
-        if (self.threads or 0) > _MOST_THREADS:
-            remedy = "Give the cores of one rank, or None for its fair share"
-            raise ConfigError("threads", f"{show(self.threads)} is more than any machine has cores", remedy)
-        if self.cuda is not None:
-            check_flag("cuda", self.cuda)
-        check_flag("detach", self.detach)
-        if self.name is not None:
-            names.check(self.name)
-        seed = self.seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31):
-            # What numpy, random and torch all take, with room for the ranks.
-            raise ConfigError(
-                "seed", f"{show(seed)} is not an int from 0 to 2**31 - 1", "Give one, or None for a random one"
-            )
-        object.__setattr__(self, "environment", _variables(self.environment))
-        object.__setattr__(self, "track", trackers.resolve(self.track))
-        _ = self.policy
-
-    @property
-    def policy(self) -> Policy:
-        """Its time limits, and what happens when a rank or the notebook goes away."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Policy)}
-        return Policy(**fields)
-
-
-def _variables(environment: Any) -> tuple[tuple[str, str], ...]:
-    given = {} if environment is None else environment
-    if isinstance(given, tuple):
-        with contextlib.suppress(TypeError, ValueError):
-            given = dict(given)
-    if not isinstance(given, Mapping):
-        raise ConfigError("environment", f"{show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
-    for name, value in given.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise ConfigError("environment", f"{show(name)} cannot be a variable's name", "Use letters, digits and _")
-        if not isinstance(value, str) or "\0" in value:
-            remedy = f"Write {str(value)!r}" if "\0" not in str(value) else "Leave out the NUL character"
-            raise ConfigError("environment", f"the value {show(value)} of {name} is not text", remedy)
-        if name in _SET_BY_US or name.startswith(_OWN_PREFIX):
-            raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
-    return tuple(sorted(given.items()))
-
-
-# -- words and functions ---------------------------------------------------------------------------------------------
 
 
 def check_words(words: Iterable[str], verb: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from kale_dist import backends, config
 from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.backends.base import Backend
 from kale_dist.calls import image_checks
-from kale_dist.calls.checks import Options
+from kale_dist.calls.options import Options
 from kale_dist.errors import ConfigError
 from kale_dist.manifests import kind_of
 from kale_dist.spec import names, places

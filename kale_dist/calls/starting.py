@@ -19,7 +19,7 @@ from kale_dist import records, tracking
 from kale_dist.backends.base import Backend, JobRef
 from kale_dist.blobs import FolderStore, Store
 from kale_dist.calls.layout import Run
-from kale_dist.errors import BackendError, SnapshotError, warn
+from kale_dist.errors import BackendError, SnapshotError, say, warn
 from kale_dist.job import weights
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
@@ -86,7 +86,7 @@ def start(call: Call, run: Run) -> Job[Any]:
         )
         spec = run.backend.prepare(spec, submit=True)
         for note in run.notes:
-            _say(f"[kale-dist] {note}")
+            say(note)
         # Before the submission: if warnings are errors, no job is submitted without a handle.
         for warning in (
             *run.warnings,
@@ -208,7 +208,7 @@ def _say_started(ref: JobRef, spec: JobSpec) -> None:
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         ranks = spec.topology.number_of_processes
-        _say(f"[kale-dist] {ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
+        say(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
 
 
 def _free_name(label: str) -> str:

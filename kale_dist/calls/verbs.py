@@ -14,8 +14,8 @@ from kale_dist import backends, records, strategies
 from kale_dist.backends.base import Backend, JobRef, Plan
 from kale_dist.blobs import MemoryStore
 from kale_dist.calls import checks, layout, save_to, starting
-from kale_dist.calls.checks import Options
 from kale_dist.calls.layout import Run
+from kale_dist.calls.options import Options
 from kale_dist.calls.starting import Call
 from kale_dist.calls.training_checks import Training
 from kale_dist.contract import STALL_WARN_S

@@ -30,7 +30,7 @@ from kale_dist.runtime import notebook_rank
 from kale_dist.view import facts
 from kale_dist.wording import closest
 
-CANCEL_GRACE_S = 30.0
+NOTEBOOK_GRACE_S = 30.0
 """After Ctrl-C the pod has so long to end its cell, to cancel its jobs and to save the notebook."""
 
 _STAYS_HERE = {f"KALE_DIST_{key}" for key in ("CONTEXT", "IMAGE", "KUBECONFIG", "NAMESPACE")}
@@ -146,7 +146,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
     except KeyboardInterrupt:
         terminal.line("[kale-dist] Interrupted: the pod ends its cell and its jobs, and saves the notebook")
         ref = JobRef.parse(job.ref)
-        backends.get(ref.backend).cancel(ref, grace_s=CANCEL_GRACE_S)
+        backends.get(ref.backend).cancel(ref, grace_s=NOTEBOOK_GRACE_S)
         # A second interrupt waits for nothing.
         with contextlib.suppress(KeyboardInterrupt):
             ended.wait()

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
 from kale_dist.calls import checks, layout
-from kale_dist.calls.checks import Options
 from kale_dist.calls.layout import Machine
+from kale_dist.calls.options import Options
 from kale_dist.calls.training_checks import Training
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import DDP

@@ -4,7 +4,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.calls import layout, verbs
-from kale_dist.calls.checks import Options
+from kale_dist.calls.options import Options
 from kale_dist.errors import ConfigError
 from kale_dist.ibm import arguments, train_comp
 

@@ -73,10 +73,10 @@ def test_a_cancelled_job_leaves_the_notebook_as_far_as_it_came(start):
     job = start("print('here')", "import time\nprint('waiting', flush=True)\ntime.sleep(100)")
     lines = job.logs(follow=True)
     assert any(line.text == "waiting" for line in lines)
-    backends.get("local").cancel(JobRef.parse(job.ref), grace_s=in_cluster.CANCEL_GRACE_S)
+    backends.get("local").cancel(JobRef.parse(job.ref), grace_s=in_cluster.NOTEBOOK_GRACE_S)
     began = time.monotonic()
     assert job.exception(60) is not None
-    assert time.monotonic() - began < in_cluster.CANCEL_GRACE_S
+    assert time.monotonic() - began < in_cluster.NOTEBOOK_GRACE_S
     assert cells_of(inside(job).files.checkpoint.read_bytes())[1].outputs[-1].ename == "KeyboardInterrupt"
 
 

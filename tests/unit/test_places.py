@@ -6,7 +6,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.calls import layout
-from kale_dist.calls.checks import Options
+from kale_dist.calls.options import Options
 from kale_dist.errors import ConfigError
 from kale_dist.spec.places import ClusterOptions
 from kale_dist.spec.resources import Resources

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import Any
 
 from kale_dist import config, manifests, orders, payload, records
@@ -23,7 +22,7 @@ from kale_dist.backends.kubernetes.self_pod import SelfPod
 from kale_dist.blobs import FolderStore, Store, pack_blobs
 from kale_dist.config import Config
 from kale_dist.contract import InputFiles, Order, Source, encode_json
-from kale_dist.errors import BackendError, ConfigError, warn
+from kale_dist.errors import BackendError, ConfigError, say, warn
 from kale_dist.image import for_job
 from kale_dist.manifests import RunSettings, claim_of, kind_of, owner_of
 from kale_dist.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, START_WAIT_S, STORE_FOLDER
@@ -89,7 +88,7 @@ def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
     if not submits:
         return settled
     for line in self_pod.about_claims(spec, settled, own):
-        print(f"[kale-dist] {line}", file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as other notes are
+        say(line)
     if settled.store and not spec.store and not configured.store:
         warn(
             f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
