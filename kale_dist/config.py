@@ -115,6 +115,10 @@ def load(environment: Mapping[str, str] | None = None) -> Config:
         text = environment.get(variable, "").strip()
         if text:
             found[key], origins[key] = _checked(key, _from_text(key, text, variable), variable), variable
+    # For commands without a call, such as `kale-dist jobs`: a call finds them in the table itself, first.
+    for key in (*_OF_CLUSTERS, "context"):
+        if "kubernetes" in found and (value := getattr(found["kubernetes"], key)):
+            found[key], origins[key] = value, origins["kubernetes"]
     return Config(**found, origins=tuple((key, origins[key]) for key in KEYS if found.get(key)))
 
 

@@ -60,6 +60,14 @@ def test_places_are_tables_of_the_file_or_json_in_the_environment(tmp_path, file
         load(tmp_path, KALE_DIST_DOCKER="x")
 
 
+def test_commands_without_a_call_know_the_namespace_of_the_table(tmp_path, file):
+    file.write_text('[kubernetes]\nnamespace = "team-a"\ncontext = "lab"\n')
+    found = load(tmp_path, KALE_DIST_CONTEXT="other")
+    assert (found.namespace, found.context) == ("team-a", "lab")
+    assert dict(found.origins)["namespace"] == str(file)
+    assert config.load(found.as_environment() | {"XDG_CONFIG_HOME": str(tmp_path / "none")}) == found
+
+
 def test_what_is_set_goes_to_another_process_by_its_environment(tmp_path, file):
     file.write_text('on = "kubernetes"\nimage_pull_secrets = ["a", "b"]\n[kubernetes]\nvolumes = {"/data" = "sets"}\n')
     found = load(tmp_path)

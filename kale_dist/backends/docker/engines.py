@@ -259,9 +259,10 @@ def _gpus(engine: Engine) -> Found:
 
 def _image(engine: Engine) -> Found:
     try:
-        image = config.load().image
+        settings = config.load()
     except ConfigError as error:
         return "image", _FAILED, f"{error.argument}: {error.problem}", error.remedy
+    image = str(settings.docker.image or settings.image)
     if not image:
         return "image", _OK, "none is configured: name one in each call", ""
     if find_image(engine, image) is not None:

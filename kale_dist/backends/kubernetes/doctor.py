@@ -72,8 +72,8 @@ def _connection(cluster: Cluster) -> Said:
 
 
 def _image(configured: Config, cluster: Cluster) -> Said:
-    if configured.image:
-        return ("image", OK, configured.image, "")
+    if image := configured.kubernetes.image or configured.image:
+        return ("image", OK, str(image), "")
     own = self_pod.find(cluster)
     if own is None:
         remedy = f"Give image= in kd.Kubernetes(...), or write it into {config.path()} or KALE_DIST_IMAGE"

@@ -20,7 +20,7 @@ _TOLD_TO_END = (0, 137, 143)
 ends have reached the head."""
 
 _INIT = "init-pytorch"
-_PREEMPTION = re.compile(r"\.? preemption: .*", re.DOTALL)
+_PREEMPTION = re.compile(r"\.?( no new claims to deallocate,)? preemption: .*", re.DOTALL)
 
 
 def hindrance(pod: PodView, view: JobView) -> Found | None:
