@@ -16,7 +16,14 @@ import kale_dist as kd
 from kale_dist import backends
 from kale_dist.backends.base import JobRef
 from kale_dist.contract import FailureCause, StateName
-from kale_dist.errors import ConfigError, JobCancelledError, JobExistsError, JobFailedError, KaleDistWarning
+from kale_dist.errors import (
+    ConfigError,
+    JobCancelledError,
+    JobExistsError,
+    JobFailedError,
+    JobNotFoundError,
+    KaleDistWarning,
+)
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
@@ -30,6 +37,12 @@ def left_in(namespace, name):
     kinds = "pytorchjobs,secrets,pods,services"
     listed = json.loads(run_kubectl("-n", namespace, "get", kinds, "-o", "json"))["items"]
     return [item["kind"] for item in listed if item["metadata"]["name"].startswith(name)]
+
+
+@pytest.mark.parametrize("path", ["{}/no such", "{}/a,b=c", "{}/pods/c"])
+def test_a_reference_that_is_no_name_names_no_job(namespace, path):
+    with pytest.raises(JobNotFoundError, match="There is no job"):
+        kd.attach(f"kubernetes://{path.format(namespace)}")
 
 
 def wait_for_line(job, text, timeout_s=90):

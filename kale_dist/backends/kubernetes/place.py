@@ -243,7 +243,10 @@ class KubernetesPlace:
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
         namespace = cluster.namespace
-        found = objects.list_all(cluster, namespace, f"{SELECTOR},{INSTANCE_LABEL}={name}")
+        selector = f"{SELECTOR},{INSTANCE_LABEL}={name}"
+        # Other text than names would be refused as a selector or a path, or select other jobs.
+        is_name = names.is_label_value(name) and "/" not in asked
+        found = objects.list_all(cluster, namespace, selector) if is_name else []
         if not found:
             raise JobNotFoundError(
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. {listing(self.name)}"
