@@ -28,7 +28,7 @@ from kale_dist.image import base as bases
 from kale_dist.image.base import Base, Facts
 from kale_dist.image.layer import Entry, Layer, ahead, in_order, packed, tar
 from kale_dist.image.reference import Reference
-from kale_dist.image.registry import Registry
+from kale_dist.image.registry import ImageManifest, Registry
 from kale_dist.spec.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -81,7 +81,13 @@ def build(
         ImageError: The packages cannot be installed, or a registry refuses.
     """
     there, repository = base.reference.repository, target.repository
-    image = base_registry.image(there, base.reference.target, recipe.platform)
+    # What a digest names never changes.
+    kept = cache.folder("bases") / f"{base.digest.replace(':', '-')}-{recipe.platform.replace('/', '-')}.json"
+    try:
+        image = ImageManifest(**json.loads(kept.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        image = base_registry.image(there, base.reference.target, recipe.platform)
+        cache.write(kept, json.dumps(dataclasses.asdict(image)).encode())
     known = facts()
     with _working_folder() as folder, ThreadPoolExecutor(_AT_ONCE, "kale-dist-push") as threads:
 
