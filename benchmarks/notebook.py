@@ -44,7 +44,7 @@ with open(sys.argv[1], "ab", buffering=0) as log:
             time.sleep(0.001)
         text = f"at={{time.time():.4f}} line={{number}};".encode()
         body = contract.body_of(contract.Stream.STDOUT, [text])
-        log.write(contract.encode_record(number, int(time.time() * 1000), 0, number % 256, body, 1))
+        log.write(contract.encode_lines(number, int(time.time() * 1000), 0, number % 256, body, 1))
 '''
 
 def crowd(run):

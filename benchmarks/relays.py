@@ -15,11 +15,11 @@ import tempfile
 import time
 
 from kale_dist import contract
-from kale_dist.contract import BlockReader, FailureCause, JobFiles, Order, Record, Stream, body_of
+from kale_dist.contract import BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
+from kale_dist.runtime.head_relays import HeadsRelays
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.rank_run import RankRun
 from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, sign
-from kale_dist.runtime.relays import HeadsRelays
 from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter
 
 KEY = b"k" * 32
@@ -103,7 +103,7 @@ def check(files: JobFiles) -> int:
     with files.log.open("rb") as log:
         while data := log.read(1 << 20):
             for block in reader.feed(data):
-                if not isinstance(block, Record) or block.first != following:
+                if not isinstance(block, LineBlock) or block.first != following:
                     raise SystemExit(f"line {following} is not where it should be: {str(block)[:200]}")
                 following += block.count
     return following

@@ -2,7 +2,7 @@ r"""The log and the stream of a job: blocks, in files, over connections and on s
 
 Each block begins at the start of a line. Numbers are hexadecimal, but attempt and rank are decimal:
 
-    @<first> <count> <bytes> <ms> <attempt> <rank>\n<body>    lines of output (`Record`)
+    @<first> <count> <bytes> <ms> <attempt> <rank>\n<body>    lines of output (`LineBlock`)
     =<number> <bytes>\n<json>\n                              an event; numbered from 0 and never dropped (`EventBlock`)
     ~<bytes>\n<json>\n                                       progress or usage, of which the last counts (`ProgressBlock`)
     *<attempt> <rank> <index> <count> <bytes>\n<base64>\n    a part of an outcome file; on stdout only (`OutcomePart`)
@@ -78,7 +78,7 @@ class LogLine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class LineBlock:
     """Lines of one rank that stand together in the log."""
 
     first: int | None
@@ -98,7 +98,7 @@ class Record:
 
     def encode(self) -> bytes:
         """The whole block."""
-        return encode_record(self.first, self.ms, self.attempt, self.rank, self.body, self.count)
+        return encode_lines(self.first, self.ms, self.attempt, self.rank, self.body, self.count)
 
     def lines(self) -> Iterator[LogLine]:
         """The lines one by one."""
@@ -111,7 +111,7 @@ class Record:
                 stream=Stream(mark.decode()), text=text.decode("utf-8", "backslashreplace"), continued=continued,
             )  # fmt: skip
 
-    def since(self, number: int) -> Record:
+    def since(self, number: int) -> LineBlock:
         """The record without the lines before a number; itself where there are none."""
         if self.first is None or number <= self.first:
             return self
@@ -120,7 +120,7 @@ class Record:
         return dataclasses.replace(self, first=number, count=self.count - skipped, body=body)
 
 
-def encode_record(first: int | None, ms: int, attempt: int, rank: int | None, body: bytes, count: int) -> bytes:
+def encode_lines(first: int | None, ms: int, attempt: int, rank: int | None, body: bytes, count: int) -> bytes:
     """A record as a block.
 
     Args:
@@ -202,7 +202,7 @@ class Foreign:
     text: bytes
 
 
-Block = Record | EventBlock | ProgressBlock | OutcomePart | Foreign
+Block = LineBlock | EventBlock | ProgressBlock | OutcomePart | Foreign
 
 
 def encode_event(number: int, event: bytes | Mapping[str, Any]) -> bytes:
@@ -302,7 +302,7 @@ class BlockReader:
                 return None
             if content.count(b"\n") != count:
                 return None
-            return Record(
+            return LineBlock(
                 first=None if header["first"] == b"-" else int(header["first"], 16), count=count,
                 ms=int(header["ms"], 16), attempt=int(header["attempt"]),
                 rank=None if header["rank"] == b"-" else int(header["rank"]), body=content,
@@ -342,7 +342,7 @@ class BlockReader:
         self._start = stop
 
 
-def record_after(log: BinaryIO, offset: int) -> tuple[int, int] | None:
+def lines_after(log: BinaryIO, offset: int) -> tuple[int, int] | None:
     """Where the first numbered record at or behind an offset of a log begins, and the number of its first line.
 
     None if there is none. It reads no more than one record, for no line of a body looks like a header.

@@ -29,9 +29,9 @@ from kale_dist.contract import (
     EventBlock,
     EventKind,
     JobFiles,
+    LineBlock,
     OutcomePart,
     ProgressBlock,
-    Record,
     StateName,
     Stream,
 )
@@ -116,8 +116,8 @@ class RunCopy:
         """
         try:
             for block in blocks:
-                if isinstance(block, Record):
-                    self._take_record(block, missing)
+                if isinstance(block, LineBlock):
+                    self._take_lines(block, missing)
                 elif isinstance(block, EventBlock):
                     self._take_event(block, missing)
                 elif isinstance(block, ProgressBlock):
@@ -171,17 +171,17 @@ class RunCopy:
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
-    def _take_record(self, record: Record, missing: str) -> None:
-        if record.first is None:
+    def _take_lines(self, block: LineBlock, missing: str) -> None:
+        if block.first is None:
             return
-        following = record.first + record.count
+        following = block.first + block.count
         if following <= self.next_line:
             return
-        if record.first > self.next_line:
-            self.skip_lines(record.first, missing)
-        self._log_lines.append(record.since(self.next_line).encode())
+        if block.first > self.next_line:
+            self.skip_lines(block.first, missing)
+        self._log_lines.append(block.since(self.next_line).encode())
         self.next_line = following
-        self.last_attempt = max(self.last_attempt, record.attempt)
+        self.last_attempt = max(self.last_attempt, block.attempt)
 
     def skip_lines(self, following: int, missing: str) -> None:
         """Say that the lines before a number are missing; nothing if they are not.
@@ -202,7 +202,7 @@ class RunCopy:
 
     def _append_own(self, line: bytes) -> None:
         body = contract.body_of(Stream.AGENT, [line])
-        self._log_lines.append(contract.encode_record(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
+        self._log_lines.append(contract.encode_lines(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
 
     def _recover_log(self) -> int:
         """Cut off what is torn; gives the number of the next line."""
@@ -210,11 +210,11 @@ class RunCopy:
         with self._files.log.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
             while True:
-                found = contract.record_after(file, size - span) if size > span else None
+                found = contract.lines_after(file, size - span) if size > span else None
                 start = file.seek(0 if found is None else found[0])
                 blocks = BlockReader()
                 for block in blocks.feed(file.read()):
-                    if isinstance(block, Record):
+                    if isinstance(block, LineBlock):
                         following = block.next or following
                 # Lines of our own have no number: what comes before them has.
                 if following or not start:

@@ -17,8 +17,7 @@ from typing import Any
 
 from kale_dist import contract, records
 from kale_dist.backends.base import Backend, JobRef
-from kale_dist.contract import BlockReader, FailureCause, JobFiles, LogLine, RankStateName, StateName
-from kale_dist.contract import Record as LogRecord
+from kale_dist.contract import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, RankStateName, StateName
 from kale_dist.errors import JobNotFoundError
 from kale_dist.records import Record
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
@@ -85,12 +84,12 @@ class LogReader:
         self._offset = 0
         self._next = 0
 
-    def _of_run(self, record: LogRecord) -> LogRecord:
+    def _of_run(self, record: LineBlock) -> LineBlock:
         """With its attempt counted through all runs."""
         shift = self._first_attempt
         return dataclasses.replace(record, attempt=record.attempt + shift) if shift else record
 
-    def _records(self) -> Iterator[LogRecord]:
+    def _records(self) -> Iterator[LineBlock]:
         while True:
             # Asked before reading: once a run has started, nothing is added to the one before.
             is_over = self._job.run(self._number + 1).run_facts.exists()
@@ -99,14 +98,14 @@ class LogReader:
                 return
             self._begin(self._number + 1)
 
-    def _records_of_run(self) -> Iterator[LogRecord]:
+    def _records_of_run(self) -> Iterator[LineBlock]:
         with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
             file.seek(self._offset)
             start, blocks = self._offset, BlockReader()
             while piece := file.read(_PIECE_BYTES):
                 for block in blocks.feed(piece):
                     self._offset = start + blocks.whole_bytes
-                    if not isinstance(block, LogRecord):
+                    if not isinstance(block, LineBlock):
                         continue
                     if block.first is not None:
                         if block.first < self._next:
@@ -267,7 +266,7 @@ def _record_before_end(log: pathlib.Path, span: int) -> int:
     """Where a record begins in the last bytes of a log; 0 for the whole log."""
     with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
         offset = file.seek(0, io.SEEK_END) - span
-        found = contract.record_after(file, offset) if offset > 0 else None
+        found = contract.lines_after(file, offset) if offset > 0 else None
         return 0 if found is None else found[0]
     return 0
 

@@ -38,7 +38,7 @@ from typing import Any, BinaryIO
 
 from kale_dist import contract
 from kale_dist.blobs import FolderStore, digest_of
-from kale_dist.contract import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, Record, check_request
+from kale_dist.contract import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, LineBlock, check_request
 from kale_dist.errors import StoreError
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.writer import JobWriter
@@ -275,7 +275,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
                         log.seek(written.log_start)
                     data = log.read(min(_PIECE_BYTES, written.log_bytes - log.tell()))
                     if first is not None:
-                        records = [block for block in first.feed(data) if isinstance(block, Record)]
+                        records = [block for block in first.feed(data) if isinstance(block, LineBlock)]
                         records = [record for record in records if (record.next or 0) > line]
                         data = b"".join(record.since(line).encode() for record in records)
                         if records:
@@ -368,7 +368,7 @@ def _offset_of(log: BinaryIO, line: int, start: int, stop: int) -> int:
     found, low, high = start, start, stop
     while low < high:
         middle = (low + high) // 2
-        after = contract.record_after(log, middle)
+        after = contract.lines_after(log, middle)
         if after is None or after[0] >= stop or after[1] > line:
             high = middle
         else:

@@ -16,11 +16,11 @@ from kale_dist.errors import KaleDistError, StoreError
 from kale_dist.runtime import ending, pod_input
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.ending import Verdict
+from kale_dist.runtime.head_relays import HeadsRelays, waited_text
 from kale_dist.runtime.job_run import JobRun, open_port
 from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.pod import Pod
 from kale_dist.runtime.prometheus import Gauges, MetricsServer
-from kale_dist.runtime.relays import HeadsRelays, waited_text
 from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
 
 SAY_MISSING_EACH_S = 30.0
@@ -288,7 +288,7 @@ class Head:
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
                 body = contract.body_of(contract.Stream.AGENT, [text.encode()])
                 now = time.time_ns() // 1_000_000
-                self._stdout.offer(contract.encode_record(None, now, 0, None, body, 1), always=True)
+                self._stdout.offer(contract.encode_lines(None, now, 0, None, body, 1), always=True)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

@@ -23,9 +23,9 @@ from kale_dist.runtime import context, ending, loading
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
+from kale_dist.runtime.head_relays import HeadsRelays
 from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.rank_run import RankRun
-from kale_dist.runtime.relays import HeadsRelays
 from kale_dist.runtime.usage import UsageWatch
 from kale_dist.runtime.writer import JobWriter
 

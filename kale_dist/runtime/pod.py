@@ -36,7 +36,7 @@ _LOOK_EACH_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class PodPlace:
     """What a pod's environment says of it."""
 
     pod: int
@@ -51,7 +51,7 @@ class Place:
     """Where the pod's last words go; None: they are not read."""
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def place_of(environment: Mapping[str, str]) -> PodPlace:
     """Read a pod's environment.
 
     Raises:
@@ -60,7 +60,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
     """
     given = environment.get(TERMINATION_LOG_VARIABLE, "")
     log = pathlib.Path(given or "/dev/termination-log")
-    return Place(
+    return PodPlace(
         pod=int(environment[PodVariable.FIRST_POD]) + int(environment[PodVariable.REPLICA_INDEX]),
         input=pathlib.Path(environment[PodVariable.INPUT]),
         work=pathlib.Path(environment[PodVariable.WORK]),
@@ -79,7 +79,7 @@ class Pod:
         pool: Where its ranks come from.
     """
 
-    def __init__(self, place: Place, order: Order, key: bytes, pool: ForkPool) -> None:
+    def __init__(self, place: PodPlace, order: Order, key: bytes, pool: ForkPool) -> None:
         self.place = place
         self.key = key
         self.pool = pool
@@ -108,7 +108,7 @@ class Problem(Exception):  # noqa: N818 - it never leaves this package
     """Why a pod's agent cannot begin; a sentence."""
 
 
-async def wait_for_input(place: Place, told_to_end: asyncio.Event) -> tuple[Order, bytes]:
+async def wait_for_input(place: PodPlace, told_to_end: asyncio.Event) -> tuple[Order, bytes]:
     """Wait for the job's input; gives the order and the key.
 
     Raises:
@@ -139,7 +139,7 @@ async def wait_for_input(place: Place, told_to_end: asyncio.Event) -> tuple[Orde
     return order, key
 
 
-async def serve(place: Place, pool: ForkPool) -> int:
+async def serve(place: PodPlace, pool: ForkPool) -> int:
     """Be the head or a relay; gives the exit code.
 
     Raises:
@@ -181,7 +181,7 @@ async def serve(place: Place, pool: ForkPool) -> int:
     return running.result()
 
 
-async def _main(place: Place, launched: tuple[socket.socket, int]) -> int:
+async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
     processes.become_subreaper()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGCHLD, processes.reap_orphans)
@@ -227,7 +227,7 @@ def main(launched: tuple[socket.socket, int]) -> int:
     return code
 
 
-def _run(place: Place, launched: tuple[socket.socket, int]) -> int:
+def _run(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
     try:
         return asyncio.run(_main(place, launched))
     except Exception as error:  # noqa: BLE001 - any error here is our own fault and has to be reported as such

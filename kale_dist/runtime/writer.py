@@ -256,7 +256,7 @@ class JobWriter:
         number, offset = self._next_line, self._log_bytes
         blocks = []
         for one in lines:
-            blocks.append(contract.encode_record(number, one.ms, one.attempt, one.rank, one.body, one.count))
+            blocks.append(contract.encode_lines(number, one.ms, one.attempt, one.rank, one.body, one.count))
             number += one.count
             offset += len(blocks[-1])
         if not _append(self._log, b"".join(blocks), self._log_bytes):
@@ -277,7 +277,7 @@ class JobWriter:
         """Give the disk back what the oldest records take; the offsets of the others stay as they are."""
         start = self._log_start
         with contextlib.suppress(OSError), self._files.log.open("rb") as log:
-            start, _ = contract.record_after(log, self._log_bytes - keep_bytes) or (start, 0)
+            start, _ = contract.lines_after(log, self._log_bytes - keep_bytes) or (start, 0)
         libc = ctypes.CDLL(None, use_errno=True)
         size = ctypes.c_long(start - self._log_start)
         if start > self._log_start and not libc.fallocate(self._log, _PUNCH_HOLE, ctypes.c_long(self._log_start), size):

@@ -25,10 +25,10 @@ from kale_dist.contract import (
     Foreign,
     InputFiles,
     JobFiles,
+    LineBlock,
     Order,
     OutcomePart,
     PodVariable,
-    Record,
     Source,
 )
 from kale_dist.runtime import outcome
@@ -187,7 +187,7 @@ class PodJob:
         return states[-1] if states else {"state": "pending"}
 
     def text(self) -> str:
-        return "\n".join(str(line) for item in self.items(Record) for line in item.lines())
+        return "\n".join(str(line) for item in self.items(LineBlock) for line in item.lines())
 
     def outcome(self, rank: int, attempt: int = 0) -> outcome.Outcome:
         """From the head's stdout; as a notebook without a connection reads it."""

@@ -14,7 +14,7 @@ from agent_jobs import add_ranks, gone_within
 from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of
 
 from kale_dist import contract
-from kale_dist.contract import EventBlock, EventKind, Record, Source
+from kale_dist.contract import EventBlock, EventKind, LineBlock, Source
 from kale_dist.runtime.relay_protocol import FRAME
 
 
@@ -124,7 +124,7 @@ def test_a_head_that_is_told_to_end_is_suspended_and_another_pod_is_lost(make_ba
     state = job.state()
     expected = ("cancelled", "suspended") if 0 in told else ("failed", "lost")
     assert (state["state"], state["cause"]) == expected
-    assert state["next_line"] == sum(item.count for item in job.items(Record))
+    assert state["next_line"] == sum(item.count for item in job.items(LineBlock))
     assert "received SIGTERM" in state["reason"]
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == dict.fromkeys(range(3), "stopped")

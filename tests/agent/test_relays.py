@@ -14,12 +14,12 @@ import pytest
 from kale_dist import contract
 from kale_dist.contract import BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
 from kale_dist.runtime import relay
+from kale_dist.runtime.head_relays import HeadsRelays
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.near_rank import End
 from kale_dist.runtime.rank_run import RankRun
 from kale_dist.runtime.relay import Relay, _Forwarder
 from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, is_signed, sign
-from kale_dist.runtime.relays import HeadsRelays
 from kale_dist.runtime.writer import JobWriter
 
 KEY = b"k" * 32

@@ -15,7 +15,7 @@ import pytest
 
 from kale_dist import contract
 from kale_dist.blobs import FolderStore, digest_of
-from kale_dist.contract import BlockReader, EventBlock, EventKind, JobFiles, ProgressBlock, Record, Stream, body_of
+from kale_dist.contract import BlockReader, EventBlock, EventKind, JobFiles, LineBlock, ProgressBlock, Stream, body_of
 from kale_dist.runtime import byte_server
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.writer import JobWriter
@@ -242,7 +242,7 @@ def test_the_notebook_can_acknowledge_and_cancel(place):
 
 
 def numbers(blocks):
-    return [line.sequence for block in blocks if isinstance(block, Record) for line in block.lines()]
+    return [line.sequence for block in blocks if isinstance(block, LineBlock) for line in block.lines()]
 
 
 @pytest.mark.parametrize("line", [0, 1, 150, 299, 300, 450, 1000])

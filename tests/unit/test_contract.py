@@ -12,11 +12,11 @@ from kale_dist.contract import (
     EventBlock,
     Foreign,
     JobFiles,
+    LineBlock,
     Order,
     OutcomePart,
     ProcessState,
     ProgressBlock,
-    Record,
     Source,
     Stream,
 )
@@ -33,7 +33,7 @@ def read(data, step=None):
 
 
 def record(first, *lines, rank=0, attempt=0, ms=1234, stream=Stream.STDOUT):
-    return contract.encode_record(first, ms, attempt, rank, contract.body_of(stream, lines), len(lines))
+    return contract.encode_lines(first, ms, attempt, rank, contract.body_of(stream, lines), len(lines))
 
 
 @pytest.mark.parametrize("rank", [0, 15, None])
@@ -52,7 +52,7 @@ def test_lines_are_read_as_written(rank, stream, text):
 @pytest.mark.parametrize("text", [b"", b"abc", b"| |", b" "])
 def test_parts_of_a_line_are_marked(text):
     body = contract.body_of(Stream.STDERR, [b"before", text], continued=True)
-    (found,) = read(contract.encode_record(1, 0, 0, 2, body, 2))
+    (found,) = read(contract.encode_lines(1, 0, 0, 2, body, 2))
     assert [(line.text, line.stream, line.continued) for line in found.lines()] == [
         ("before", Stream.STDERR, False),
         (text.decode(), Stream.STDERR, True),
@@ -96,7 +96,7 @@ BLOCKS = [
 @pytest.mark.parametrize("step", [1, 7, 100, 5000, None])
 def test_blocks_of_all_kinds_come_whole_however_they_arrive(step):
     found = read(b"".join(BLOCKS), step)
-    kinds = [Record, EventBlock, ProgressBlock, OutcomePart, OutcomePart, OutcomePart, Record]
+    kinds = [LineBlock, EventBlock, ProgressBlock, OutcomePart, OutcomePart, OutcomePart, LineBlock]
     assert [type(block) for block in found] == kinds
     assert found[1].event == {"event": "note", "text": "a\nb", "x": 1.5}
     assert b"".join(part.data for part in found[3:6]) == bytes(range(256)) * 120
@@ -122,7 +122,7 @@ def test_what_is_torn_or_foreign_comes_out_as_that(data, texts, events, step):
     found = read(data, step)
     assert [block.text for block in found if isinstance(block, Foreign)] == texts
     assert len([block for block in found if isinstance(block, EventBlock)]) == events
-    assert not [block for block in found if isinstance(block, Record)]
+    assert not [block for block in found if isinstance(block, LineBlock)]
 
 
 def test_noise_between_blocks_costs_no_block():
@@ -131,7 +131,7 @@ def test_noise_between_blocks_costs_no_block():
     for number in range(200):
         data += record(number, b"x" * generator.randrange(100))
         data += bytes(generator.choice(b"|#!@=~* 0\n") for _ in range(generator.randrange(20))) + b"\n"
-    numbers = [block.first for block in read(bytes(data), 333) if isinstance(block, Record)]
+    numbers = [block.first for block in read(bytes(data), 333) if isinstance(block, LineBlock)]
     assert numbers == sorted(numbers)
     assert len(numbers) > 150
 

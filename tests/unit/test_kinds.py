@@ -211,7 +211,7 @@ def test_a_tfjob_has_a_chief_workers_and_servers():
 @pytest.mark.parametrize("word", ["pytorch", "mpi", "tf"])
 def test_an_agent_calls_other_pods_as_their_controller_does(word):
     from kale_dist.contract import Order
-    from kale_dist.runtime.relays import pod_name
+    from kale_dist.runtime.head_relays import pod_name
 
     spec = (
         tf(3, 2)

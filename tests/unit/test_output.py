@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kale_dist.contract import MAX_LINE_BYTES, Record, Stream
+from kale_dist.contract import MAX_LINE_BYTES, LineBlock, Stream
 from kale_dist.runtime import output
 from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter, RankOutput
 
@@ -21,7 +21,7 @@ class Written:
 
     def add(self, cut):
         body, count = cut
-        found = list(Record(first=0, count=count, ms=0, attempt=0, rank=3, body=body).lines())
+        found = list(LineBlock(first=0, count=count, ms=0, attempt=0, rank=3, body=body).lines())
         assert len(found) == count
         self.lines += found
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kale_dist.contract import BlockReader, EventKind, Foreign, JobFiles, Record, Stream, body_of
+from kale_dist.contract import BlockReader, EventKind, Foreign, JobFiles, LineBlock, Stream, body_of
 from kale_dist.runtime import writer as writer_module
 from kale_dist.runtime.writer import JobWriter, StdoutCopy
 
@@ -179,7 +179,7 @@ def test_only_the_newest_part_of_a_long_log_is_kept(tmp_path):
     assert folder.files.log.stat().st_blocks * 512 < 6 << 20
     with folder.files.log.open("rb") as file:
         file.seek(written.log_start)
-        first = next(block for block in BlockReader().feed(file.read()) if isinstance(block, Record))
+        first = next(block for block in BlockReader().feed(file.read()) if isinstance(block, LineBlock))
     assert first.first > 0
 
 

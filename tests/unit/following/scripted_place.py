@@ -73,7 +73,7 @@ class ScriptedHead:
 
     def lines(self, rank, *texts, stream=Stream.STDOUT, on_stdout=True):
         body = contract.body_of(stream, [text.encode() for text in texts])
-        block = contract.encode_record(self.next_line, 1000, self.attempt, rank, body, len(texts))
+        block = contract.encode_lines(self.next_line, 1000, self.attempt, rank, body, len(texts))
         self._add("line", self.next_line, self.next_line + len(texts), block, on_stdout)
         self.next_line += len(texts)
 

@@ -27,7 +27,7 @@ def copy(files):
 
 def lines(first, rank, *texts, attempt=0, stream=Stream.STDOUT):
     body = contract.body_of(stream, [text.encode() for text in texts])
-    return contract.encode_record(first, 1000, attempt, rank, body, len(texts))
+    return contract.encode_lines(first, 1000, attempt, rank, body, len(texts))
 
 
 def state(number, name, attempt=0, **more):
