@@ -470,8 +470,8 @@ class Sweep:
         if status.state is StateName.CANCELLED and one.is_pruned:
             self._forget(number)
             self.study.tell(number, state=optuna.trial.TrialState.PRUNED)
-        elif status.state is StateName.CANCELLED and one.is_taken_over:
-            # A local job ends a moment after the process that has submitted it.
+        elif status.state is not StateName.SUCCEEDED and one.is_taken_over:
+            # A local job ends a moment after the process that has submitted it, cancelled or lost with its agent.
             self._again(number, _LOST)
         elif status.state is not StateName.SUCCEEDED:
             self._fail(number, status.reason or status.state.value)
