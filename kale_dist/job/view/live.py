@@ -1,0 +1,89 @@
+"""A job as output of a notebook's cell: a widget, or a picture that is replaced when a wait ends; and its ranks' own pictures.
+
+Nothing is ever printed from a thread, for such output would land in whichever cell runs at the time. The last picture is
+drawn in the caller's thread, so that it is the one which an executed notebook keeps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+import time
+import uuid
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.errors import JobNotFoundError
+from kale_dist.job import interrupts, view
+from kale_dist.job.handle import Job, inside
+from kale_dist.wire import EventKind
+
+
+def show(job: Job[Any]) -> None:
+    """Show a job below the cell that runs.
+
+    As a widget, if its packages are installed and a person uses the notebook; else as a picture, which is replaced when a
+    wait for the job ends. In a terminal, and wherever pictures cannot be replaced, the present state is printed once.
+
+    Args:
+        job: The job.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    try:
+        status = job.status
+    except JobNotFoundError:
+        print(repr(job))  # noqa: T201 - the job was deleted: there is nothing to be kept up to date
+        return
+    if getattr(shell, "kernel", None) is None:
+        print(view.text(status, list(job.logs(tail=view.LOG_LINES)), time.time()))  # noqa: T201 - a terminal's last value
+    elif interrupts.is_interactive() and importlib.util.find_spec("anywidget") is not None:
+        from kale_dist.job.view.widget import JobWidget
+
+        JobWidget(job).show()
+    else:
+        _show_picture(job, is_final=status.is_final)
+
+
+def _show_picture(job: Job[Any], *, is_final: bool) -> None:
+    from IPython.display import publish_display_data
+
+    transient = {"display_id": f"kale-dist-{uuid.uuid4().hex}"}
+    publish_display_data(job._repr_mimebundle_(), transient=transient)  # type: ignore[no-untyped-call]
+
+    def draw() -> None:
+        nonlocal is_final
+        if not is_final:
+            is_final = job.done()
+            publish_display_data(job._repr_mimebundle_(), transient=transient, update=True)  # type: ignore[no-untyped-call]
+
+    inside(job).after_wait.append(draw)
+
+
+class Pictures:
+    """Shows each picture that a job's ranks have shown (`plt.show()`, `display(figure)`) in the cell that waits for the job.
+
+    Args:
+        events: The file of the job's events.
+    """
+
+    def __init__(self, events: pathlib.Path) -> None:
+        self._events = events
+        self._read = 0
+
+    def show(self) -> None:
+        """Show those that have come since the last time. Called in the thread of a cell; elsewhere nothing happens."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        if not hasattr(shell, "kernel") or not self._events.exists():
+            return
+        from IPython.display import display
+
+        with self._events.open("rb") as file:
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + len(newline)
+        for event in wire.decode_json_lines(whole):
+            if event.get("event") == EventKind.DISPLAY:
+                display(event["data"], raw=True)  # type: ignore[no-untyped-call]

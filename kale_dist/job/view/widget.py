@@ -1,0 +1,302 @@
+"""A job as a live widget: the pictures of `view`, kept up to date part by part, its log as it comes, and buttons.
+
+A thread of the library looks at the job and sends what has changed: lines at most thirty times a second, the rest four
+times; nothing while no page shows it. What is clicked arrives as messages, which the kernel handles in the thread that is
+free: beside a cell that runs where kernel and front end have subshells, else after it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import functools
+import pathlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import anywidget
+import traitlets
+from IPython import get_ipython
+
+from kale_dist.errors import JobNotFoundError, KaleDistError
+from kale_dist.job import view
+from kale_dist.job.handle import Job, inside
+from kale_dist.job.reader import LogReader
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
+from kale_dist.wire import LogLine
+
+KEPT_LINES = 5000
+"""Lines of the log's end that pages can have; all are in the job's log."""
+
+MAX_DOWNLOAD_BYTES = 64 << 20
+"""Of a longer log the page gets the end."""
+
+_LINES_EACH_S = 0.03
+_PARTS_EACH_S = 0.25
+_PICTURE_EACH_S = 2.0
+_UNSEEN_EACH_S = 1.0
+_FIRST_PAGE = "the page of the cell"
+_STATIC = pathlib.Path(__file__).parent / "static"
+_PARTS = ("head", "progress", "error", "curves", "profile", "ranks", "notes")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_no_cell(function: Callable[P, R]) -> Callable[P, R]:
+    """Have what a function sends belong to no cell.
+
+    ipykernel sends a page's answers to the subshell that wrote to its widget last, and takes a message that belongs to a
+    cell for one of the main shell: a click would then wait for the cell that runs.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        kernel = getattr(get_ipython(), "kernel", None)
+        parent = getattr(kernel, "_shell_parent", None)
+        if not isinstance(parent, contextvars.ContextVar):
+            return function(*args, **kwargs)
+
+        def inside() -> R:
+            parent.set({})
+            return function(*args, **kwargs)
+
+        return contextvars.copy_context().run(inside)
+
+    return call
+
+
+class JobWidget(anywidget.AnyWidget):
+    """The model of all views of one job.
+
+    Args:
+        job: The job.
+    """
+
+    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "job"))
+    _css = _STATIC / "widget.css"
+
+    identity = traitlets.Unicode().tag(sync=True)
+    ref = traitlets.Unicode().tag(sync=True)
+    name = traitlets.Unicode().tag(sync=True)
+    state = traitlets.Unicode().tag(sync=True)
+    world_size = traitlets.Int(0).tag(sync=True)
+    job_number = traitlets.Int(0).tag(sync=True)
+    plan_word = traitlets.Unicode().tag(sync=True)
+    head = traitlets.Unicode().tag(sync=True)
+    progress = traitlets.Unicode().tag(sync=True)
+    error = traitlets.Unicode().tag(sync=True)
+    curves = traitlets.Unicode().tag(sync=True)
+    profile = traitlets.Unicode().tag(sync=True)
+    ranks = traitlets.Unicode().tag(sync=True)
+    notes = traitlets.Unicode().tag(sync=True)
+    picture = traitlets.Unicode().tag(sync=True)
+
+    @_of_no_cell
+    def __init__(self, job: Job[Any]) -> None:
+        identity = uuid.uuid4().hex
+        super().__init__(identity=identity, model_id=identity)
+        self._display_id = f"kale-dist-{identity}"
+        self._lock = threading.RLock()
+        # The page of the cell sees it, and may be able to say so only when the cell has ended.
+        self._seen_by = {_FIRST_PAGE}
+        self._woken = threading.Event()
+        self._is_shown = False
+        self._take(job)
+        self.on_msg(self._receive)
+
+    def show(self) -> None:
+        """Show it below the cell that runs; front ends without widgets get the picture as HTML or text."""
+        from IPython.display import publish_display_data
+
+        publish_display_data(self._bundle(), transient={"display_id": self._display_id})  # type: ignore[no-untyped-call]
+        self._is_shown = True
+        self.start()
+
+    def _settle(self) -> None:
+        """Put the final picture into the notebook's file, for viewers that know no widgets."""
+        from IPython.display import publish_display_data
+
+        if self._is_shown:
+            # Front ends may be gone.
+            with contextlib.suppress(Exception):
+                publish_display_data(  # type: ignore[no-untyped-call]
+                    self._bundle(), transient={"display_id": self._display_id}, update=True
+                )
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def _take(self, job: Job[Any]) -> None:
+        with self._lock:
+            self._job = job
+            self._log = LogReader(inside(job).files)
+            self._lines: collections.deque[LogLine] = collections.deque(self._log.tail(KEPT_LINES), maxlen=KEPT_LINES)
+            self._next = len(self._lines)
+            self._status: JobStatus | None = None
+            self._is_over = False
+            self._pictured_at = float("-inf")
+        self._draw()
+        inside(job).after_wait.append(self._draw)
+
+    def _bundle(self) -> dict[str, Any]:
+        """All forms of the picture; a front end takes the best that it knows."""
+        tail, now = tuple(self._lines)[-view.LOG_LINES :], time.time()
+        bundle: dict[str, Any] = {
+            "application/vnd.jupyter.widget-view+json": {
+                "version_major": 2, "version_minor": 0, "model_id": self.model_id,
+            }
+        }  # fmt: skip
+        if self._status is not None:
+            bundle["text/plain"] = view.text(self._status, tail, now)
+            bundle["text/html"] = view.html(self._status, tail, now, is_frozen=True)
+        return bundle
+
+    @_of_no_cell
+    def _draw(self) -> None:
+        """Bring the parts up to date; what has not changed is not sent."""
+        with self._lock:
+            if self._is_over:
+                return
+            try:
+                status = self._job.status
+            except JobNotFoundError:
+                self._is_over = True
+                return
+            if status.is_final:
+                # Read after the status: the last lines are there then.
+                self._read_log()
+            found = view.parts(status, time.time())
+            with self.hold_sync():
+                self.ref = facts.clean(status.ref)
+                self.name = facts.name(status)
+                self.state = status.state.value
+                self.world_size = len(status.replicas)
+                self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
+                for part in _PARTS:
+                    setattr(self, part, found[part])
+                is_new = self._status is None or status.state is not self._status.state
+                if is_new or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
+                    self._pictured_at = time.monotonic()
+                    tail = tuple(self._lines)[-view.LOG_LINES :]
+                    self.picture = view.html(status, tail, time.time(), is_frozen=True)
+            self._status = status
+            self._is_over = status.is_final
+            if self._is_over:
+                self._settle()
+
+    @_of_no_cell
+    def _read_log(self) -> None:
+        """Take the lines that are new, and send them if a page shows them."""
+        with self._lock:
+            fresh = list(self._log.read())
+            if fresh:
+                self._lines.extend(fresh)
+                first, self._next = self._next, self._next + len(fresh)
+                if self._seen_by:
+                    self._send_lines(max(first, self._next - KEPT_LINES))
+
+    def _send_lines(self, first: int) -> None:
+        """Send the lines from this number on, or from the first that is kept."""
+        oldest = self._next - len(self._lines)
+        first = max(first, oldest)
+        lines = [
+            (line.rank, line.prefix, facts.log_text(line))
+            for index, line in enumerate(self._lines, oldest)
+            if index >= first
+        ]
+        if lines:
+            self.send({"first": first, "lines": lines})
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to follow the job; `show` does it too."""
+        threading.Thread(target=self._follow, name=f"kale_dist widget {self._job.name}", daemon=True).start()
+
+    @_of_no_cell
+    def _follow(self) -> None:
+        drawn = 0.0
+        job = self._job
+        while not self._is_over and self._job is job:
+            # Front ends may be gone, or the kernel about to end.
+            with contextlib.suppress(Exception):
+                if self._seen_by:
+                    self._read_log()
+                if time.monotonic() - drawn >= _PARTS_EACH_S and (self._seen_by or self._has_new_state()):
+                    self._draw()
+                    drawn = time.monotonic()
+            self._woken.wait(_LINES_EACH_S if self._seen_by else _UNSEEN_EACH_S)
+            self._woken.clear()
+
+    def _has_new_state(self) -> bool:
+        """Whether the job's state is another one than what is drawn: a page that does not show it may stay after the kernel."""
+        return self._status is None or self._job.status.state is not self._status.state
+
+    # -- what pages say -----------------------------------------------------------------------------------------------
+
+    @_of_no_cell
+    def _receive(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
+        seen = str(message.get("view", ""))
+        match message.get("tell"):
+            case "here":
+                self._note_view(seen, visible=bool(message.get("visible")), first=message.get("next"))
+            case "gone":
+                self._forget_view(seen)
+        actions: dict[Any, Callable[[], dict[str, Any] | None]] = {
+            "cancel": self._cancel, "retry": self._retry, "plan": self._plan,
+        }  # fmt: skip
+        asked = message.get("ask")
+        if asked == "download":
+            self._download(seen)
+        elif asked in actions:
+            try:
+                answer = actions[asked]() or {}
+            except KaleDistError as error:
+                answer = {"say": str(error)}
+            self.send({"view": seen, **answer})
+
+    def _note_view(self, seen: str, *, visible: bool, first: Any = None) -> None:
+        with self._lock:
+            self._seen_by.discard(_FIRST_PAGE)
+            if visible:
+                self._seen_by.add(seen)
+                self._read_log()
+                self._send_lines(first if isinstance(first, int) else 0)
+                self._draw()
+            else:
+                self._seen_by.discard(seen)
+        self.send({"view": seen, "heard": "visible" if visible else "hidden"})
+        self._woken.set()
+
+    def _forget_view(self, seen: str) -> None:
+        with self._lock:
+            self._seen_by.discard(seen)
+
+    def _cancel(self) -> dict[str, Any]:
+        self._job.cancel()
+        return {"say": "Being cancelled"}
+
+    def _retry(self) -> dict[str, Any]:
+        job = self._job.retry()
+        self._take(job)
+        self.job_number += 1
+        self.start()
+        return {"say": f"This is a new job: kd.attach({job.ref!r})"}
+
+    def _plan(self) -> dict[str, Any]:
+        return {"plan": inside(self._job).plan()}
+
+    def _download(self, seen: str) -> None:
+        text: collections.deque[bytes] = collections.deque()
+        size = 0
+        for line in self._job.logs():
+            text.append(f"{line}\n".encode("utf-8", "replace"))
+            size += len(text[-1])
+            while size > MAX_DOWNLOAD_BYTES:
+                size -= len(text.popleft())
+        self.send({"view": seen, "file": f"{self._job.name}.log"}, buffers=[b"".join(text)])
