@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kale_dist import callbacks, strategies
+    from kale_dist.calls.form import form
     from kale_dist.calls.verbs import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job.handle import Job
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from kale_dist.job.spec.recipe import Recipe
     from kale_dist.job.spec.resources import Resources
     from kale_dist.job.spec.volumes import Volume
-    from kale_dist.notebook.form import form
-    from kale_dist.notebook.runner.execution import run_notebook
+    from kale_dist.runner.execution import run_notebook
     from kale_dist.sweeps import sweep
     from kale_dist.wire.context import context, report
     from kale_dist.worker.training.data.lazy_dataset import dataset
@@ -71,12 +71,12 @@ _HOMES = {
     "context": "wire.context",
     "dataset": "worker.training.data.lazy_dataset",
     "distribute": "calls.verbs",
-    "form": "notebook.form",
+    "form": "calls.form",
     "jobs": "calls.verbs",
     "launch": "calls.verbs",
     "render": "calls.verbs",
     "report": "wire.context",
-    "run_notebook": "notebook.runner.execution",
+    "run_notebook": "runner.execution",
     "strategies": "",
     "sweep": "sweeps",
 }

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.status import MetricRow
-from kale_dist.wire import StateName
+from kale_dist.wire import MetricRow, StateName
 from kale_dist.wording import closest, show
 
 _MLFLOW_BATCH = 1000

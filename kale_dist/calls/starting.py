@@ -23,7 +23,7 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
-from kale_dist.job.view import live
+from kale_dist.notebook import live
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.given_models import models_in, together

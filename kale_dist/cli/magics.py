@@ -67,7 +67,7 @@ class DistributeMagics(Magics):
         assigns stays in the ranks: the last expression brings something back.
         """
         if cell is None:
-            from kale_dist.notebook.form import LauncherForm
+            from kale_dist.calls.form import LauncherForm
 
             return LauncherForm(self._namespace)
         options = parse_argstring(self.distribute, line)

@@ -53,7 +53,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(options: argparse.Namespace) -> int:
     with wording.needing("notebook", "run", "to run a notebook"):
-        from kale_dist.notebook.runner import documents, execution, in_cluster
+        from kale_dist.runner import documents, execution, in_cluster
     pod = {name: wording.parse(value) for name, value in options.pod.items()}
     pod |= {name: getattr(options, name) for name in ("image", "packages", "namespace") if getattr(options, name)}
     if options.in_cluster:

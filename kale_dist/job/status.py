@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.wire import EventKind, FailureCause, MetricRow, RankStateName, StateName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,20 +72,6 @@ class ReplicaStatus:
     """Where it runs, on a cluster."""
     node: str | None = None
     """The node of its pod, once it has one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MetricRow:
-    """Metrics of one report, or of one epoch of a step."""
-
-    time: float
-    rank: int | None
-    """None where the values are averaged over ranks."""
-    epoch: int | None
-    step: int | None
-    source: str
-    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile` or `report`."""
-    values: tuple[tuple[str, float], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -18,9 +18,9 @@ from typing import Any
 
 from kale_dist.errors import KaleDistError, say
 from kale_dist.job.handle import Job, inside
-from kale_dist.job.status import JobStatus, MetricRow
+from kale_dist.job.status import JobStatus
 from kale_dist.trackers import TrackedRun, Tracker, Writer
-from kale_dist.wire import StateName
+from kale_dist.wire import MetricRow, StateName
 from kale_dist.wire.blobs import fresh
 
 _END_S = 60.0

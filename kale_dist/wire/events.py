@@ -24,6 +24,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from collections.abc import Iterator, Mapping
@@ -101,6 +102,20 @@ class FailureCause(enum.StrEnum):
     """The head got SIGTERM: the job was suspended or deleted, or its pod evicted."""
     NOT_STARTED = "not-started"
     """The agent could not start the ranks (versions, damaged snapshot, no process to be had)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MetricRow:
+    """Metrics of one report, or of one epoch of a step."""
+
+    time: float
+    rank: int | None
+    """None where the values are averaged over ranks."""
+    epoch: int | None
+    step: int | None
+    source: str
+    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile` or `report`."""
+    values: tuple[tuple[str, float], ...]
 
 
 def encode_json(record: Mapping[str, Any]) -> bytes:

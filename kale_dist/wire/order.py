@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import signal
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -15,6 +16,9 @@ EXIT_TOLD_TO_END = 143
 
 EXIT_BROKEN = 70
 """Exit code of a rank or an agent in which our own code failed; as EX_SOFTWARE."""
+
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
 
 STALL_WARN_S = 300.0
 """Default of `stall_warn_s`."""

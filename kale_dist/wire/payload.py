@@ -10,15 +10,8 @@ import zipfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 
-_MODULES = (
-    "__init__",
-    "blobs",
-    "callbacks",
-    "errors",
-    "tracebacks",
-    "url_store",
-)
-_PACKAGES = ("contract", "runtime", "strategies", "training")
+_MODULES = ("__init__", "callbacks")
+_PACKAGES = ("errors", "snapshot", "strategies", "wire", "worker")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
 
@@ -55,8 +48,7 @@ def _sources() -> Iterator[tuple[str, Traversable]]:
     """Names in the zip and the files."""
     own = importlib.resources.files("kale_dist")
     for module in _MODULES:
-        if (source := own / f"{module}.py").is_file():
-            yield f"kale_dist/{module}.py", source
+        yield f"kale_dist/{module}.py", own / f"{module}.py"
     for package in _PACKAGES:
         yield from _files(own / package, f"kale_dist/{package}", ".py")
     yield from _files(importlib.resources.files("cloudpickle"), "cloudpickle", ".py")

@@ -15,7 +15,15 @@ from kale_dist.places.kubernetes import look  # noqa: E402
 from kale_dist.places.kubernetes.explain import pods as explain  # noqa: E402
 from kale_dist.places.kubernetes.explain import sentences, table  # noqa: E402
 from kale_dist.places.kubernetes.explain.table import Seen  # noqa: E402
-from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, event_view, pod_view, seconds
+from kale_dist.places.kubernetes.views import (  # noqa: E402
+    ContainerView,
+    EventView,
+    JobView,
+    PodView,
+    event_view,
+    pod_view,
+    seconds,
+)
 from kale_dist.wire import FailureCause  # noqa: E402
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"

@@ -6,9 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist.calls import verbs
+from kale_dist.calls import form, verbs
 from kale_dist.errors import ConfigError
-from kale_dist.notebook import form
 
 
 def train_one_epoch(model, data_loader, criterion, optimizer, device, args):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import kale_dist as kd
-from kale_dist.job.view import live
+from kale_dist.notebook import live
 
 SESSION = """
 import kale_dist as kd

@@ -15,7 +15,7 @@ from kale_dist import places
 from kale_dist.errors import ImageError
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import inside
-from kale_dist.notebook.runner import in_cluster
+from kale_dist.runner import in_cluster
 from kale_dist.wire import payload
 from kale_dist.worker.rank import notebook_rank
 

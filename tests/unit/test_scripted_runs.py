@@ -15,7 +15,7 @@ import kale_dist as kd
 from kale_dist import wording
 from kale_dist.errors import ConfigError
 from kale_dist.job import records
-from kale_dist.notebook.runner import documents
+from kale_dist.runner import documents
 
 TRAINING = """
 import kale_dist as kd

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from kale_dist.job import view
-from kale_dist.job.status import JobStatus, MetricRow, RankProgress, ReplicaStatus
+from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus
 from kale_dist.job.view import curves, facts, plain
-from kale_dist.wire import FailureCause, LogLine, RankStateName, StateName, Stream
+from kale_dist.wire import FailureCause, LogLine, MetricRow, RankStateName, StateName, Stream
 
 VOID = {"br", "img", "hr", "meta", "input"}
 HOSTILE = [

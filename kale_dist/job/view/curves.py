@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from kale_dist.job.status import MetricRow
 from kale_dist.job.view import facts
-from kale_dist.wire import MEASURED_SOURCES
+from kale_dist.wire import MEASURED_SOURCES, MetricRow
 
 MAX_CURVES = 6
 """Pictures; further metrics are in `job.metrics`."""

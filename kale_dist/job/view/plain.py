@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kale_dist.job.status import JobStatus, MetricRow
+from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts
-from kale_dist.wire import LogLine, StateName
+from kale_dist.wire import LogLine, MetricRow, StateName
 
 _BAR_CELLS = 24
 _PARTS = " ▏▎▍▌▋▊▉"

@@ -4,7 +4,7 @@
 - A TFJob has a chief with rank 0, workers, and parameter servers. The operator tells each pod in `TF_CONFIG` where the others
   are and which of them it is.
 - The launcher of an MPIJob (v2beta1) is the head and has rank 0, its workers are relays. The operator's ssh and its file of
-  hosts are not used: agents start the ranks, and `mpirun` reaches all pods through them (`runtime/mpi.py`).
+  hosts are not used: agents start the ranks, and `mpirun` reaches all pods through them (`worker/pod/mpi.py`).
 """
 
 from __future__ import annotations

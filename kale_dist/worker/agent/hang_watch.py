@@ -28,7 +28,7 @@ COLLECTIVE_FILES = (
 _BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
 """DistributedDataParallel waits in C++ below this frame, at the end of backward."""
 
-_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/kale_dist/(runtime|training)/|^<frozen ")
+_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/kale_dist/(snapshot|wire|worker)/|^<frozen ")
 
 IDLE_TICKS = 2
 """Clock ticks of processor time in which a thread that waits may look after its timeouts (20 ms)."""

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kale_dist import wire
-from kale_dist.wire import Assignment, Stream
+from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream
 from kale_dist.worker.agent import processes, usage
 from kale_dist.worker.agent.output import RankOutput, read_all, read_some
-from kale_dist.worker.rank.rank_main import STACKS_SIGNAL
 
 PIPE_BYTES = 1 << 18
 """Room in each pipe, so that a rank seldom waits for the agent."""

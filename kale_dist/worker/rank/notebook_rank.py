@@ -28,7 +28,7 @@ from kale_dist.wire.blobs import fresh
 NEEDED = ("ipykernel", "jupyter_client", "nbclient", "nbformat")
 """Modules that execute notebooks."""
 
-PROGRAM = "kale_dist.notebook.runner.in_cluster"
+PROGRAM = "kale_dist.runner.in_cluster"
 """The module that executes the notebook, in a process of its own."""
 
 _LOOK_S = 0.5

@@ -25,13 +25,10 @@ from kale_dist.errors import ContractError
 from kale_dist.snapshot import sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire import Assignment, JobFiles, context
+from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import process_state, stand_ins
-
-STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
 
 ATEXIT_S = 5.0
 """Seconds for threads and `atexit` callbacks to end."""

@@ -41,7 +41,9 @@ _PARTS_EACH_S = 0.25
 _PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
 _FIRST_PAGE = "the page of the cell"
-_STATIC = pathlib.Path(__file__).parent / "static"
+STATIC = pathlib.Path(__file__).parent / "static"
+"""Scripts and styles of the pages, the form's too."""
+
 _PARTS = ("head", "progress", "error", "curves", "profile", "ranks", "notes")
 
 P = ParamSpec("P")
@@ -78,8 +80,8 @@ class JobWidget(anywidget.AnyWidget):
         job: The job.
     """
 
-    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "job"))
-    _css = _STATIC / "widget.css"
+    _esm = "".join((STATIC / f"{name}.js").read_text() for name in ("page", "job"))
+    _css = STATIC / "widget.css"
 
     identity = traitlets.Unicode().tag(sync=True)
     ref = traitlets.Unicode().tag(sync=True)

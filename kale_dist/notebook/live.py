@@ -39,7 +39,7 @@ def show(job: Job[Any]) -> None:
     if getattr(shell, "kernel", None) is None:
         print(view.text(status, list(job.logs(tail=view.LOG_LINES)), time.time()))  # noqa: T201 - a terminal's last value
     elif interrupts.is_interactive() and importlib.util.find_spec("anywidget") is not None:
-        from kale_dist.job.view.widget import JobWidget
+        from kale_dist.notebook.widget import JobWidget
 
         JobWidget(job).show()
     else:

@@ -6,7 +6,6 @@ The call that it shows does the same as its Run button: what was begun in the fo
 from __future__ import annotations
 
 import inspect
-import pathlib
 import re
 import threading
 import uuid
@@ -21,9 +20,7 @@ from kale_dist import config, places, strategies, wording
 from kale_dist.calls import layout, training_checks, verbs
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.job.spec import quantities
-from kale_dist.job.view.widget import JobWidget
-
-_STATIC = pathlib.Path(__file__).parent / "notebook" / "static"
+from kale_dist.notebook.widget import STATIC, JobWidget
 
 LOOKS_FOR = (
     "a model (a torch.nn.Module), a DataLoader, an optimizer, a loss, and, if you have them, step functions "
@@ -221,8 +218,8 @@ class LauncherForm(anywidget.AnyWidget):
         namespace: The notebook's names, as they are whenever the form is used.
     """
 
-    _esm = "".join((_STATIC / f"{name}.js").read_text() for name in ("page", "form"))
-    _css = _STATIC / "widget.css"
+    _esm = "".join((STATIC / f"{name}.js").read_text() for name in ("page", "form"))
+    _css = STATIC / "widget.css"
 
     identity = traitlets.Unicode().tag(sync=True)
     fields: traitlets.List[dict[str, Any]] = traitlets.List().tag(sync=True)

@@ -24,9 +24,9 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import Job
 from kale_dist.job.view import facts
-from kale_dist.notebook.runner import documents, execution
-from kale_dist.notebook.runner.execution import Execution
-from kale_dist.notebook.runner.kernel_jobs import Terminal
+from kale_dist.runner import documents, execution
+from kale_dist.runner.execution import Execution
+from kale_dist.runner.kernel_jobs import Terminal
 from kale_dist.wire import StateName, Stream, payload
 from kale_dist.wording import closest
 from kale_dist.worker.rank import notebook_rank

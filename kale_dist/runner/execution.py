@@ -24,8 +24,8 @@ from traitlets.config import Config
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.view import facts
-from kale_dist.notebook.runner import documents
-from kale_dist.notebook.runner.kernel_jobs import JobEnd, KernelJobs, Terminal
+from kale_dist.runner import documents
+from kale_dist.runner.kernel_jobs import JobEnd, KernelJobs, Terminal
 from kale_dist.wording import show
 
 ON_VARIABLE = "KALE_DIST_ON"
