@@ -17,6 +17,7 @@ help: ## What there is to make
 	@echo
 	@echo "  ARGS=...         more arguments for pytest: make test ARGS='-k sharding -x'"
 	@echo "  LANES=...        how many tests run at once (2): make test LANES=0 ARGS='--pdb'"
+	@echo "  SLICE=...        one slice of the nightly, 0 to 7: make nightly SLICE=3"
 	@echo "  PYTHON=...       another interpreter than python3"
 	@echo "  TORCH_INDEX=...  where PyTorch comes from, such as https://download.pytorch.org/whl/cu128"
 
@@ -31,9 +32,8 @@ test: $(VENV)/test.stamp ## Run the tests that this machine can run
 coverage: override ARGS += --cov --cov-report=term:skip-covered
 coverage: test ## The same, and which lines no test of one process has run
 
-nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp stress ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
-	@$(BIN)/python -m pytest -m nightly -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)
-	@.ci/newest-torch $(PYTHON)
+nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
+	@LANES=$(LANES) .ci/nightly $(PYTHON) $(SLICE)
 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything
 	@$(BIN)/python benchmarks/trivial_jobs.py
