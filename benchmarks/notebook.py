@@ -23,7 +23,7 @@ ROUNDS = 5
 """Each goes through all cases. Medians over the rounds are shown."""
 WORK = f"""
 import kale_dist as kd, subprocess, sys, time
-from kale_dist.contract import EventKind, RankStateName
+from kale_dist.wire import EventKind, RankStateName
 from fake_backend import FakeBackend
 
 def talk(lines_each_s):
@@ -36,15 +36,15 @@ def talk(lines_each_s):
 # An agent's part, in a process of its own: 1,000 lines a second of 256 ranks into the job's log.
 AGENT = '''
 import sys, time
-from kale_dist import contract
+from kale_dist import wire
 with open(sys.argv[1], "ab", buffering=0) as log:
     began = time.monotonic()
     for number in range(1000 * {SECONDS}):
         while number / 1000 > time.monotonic() - began:
             time.sleep(0.001)
         text = f"at={{time.time():.4f}} line={{number}};".encode()
-        body = contract.body_of(contract.Stream.STDOUT, [text])
-        log.write(contract.encode_lines(number, int(time.time() * 1000), 0, number % 256, body, 1))
+        body = wire.body_of(wire.Stream.STDOUT, [text])
+        log.write(wire.encode_lines(number, int(time.time() * 1000), 0, number % 256, body, 1))
 '''
 
 def crowd(run):

@@ -17,7 +17,7 @@ SCRIPT = """
 import os, pathlib, sys, time
 sys.path[:0] = {path!r}
 from agent_jobs import Jobs, RunningJob
-from kale_dist.backends.agent_client import AgentClient
+from kale_dist.places.agent_client import AgentClient
 
 def sleep():
     print("asleep")

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.nightly
 
 WORK = """
 import kale_dist as kd, time
-from kale_dist.contract import EventKind, RankStateName
+from kale_dist.wire import EventKind, RankStateName
 from fake_backend import FakeBackend
 
 def flood(lines):

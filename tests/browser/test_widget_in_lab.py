@@ -38,7 +38,7 @@ def hostile():
 
 CLUSTER = """
 import dataclasses
-from kale_dist.contract import EventKind, RankStateName
+from kale_dist.wire import EventKind, RankStateName
 from fake_backend import FakeBackend
 
 def on_gpus(run):

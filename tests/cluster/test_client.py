@@ -215,7 +215,7 @@ def test_answers_are_not_written_into_logs(kubeconfig, caplog):
 
 ENDS_WHILE_IT_ASKS = """
 import threading, time
-from kale_dist.backends.kubernetes import client
+from kale_dist.places.kubernetes import client
 cluster = client.connect()
 def ask():
     while True:

@@ -101,12 +101,12 @@ def test_results_and_every_rank_s_lines_are_seen_from_another_machine_too(plain,
     told = in_new_process(
         f"""
         import kale_dist as kd
-        from kale_dist import backends
+        from kale_dist import places
         print([(found.name, found.status.state.value) for found in kd.jobs(on="kubernetes", namespace={namespace!r})])
         job = kd.attach({job.ref!r})
         print(job.wait(60).state, job.results())
         print(*sorted(line.text for line in job.logs(ranks=[1])))
-        backends.get("kubernetes").close()
+        places.get("kubernetes").close()
         """,
         tmp_path,
     )

@@ -15,7 +15,7 @@ PACKAGES = pathlib.Path(kubernetes.__file__).parents[1]
 
 SCRIPT = """
 import dataclasses, json
-from kale_dist.backends.kubernetes import client, self_pod
+from kale_dist.places.kubernetes import client, self_pod
 cluster = client.connect()
 pod = dataclasses.asdict(self_pod.find(cluster))
 print(json.dumps({"identity": cluster.identity, "namespace": cluster.namespace, "in": cluster.in_cluster, "pod": pod}))

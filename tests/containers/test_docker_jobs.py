@@ -261,7 +261,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         f"""
         import warnings
         import kale_dist as kd
-        from kale_dist import records
+        from kale_dist.job import records
         records.identity = lambda: "mallory@elsewhere"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -287,7 +287,7 @@ def test_a_job_that_another_user_cancels_is_not_restarted(on, tmp_path):
     in_new_process(
         f"""
         import kale_dist as kd
-        from kale_dist import records
+        from kale_dist.job import records
         records.identity = lambda: "mallory@elsewhere"
         kd.attach({job.ref!r}).cancel()
         """,

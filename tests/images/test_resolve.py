@@ -105,7 +105,7 @@ TWO = """
 import sys
 import bases
 from kale_dist.image.resolve import resolve
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 recipe = Recipe(environment={"MODE": "two"})
 ask = lambda image: bases.answer()
 found = resolve(recipe, base=sys.argv[1], registry=sys.argv[2], python="3.11", ask=ask, say=lambda line: None)

@@ -128,7 +128,9 @@ def test_a_full_disk_says_so(tmp_path, code, said):
 
 
 def test_many_processes_put_the_same_blob_at_once(store):
-    script = "import sys; from kale_dist import blobs\nprint(blobs.FolderStore(sys.argv[1]).put([b'z' * 5_000_000]))"
+    script = (
+        "import sys; from kale_dist.wire import blobs\nprint(blobs.FolderStore(sys.argv[1]).put([b'z' * 5_000_000]))"
+    )
     started = [
         subprocess.Popen([sys.executable, "-c", script, str(store.root)], stdout=subprocess.PIPE, text=True)
         for _ in range(4)

@@ -215,8 +215,8 @@ def test_without_its_snapshot_an_attached_job_has_weights_but_no_model():
     kd.distribute(model, *rest, number_of_processes=1, name="snapshot-gone").wait()
     code = """
 import kale_dist as kd
-from kale_dist.blobs import FolderStore
-from kale_dist import records
+from kale_dist.wire.blobs import FolderStore
+from kale_dist.job import records
 job, store = kd.attach("snapshot-gone"), FolderStore(records.blobs_dir())
 for blob in job.spec.blobs:
     store.delete(blob)

@@ -84,7 +84,7 @@ def test_without_torch_there_are_no_flags_and_torch_is_not_imported():
 def test_what_ranks_log_is_as_loud_as_in_the_notebook():
     script = """
         import logging, sys
-        from kale_dist.runtime import process_state
+        from kale_dist.worker.rank import process_state
         logging.basicConfig(level=logging.INFO, stream=sys.stdout)
         flags = process_state.capture(cuda=True).torch_flags
         assert flags == (("logging_level", logging.INFO),), flags

@@ -9,7 +9,7 @@ pytest.importorskip("kubernetes")
 
 _SCRIPT = """
 import json, os, socket, sys, threading, time
-from kale_dist.backends.kubernetes import client
+from kale_dist.places.kubernetes import client
 
 listener = socket.create_server(("127.0.0.1", 0))
 name = {"name": "x"}

@@ -186,7 +186,7 @@ def test_a_submission_that_was_cut_off_says_how_to_free_its_name():
 
 
 def test_a_user_without_a_home_is_told_what_to_set():
-    code = "import os, pwd; from kale_dist import records; os.setuid(54321); records.state_dir()"
+    code = "import os, pwd; from kale_dist.job import records; os.setuid(54321); records.state_dir()"
     bare = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_STATE_HOME")}
     if os.getuid() != 0:
         pytest.skip("only root can become a user who is in no list")

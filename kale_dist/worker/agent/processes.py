@@ -193,7 +193,7 @@ def import_folders() -> list[pathlib.Path]:
     """Folders from which this process got kale_dist and cloudpickle, less those every Python has on its path."""
     usual = {pathlib.Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     usual |= {pathlib.Path(folder) for folder in site.getsitepackages()}
-    found = [pathlib.Path(__file__).resolve().parents[2]]
+    found = [pathlib.Path(__file__).resolve().parents[3]]
     spec = importlib.util.find_spec("cloudpickle")
     if spec is not None and spec.origin is not None:
         found.append(pathlib.Path(spec.origin).resolve().parents[1])
