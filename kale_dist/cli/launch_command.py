@@ -17,7 +17,7 @@ from kale_dist import backends, scripts, wording
 from kale_dist.calls import verbs
 from kale_dist.contract import LogLine, StateName, Stream
 from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
-from kale_dist.job.handle import Job
+from kale_dist.job.handle import Job, inside
 from kale_dist.view import facts
 
 _END_S = 15.0
@@ -172,7 +172,8 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
     """
     shown = _Output(sys.stderr if as_json else sys.stdout)
     try:
-        shown.show(job.logs(follow=True))
+        with inside(job).saying_why():
+            shown.show(job.logs(follow=True))
         job.exception()
     except KeyboardInterrupt:
         job.cancel()

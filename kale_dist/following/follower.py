@@ -35,6 +35,7 @@ from kale_dist.following.verdict import (
 )
 from kale_dist.records import Record, Run
 from kale_dist.spec.job_spec import JobSpec
+from kale_dist.spec.places import PENDING_TIMEOUT_S
 
 LOOK_S = 1.0
 """How often a place is looked at that has not said that something changed."""
@@ -51,6 +52,9 @@ will: that pod ended before it reached the head."""
 
 GIVE_UP_S = 5.0
 """A trouble that does not heal ends the job when it has been seen for so long: a first look may see half of it."""
+
+ACT_WITHIN_S = 300.0
+"""So long a job waits for somebody to mend what only a person can, unless its `pending_timeout_s` says otherwise."""
 
 EXPLAIN_S = 10.0
 """A place may need so long to say what became of a pod that the head has lost."""
@@ -396,8 +400,13 @@ class Follower:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
             return RunVerdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
-        if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
+        is_hopeless = trouble is not None and not trouble.heals
+        if self._lasts("trouble", GIVE_UP_S, seen=is_hopeless) and trouble is not None:
             return judge_trouble(trouble)
+        is_stuck = trouble is not None and trouble.needs_action and limit_s == PENDING_TIMEOUT_S
+        if self._lasts("stuck", ACT_WITHIN_S, seen=is_stuck) and trouble is not None:
+            remedy = f"{trouble.remedy} Jobs wait {ACT_WITHIN_S / 60:.0f} minutes for that, or as long as pending_timeout_s= says."
+            return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
         part = lost_part(look)
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
             return judge_part(part, look, self._spec)

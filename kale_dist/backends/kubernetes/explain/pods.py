@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
             found = _match(Seen.ENDED, said, pod, view, container=container)
             return found if found is not None and not container.is_init else None
         if container.state == "waiting":
-            pulling = _last_event(pod, view, "Failed") if container.reason == "ImagePullBackOff" else ""
+            pulling = _last_event(pod, view, "Failed to pull") if container.reason == "ImagePullBackOff" else ""
             found = _match(Seen.WAITING, f"{said} {pulling}", pod, view, container=container)
             if found is not None:
                 return found
@@ -72,8 +73,9 @@ def end(pod: PodView, view: JobView) -> Found | None:
         return found
     for container in pod.containers:
         if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
-            name = "init-gave-up" if container.name == _INIT else "init-failed"
-            return _match_end(container, pod, view) or _named(name, pod, view, container=container)
+            if container.name == _INIT:
+                return _without_master(pod, view, container)
+            return _match_end(container, pod, view) or _named("init-failed", pod, view, container=container)
     has_succeeded = main.exit_code == 0 and told(pod) is not None
     if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and not has_succeeded:
         return _named("pod-deleted", pod, view)
@@ -137,6 +139,17 @@ def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Found:
+    """Why a worker's `init-pytorch` has failed: the reason is what the first pod lacks, if that is known."""
+    found = _match_end(container, pod, view) or _named("init-gave-up", pod, view, container=container)
+    cause = hindrance(view.latest_pods[0], view)
+    if cause is None or found.name != "init-gave-up":
+        return found
+    sentence = f"{found.trouble.sentence}: {cause.words}"
+    trouble = dataclasses.replace(found.trouble, sentence=sentence, remedy=cause.trouble.remedy)
+    return dataclasses.replace(found, trouble=trouble)
 
 
 def _match(
@@ -216,9 +229,12 @@ def _nodes(pod: PodView) -> str:
     return detail(_PREEMPTION.sub("", pod.scheduling))
 
 
-def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:
-    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed."""
-    mine = [event for event in view.events if event.object_uid == pod.uid and reason in ("", event.reason)]
+def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
+    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed.
+
+    Only messages that begin with `words` count: "Error: ImagePullBackOff" follows the one that names the cause.
+    """
+    mine = [event for event in view.events if event.object_uid == pod.uid and event.message.startswith(words)]
     # What is said in one second has no order; then a warning counts, and not that the pod got its node.
     last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
     return f"{last.reason}: {last.message}" if last is not None and last.is_warning else ""
