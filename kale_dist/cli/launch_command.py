@@ -8,7 +8,6 @@ import itertools
 import json
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from kale_dist import backends, scripts, wording
 from kale_dist.calls import verbs
 from kale_dist.contract import LogLine, StateName, Stream
-from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
+from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError, warnings_as_lines
 from kale_dist.job.handle import Job, inside
 from kale_dist.view import facts
 
@@ -177,7 +176,8 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
         job.exception()
     except KeyboardInterrupt:
         job.cancel()
-        _await_end(job)
+        with contextlib.suppress(WaitTimeoutError):
+            job.exception(_END_S)
         shown.show(job.logs())
     code = _BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
     status = job.status
@@ -215,12 +215,6 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         if value is not None:
             given[name] = tuple(value.items()) if name == "environment" else value
     return given
-
-
-def _await_end(job: Job[Any]) -> None:
-    deadline = time.monotonic() + _END_S
-    while not job.done() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 class _Output:

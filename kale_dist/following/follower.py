@@ -392,10 +392,8 @@ class Follower:
             return judge(None, look, self._spec)
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
         trouble = look.trouble if waits and not (look.suspended or look.gone) else None
-        limit_s, waited_s = (
-            self._spec.cluster.pending_timeout_s,
-            self._clock.time() - (self._run.began or self._record.created),
-        )
+        limit_s = self._spec.cluster.pending_timeout_s
+        waited_s = self._clock.time() - (self._run.began or self._record.created)
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""

@@ -23,6 +23,7 @@ from kale_dist.status import JobStatus
 from kale_dist.view import facts
 from kale_dist.wording import show
 
+OnStatus = Callable[[JobStatus], None]
 _LOOK_S = 0.3
 _GATHER_S = 0.02
 """Changes within this time are looked at together: a flood of output wakes us fifty times a second at most."""
@@ -32,7 +33,7 @@ _GATHER_S = 0.02
 class _Watched:
     """A job that has subscribers."""
 
-    callbacks: list[Callable[[JobStatus], None]]
+    callbacks: list[OnStatus]
     due: float = 0.0
     last: JobStatus | None = None
 
@@ -52,7 +53,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
         backend.listen(self._wake)
 
-    def subscribe(self, ref: JobRef, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
+    def subscribe(self, ref: JobRef, callback: OnStatus) -> Callable[[], None]:
         """Have `callback` called with every new status of a job, the present one first and the final one last.
 
         The last status of a job that is deleted meanwhile is `cancelled`.
@@ -81,9 +82,7 @@ class Watcher:
 
         return unsubscribe
 
-    def wait(
-        self, ref: JobRef, timeout: float | None = None, on_status: Callable[[JobStatus], None] = lambda _: None
-    ) -> JobStatus:
+    def wait(self, ref: JobRef, timeout: float | None = None, on_status: OnStatus = lambda _: None) -> JobStatus:
         """Wait for a job's end, in the caller's thread.
 
         Args:
@@ -171,12 +170,10 @@ class Reasons:
 
     Args:
         ref: The job.
-        say: Prints a line.
     """
 
-    def __init__(self, ref: JobRef, say: Callable[[str], None] = say) -> None:
+    def __init__(self, ref: JobRef) -> None:
         self._ref = ref
-        self._say = say
         self._lock = threading.Lock()
         self._said: set[tuple[int | None, str]] = set()
 
@@ -187,7 +184,7 @@ class Reasons:
             if status.is_final or not status.reason or self._ref.backend == "local" or reason in self._said:
                 return
             self._said.add(reason)
-            self._say(f"{self._ref}: {facts.clean(status.reason)}")
+            say(f"{self._ref}: {facts.clean(status.reason)}")
 
     @contextlib.contextmanager
     def followed(self, watcher: Watcher) -> Iterator[None]:

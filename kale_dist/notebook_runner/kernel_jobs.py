@@ -8,18 +8,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from kale_dist import contract, records
-from kale_dist.backends.base import JobRef
 from kale_dist.calls import verbs
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.job.handle import Job
-from kale_dist.job.watch import Reasons
 from kale_dist.status import JobStatus
 from kale_dist.view import facts, plain
 
@@ -76,7 +73,6 @@ class KernelJobs:
         # A cell that streams a log prints its lines, too: each is shown once.
         self._from_log: collections.Counter[str] = collections.Counter()
         self._from_cell: collections.Counter[str] = collections.Counter()
-        self._reasons: dict[Job[Any], Reasons] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kale_dist kernel jobs", daemon=True)
         self._thread.start()
@@ -125,8 +121,6 @@ class KernelJobs:
             for job in self._running():
                 status = self._status(job)
                 step = (facts.percent(status) or 0) // _STEP_PERCENT if status else 0
-                if status is not None:
-                    self._reasons[job].say(status)
                 if status is not None and not status.is_final and step > shown[job]:
                     shown[job] = step
                     now = time.time()
@@ -146,7 +140,6 @@ class KernelJobs:
                         self._seen.add(folder.name)
                         if record.kernel_pid == pid:
                             job = verbs.attach(record.ref)
-                            self._reasons[job] = Reasons(JobRef.parse(record.ref), self._say_why)
                             self._jobs[job] = threading.Thread(target=self._write_log, args=(job,), daemon=True)
                             self._jobs[job].start()
 
@@ -163,17 +156,7 @@ class KernelJobs:
         except KaleDistError as error:
             self._terminal.line(f"{job.ref}: {error}")
 
-    def _say_why(self, line: str) -> None:
-        """Show why a job waits; the cell that waits for it may have printed that, too."""
-        self._show(f"{contract.prefix_of(None)} {line}", self._from_cell, self._from_log, Terminal(sys.stderr))
-
-    def _show(
-        self,
-        text: str,
-        others: collections.Counter[str],
-        own: collections.Counter[str] | None,
-        terminal: Terminal | None = None,
-    ) -> None:
+    def _show(self, text: str, others: collections.Counter[str], own: collections.Counter[str] | None) -> None:
         """Show a line, unless the other side has shown it."""
         with self._lock:
             if others[text] > 0:
@@ -181,7 +164,7 @@ class KernelJobs:
                 return
             if own is not None:
                 own[text] += 1
-            (terminal or self._terminal).line(text)
+            self._terminal.line(text)
 
     def _settle(self) -> None:
         """Wait for the logs of jobs that have ended: what a cell prints after a job's end is shown after its log."""

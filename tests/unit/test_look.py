@@ -103,6 +103,18 @@ def test_a_worker_that_gave_up_names_what_the_first_pod_lacks():
     assert "master=False" in str(seen(pod(), worker).trouble)
 
 
+def test_a_first_pod_that_was_scheduled_when_the_worker_gave_up_is_still_named():
+    gave_up = dataclasses.replace(INIT, state="terminated", exit_code=1, reason="Error")
+    worker = pod("worker", phase="Failed", containers=(gave_up, ContainerView(name="pytorch")))
+    said = UNSCHEDULED["scheduling"].removeprefix("Unschedulable: ")
+    lacked = EventView(
+        uid="e", kind="Pod", name="x-master-0", object_uid="master0", is_warning=True, reason="FailedScheduling", message=said, time=1,
+    )  # fmt: skip
+    told = str(seen(pod(), worker, events=(lacked,)).trouble)
+    assert "pod x-master-0 waits: it asks for" in told
+    assert "master=False" not in told
+
+
 def test_a_pod_that_was_killed_for_memory_comes_before_those_that_ended_because_of_it():
     found = seen(pod(container=ended(1, at=NOW - 1)), pod("worker", container=ended(137, "OOMKilled", at=NOW)))
     assert "more memory than its limit" in found.trouble.sentence

@@ -231,9 +231,7 @@ def _status(
 ) -> JobStatus:
     (kind, first), (_, last) = runs[0], runs[-1]
     said = kind.state(last)
-    state = StateName.RUNNING if said.is_running else StateName.PENDING
-    if kind.is_suspended(last):
-        state = StateName.PENDING
+    state = StateName.RUNNING if said.is_running and not kind.is_suspended(last) else StateName.PENDING
     if said.finished:
         state = StateName(said.finished)
     failure = _annotation(last, FAILED_ANNOTATION)

@@ -29,7 +29,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
     if pod.has_ended or pod.is_running:
         return None
     if pod.scheduling and not pod.node:
-        return _match(Seen.SCHEDULING, pod.scheduling, pod, view, {"nodes": _nodes(pod)})
+        return _unscheduled(pod.scheduling, pod, view)
     for container in pod.containers:
         said = f"{container.reason}: {container.message}"
         if container.is_init and container.state == "running" and container.name == _INIT:
@@ -43,7 +43,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
             found = _match(Seen.ENDED, said, pod, view, container=container)
             return found if found is not None and not container.is_init else None
         if container.state == "waiting":
-            pulling = _last_event(pod, view, "Failed to pull") if container.reason == "ImagePullBackOff" else ""
+            pulling = _last_event(pod, view, "Failed: Failed to pull") if container.reason == "ImagePullBackOff" else ""
             found = _match(Seen.WAITING, f"{said} {pulling}", pod, view, container=container)
             if found is not None:
                 return found
@@ -142,9 +142,12 @@ def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None
 
 
 def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Found:
-    """Why a worker's `init-pytorch` has failed: the reason is what the first pod lacks, if that is known."""
+    """Why a worker's `init-pytorch` has failed: the reason is what the first pod lacks, or lacked, if that is known."""
     found = _match_end(container, pod, view) or _named("init-gave-up", pod, view, container=container)
-    cause = hindrance(view.latest_pods[0], view)
+    head = view.latest_pods[0]
+    # What the worker held may be what the head needed: it is scheduled in the second in which the worker fails.
+    lacked = _last_event(head, view, "FailedScheduling: ")
+    cause = hindrance(head, view) or (_unscheduled(lacked, head, view) if lacked else None)
     if cause is None or found.name != "init-gave-up":
         return found
     sentence = f"{found.trouble.sentence}: {cause.words}"
@@ -224,17 +227,20 @@ def _exit(code: int | None) -> str:
     return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
 
 
-def _nodes(pod: PodView) -> str:
-    """What the scheduler says of the nodes, without its second half, which is about preemption."""
-    return detail(_PREEMPTION.sub("", pod.scheduling))
+def _unscheduled(said: str, pod: PodView, view: JobView) -> Found | None:
+    """Why the scheduler finds no node for a pod, without the second half of its words, which is about preemption."""
+    return _match(Seen.SCHEDULING, said, pod, view, {"nodes": detail(_PREEMPTION.sub("", said))})
 
 
 def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
     """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed.
 
-    Only messages that begin with `words` count: "Error: ImagePullBackOff" follows the one that names the cause.
+    Only events that begin with `words` count: "Failed: Error: ImagePullBackOff" follows the one that names the cause.
     """
-    mine = [event for event in view.events if event.object_uid == pod.uid and event.message.startswith(words)]
+    mine = [
+        event for event in view.events
+        if event.object_uid == pod.uid and f"{event.reason}: {event.message}".startswith(words)
+    ]  # fmt: skip
     # What is said in one second has no order; then a warning counts, and not that the pod got its node.
     last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
     return f"{last.reason}: {last.message}" if last is not None and last.is_warning else ""

@@ -455,14 +455,9 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end",
         ),
         Entry(
-            "memory", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory)",
-            "{pod} waits: it asks for {wanted} memory and no node has that much free ({nodes})",
-            "Ask for less with memory in resources=, or wait until other jobs end",
-        ),
-        Entry(
-            "cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>cpu)",
-            "{pod} waits: it asks for {wanted} cpu and no node has that much free ({nodes})",
-            "Ask for less with cpu in resources=, or wait until other jobs end",
+            "memory-or-cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory|cpu)",
+            "{pod} waits: it asks for {wanted} {resource} and no node has that much free ({nodes})",
+            "Ask for less with {resource} in resources=, or wait until other jobs end",
         ),
         Entry(
             "resource", (Seen.SCHEDULING,),
