@@ -237,4 +237,4 @@ class _Output:
             text = line.text
             if line.rank is None:
                 text = self.last_of_agent = str(line)
-            print(text, end="" if line.continued else "\n", file=stream, flush=True)
+            print(text + "\n" * (not line.continued), end="", file=stream, flush=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -31,8 +32,11 @@ def test_a_misspelt_image_is_named_in_the_terminal_and_ends_the_job(namespace, t
     )
     assert ended.returncode != 0
     assert "never" not in ended.stdout
-    said = [line for line in ended.stderr.splitlines() if "[kale-dist] kubernetes://" in line and ABSENT in line]
-    assert len([line for line in said if "was not found in its registry" in line]) == 1, ended.stderr
+    said = [
+        line for line in ended.stderr.splitlines() if re.match(r"\[kale-dist\] kubernetes://\S+: Pod \S+ waits: ", line)
+    ]
+    assert len(said) == 1, ended.stderr
+    assert f"the image {ABSENT} was not found in its registry" in said[0]
     assert "pending_timeout_s of 20 s" in ended.stderr
 
 

@@ -707,7 +707,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "waits-for-master", (Seen.STRUCTURE,), "",
             "{pod} waits until the master's name can be resolved (init-pytorch)",
-            "Wait; if it does not begin, the cluster's DNS does not work",
+            "That takes seconds; if it lasts, the cluster's DNS does not work",
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
