@@ -17,8 +17,9 @@ PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 
 HEAD = """# Troubleshooting on a cluster
 
-`job.status.reason` says in one sentence why a job waits or failed, and what to do; what waits for the job prints it. Search this page for yours; words in *italics* stand for
-what your cluster says, and the sentence may begin with a pod and end with a namespace.
+`job.status.reason` says in one sentence why a job waits or failed, and what to do; `wait()`, `result()` and the command line print
+it. Search this page for yours; words in *italics* stand for what your cluster says, and the sentence may begin with a pod and end
+with a namespace.
 
 A job waits, at most for a day (`pending_timeout_s`), while its trouble may end without you. What only a person can mend fails it
 **after 5 minutes**, or when `pending_timeout_s` is over if you gave that (`None`: never); what can never start fails it **at once**.

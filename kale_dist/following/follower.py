@@ -398,8 +398,7 @@ class Follower:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
             return RunVerdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
-        is_hopeless = trouble is not None and not trouble.heals
-        if self._lasts("trouble", GIVE_UP_S, seen=is_hopeless) and trouble is not None:
+        if self._lasts("trouble", GIVE_UP_S, seen=trouble is not None and not trouble.heals) and trouble is not None:
             return judge_trouble(trouble)
         is_stuck = trouble is not None and trouble.needs_action and limit_s == PENDING_TIMEOUT_S
         if self._lasts("stuck", ACT_WITHIN_S, seen=is_stuck) and trouble is not None:
