@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist.backends.base import Backend, JobRef
-from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError, say
-from kale_dist.status import JobStatus
-from kale_dist.view import facts
+from kale_dist.job.backend import Backend, JobRef
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
+from kale_dist.wire import StateName
 from kale_dist.wording import show
 
 OnStatus = Callable[[JobStatus], None]

@@ -12,8 +12,8 @@ from on_cluster import IMAGE, pods_in, run_kubectl, wait_for
 from rank_work import rank_and
 
 import kale_dist as kd
-from kale_dist.contract import FailureCause, StateName
-from kale_dist.following import follower
+from kale_dist.places.following import follower
+from kale_dist.wire import FailureCause, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 import kale_dist as kd
 from kale_dist.cli import launch_command
-from kale_dist.contract import EventKind, FailureCause, StateName
 from kale_dist.errors import (
     ConfigError,
     JobCancelledError,
@@ -22,6 +21,7 @@ from kale_dist.errors import (
     WaitTimeoutError,
 )
 from kale_dist.job.handle import inside
+from kale_dist.wire import EventKind, FailureCause, StateName
 
 
 @pytest.fixture(autouse=True)
