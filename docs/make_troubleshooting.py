@@ -17,10 +17,12 @@ PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 
 HEAD = """# Troubleshooting on a cluster
 
-`job.status.reason` says in one sentence why a job waits or failed, and what to do. Search this page for yours; words in *italics* stand for
-what your cluster says, and the sentence may begin with a pod and end with a namespace.
+`job.status.reason` says in one sentence why a job waits or failed, and what to do; `wait()`, `result()` and the command line print
+it. Search this page for yours; words in *italics* stand for what your cluster says, and the sentence may begin with a pod and end
+with a namespace.
 
-A job waits, at most for a day (`pending_timeout_s`), while its trouble may end without you. Other troubles fail it **at once**.
+A job waits, at most for a day (`pending_timeout_s`), while its trouble may end without you. What only a person can mend fails it
+**after 5 minutes**, or when `pending_timeout_s` is over if you gave that (`None`: never); what can never start fails it **at once**.
 """
 
 
@@ -63,7 +65,8 @@ def _words(text: str) -> str:
 
 
 def _row(entry: Entry) -> str:
-    fails = "" if entry.heals or _IN_CALLS.issuperset(entry.seen) else " **At once.**"
+    fails = " **After 5 minutes.**" if entry.needs_action else "" if entry.heals else " **At once.**"
+    fails = "" if _IN_CALLS.issuperset(entry.seen) else fails
     # A remedy may end with an object to apply, which stands on another page.
     remedy = _words(entry.remedy.replace(":\n\n{role}", " the Role of [this page](rbac.md)"))
     return f"| {_words(_LEFT_OUT.sub('', entry.sentence))}.{fails} | {remedy}. |"

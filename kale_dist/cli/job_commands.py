@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -14,7 +15,7 @@ from kale_dist import places, wording
 from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.job import records, view
+from kale_dist.job import records, view, watch
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, check_lines
 from kale_dist.job.status import JobStatus
@@ -98,7 +99,8 @@ def _status(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     backend, ref = find(options.ref)
     ranks = check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
-    _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
+    with watch.Reasons(ref).followed(watch.watcher(backend)) if options.follow else contextlib.nullcontext():
+        _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
     return 0
 
 

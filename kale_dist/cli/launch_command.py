@@ -8,15 +8,14 @@ import itertools
 import json
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kale_dist import places, scripts, wording
 from kale_dist.calls import verbs
-from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
-from kale_dist.job.handle import Job
+from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError, warnings_as_lines
+from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
@@ -172,11 +171,13 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
     """
     shown = _Output(sys.stderr if as_json else sys.stdout)
     try:
-        shown.show(job.logs(follow=True))
+        with inside(job).saying_why():
+            shown.show(job.logs(follow=True))
         job.exception()
     except KeyboardInterrupt:
         job.cancel()
-        _await_end(job)
+        with contextlib.suppress(WaitTimeoutError):
+            job.exception(_END_S)
         shown.show(job.logs())
     code = _BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
     status = job.status
@@ -216,12 +217,6 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _await_end(job: Job[Any]) -> None:
-    deadline = time.monotonic() + _END_S
-    while not job.done() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 class _Output:
     """Shows lines of a job where its ranks wrote them, each once, without the rank: as torchrun does.
 
@@ -242,4 +237,4 @@ class _Output:
             text = line.text
             if line.rank is None:
                 text = self.last_of_agent = str(line)
-            print(text, end="" if line.continued else "\n", file=stream, flush=True)
+            print(text + "\n" * (not line.continued), end="", file=stream, flush=True)

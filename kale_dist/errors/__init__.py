@@ -70,7 +70,8 @@ def warn(sentence: str) -> None:
 
 def say(line: str) -> None:
     """Print a line of the library's own beside the output of the cell or script."""
-    print(f"[kale-dist] {line}", file=sys.stderr, flush=True)  # noqa: T201 - for the user
+    # In one piece: another thread may print, too.
+    print(f"[kale-dist] {line}\n", end="", file=sys.stderr, flush=True)  # noqa: T201 - for the user
 
 
 @contextlib.contextmanager

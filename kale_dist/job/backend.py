@@ -290,7 +290,9 @@ class Trouble:
     cause: FailureCause | None = None
     """The cause of the job's failure, if this ends the job. None: it follows from how the pod ended."""
     heals: bool = False
-    """Whether it may end by itself."""
+    """Whether it may end by itself, or because somebody acts."""
+    needs_action: bool = False
+    """Whether it ends only if somebody acts, such as by pushing the image."""
 
     def __str__(self) -> str:
         """The sentence and the remedy."""

@@ -73,6 +73,8 @@ class Inside:
     """What was submitted, as text."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
+    saying_why: Callable[[], contextlib.AbstractContextManager[None]]
+    """Around what reads the log until the job ends: prints why the job waits."""
 
 
 class Job(Generic[R]):
@@ -114,6 +116,7 @@ class Job(Generic[R]):
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
+        self._reasons = watch.Reasons(ref)
         self._inside = Inside(
             files=outcomes.files,
             key=outcomes.key,
@@ -121,6 +124,7 @@ class Job(Generic[R]):
             after_wait=[],
             plan=lambda: backend.plan(spec).text,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
+            saying_why=lambda: self._reasons.followed(self._watcher),
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -184,7 +188,8 @@ class Job(Generic[R]):
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait for the job's end. After a success the notebook's model has its weights.
 
-        A failed job does not raise here: one line says what happened, and `result()` raises.
+        A failed job does not raise here: one line says what happened, and `result()` raises. Why the job waits for its pods
+        is printed on stderr, each reason once.
 
         Args:
             timeout: Seconds to wait at most; None for as long as it takes.
@@ -411,7 +416,7 @@ class Job(Generic[R]):
 
         unsubscribe = self.subscribe(show)
         try:
-            with self._interruptible():
+            with self._interruptible(), self._inside.saying_why():
                 for line in self._backend.logs(self._ref, follow=True):
                     say(line)
             show(self.status)
@@ -521,7 +526,7 @@ class Job(Generic[R]):
         watch.check_timeout(timeout)
         try:
             with self._interruptible():
-                return self._watcher.wait(self._ref, timeout)
+                return self._watcher.wait(self._ref, timeout, self._reasons.say)
         finally:
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):

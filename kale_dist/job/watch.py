@@ -9,17 +9,21 @@ import contextlib
 import dataclasses
 import math
 import numbers
+import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError, say
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
 from kale_dist.wire import StateName
 from kale_dist.wording import show
 
+OnStatus = Callable[[JobStatus], None]
 _LOOK_S = 0.3
 _GATHER_S = 0.02
 """Changes within this time are looked at together: a flood of output wakes us fifty times a second at most."""
@@ -29,7 +33,7 @@ _GATHER_S = 0.02
 class _Watched:
     """A job that has subscribers."""
 
-    callbacks: list[Callable[[JobStatus], None]]
+    callbacks: list[OnStatus]
     due: float = 0.0
     last: JobStatus | None = None
 
@@ -49,7 +53,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
         backend.listen(self._wake)
 
-    def subscribe(self, ref: JobRef, callback: Callable[[JobStatus], None]) -> Callable[[], None]:
+    def subscribe(self, ref: JobRef, callback: OnStatus) -> Callable[[], None]:
         """Have `callback` called with every new status of a job, the present one first and the final one last.
 
         The last status of a job that is deleted meanwhile is `cancelled`.
@@ -78,12 +82,13 @@ class Watcher:
 
         return unsubscribe
 
-    def wait(self, ref: JobRef, timeout: float | None = None) -> JobStatus:
+    def wait(self, ref: JobRef, timeout: float | None = None, on_status: OnStatus = lambda _: None) -> JobStatus:
         """Wait for a job's end, in the caller's thread.
 
         Args:
             ref: The job.
             timeout: Seconds to wait at most; None for as long as it takes.
+            on_status: Called with every new status before the final one, in the caller's thread.
 
         Returns:
             The final status.
@@ -92,16 +97,19 @@ class Watcher:
             WaitTimeoutError: The time was over first.
             JobNotFoundError: There is no such job, or it was deleted meanwhile.
         """
-        ended = threading.Event()
         status = self.backend.status(ref)
         if status.is_final:
             return status
-        unsubscribe = self.subscribe(ref, lambda status: ended.set() if status.is_final else None)
+        statuses: queue.SimpleQueue[JobStatus] = queue.SimpleQueue()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        unsubscribe = self.subscribe(ref, statuses.put)
         try:
-            if not ended.wait(timeout):
-                status = self.backend.status(ref)
-                now = f"{status.state}: {status.reason}" if status.reason else str(status.state)
-                raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it is {now}", str(ref))
+            while not (status := statuses.get(timeout=deadline and max(0.0, deadline - time.monotonic()))).is_final:
+                on_status(status)
+        except queue.Empty:
+            status = self.backend.status(ref)
+            now = f"{status.state}: {status.reason}" if status.reason else str(status.state)
+            raise WaitTimeoutError(f"{ref} has not ended within {timeout:g} s; it is {now}", str(ref)) from None
         finally:
             unsubscribe()
         return self.backend.status(ref)
@@ -153,6 +161,38 @@ class Watcher:
             for callback in tuple(watched.callbacks):
                 with contextlib.suppress(Exception):
                     callback(status)
+
+
+class Reasons:
+    """Prints why a job waits on stderr: each reason once, however many calls wait for the job.
+
+    A job on this machine waits for nothing, and prints no reason.
+
+    Args:
+        ref: The job.
+    """
+
+    def __init__(self, ref: JobRef) -> None:
+        self._ref = ref
+        self._lock = threading.Lock()
+        self._said: set[tuple[int | None, str]] = set()
+
+    def say(self, status: JobStatus) -> None:
+        """Print the status's reason if it is a new one: one in which more has changed than seconds, MiB or counts of nodes."""
+        reason = status.queue_position, re.sub(r"\d+", "", status.reason)
+        with self._lock:
+            if status.is_final or not status.reason or self._ref.backend == "local" or reason in self._said:
+                return
+            self._said.add(reason)
+            say(f"{self._ref}: {facts.clean(status.reason)}")
+
+    @contextlib.contextmanager
+    def followed(self, watcher: Watcher) -> Iterator[None]:
+        """Print them as they come, from the watcher's thread, while the caller reads the job's log."""
+        with contextlib.ExitStack() as stack:
+            if self._ref.backend != "local":
+                stack.callback(watcher.subscribe(self._ref, self.say))
+            yield
 
 
 _watchers: dict[int, Watcher] = {}

@@ -26,6 +26,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.view import facts
 from kale_dist.runner import documents
 from kale_dist.runner.kernel_jobs import JobEnd, KernelJobs, Terminal
+from kale_dist.wire import prefix_of
 from kale_dist.wording import show
 
 ON_VARIABLE = "KALE_DIST_ON"
@@ -230,7 +231,7 @@ class _Client(NotebookClient):
 
     def attach_output(self, output: pathlib.Path, terminal: Terminal) -> None:
         """Say where the notebook is saved, and where its output is shown. Comes first."""
-        self._output, self._terminal = output, terminal
+        self._output, self._terminal, self._errors = output, terminal, Terminal(sys.stderr)
         self._unfinished: dict[str, str] = {}
         self._runs: dict[int, CellRun] = {}
         self._current = -1
@@ -295,8 +296,10 @@ class _Client(NotebookClient):
             stream, text = msg["content"]["name"], msg["content"]["text"]
             *lines, rest = (self._unfinished.pop(stream, "") + text).split("\n")
             self._unfinished[stream] = rest
-            for line in lines:
-                self.jobs.cell_line(facts.clean(line))
+            for line in map(facts.clean, lines):
+                # What the library itself says, such as why a job waits.
+                is_own = stream == "stderr" and line.startswith(prefix_of(None))
+                (self._errors.line if is_own else self.jobs.cell_line)(line)
         return super().output(outs, msg, display_id, cell_index)
 
     def signal_kernel(self, number: signal.Signals) -> None:

@@ -22,7 +22,7 @@ from kale_dist.calls import layout, verbs
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef
-from kale_dist.job.handle import Job
+from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.runner import documents, execution
 from kale_dist.runner.execution import Execution
@@ -36,8 +36,6 @@ NOTEBOOK_GRACE_S = 30.0
 
 _STAYS_HERE = {f"KALE_DIST_{key}" for key in ("CONTEXT", "IMAGE", "KUBECONFIG", "NAMESPACE")}
 """Settings that the notebook finds in its pod by itself."""
-
-_LOOK_S = 0.5
 
 
 def run_notebook(
@@ -137,12 +135,8 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
     # In a thread of its own: an interrupt then arrives here, and what the pod says afterwards is shown, too.
     threading.Thread(target=show, name="kale_dist notebook log", daemon=True).start()
     try:
-        said = ""
-        while not ended.wait(_LOOK_S):
-            status = job.status
-            if status.state in (StateName.PENDING, StateName.STARTING) and status.reason not in ("", said):
-                said = status.reason
-                terminal.line(f"[kale-dist] {facts.clean(said)}")
+        with inside(job).saying_why():
+            ended.wait()
         job.exception()  # waits, where the log could not be read
     except KeyboardInterrupt:
         terminal.line("[kale-dist] Interrupted: the pod ends its cell and its jobs, and saves the notebook")

@@ -59,12 +59,12 @@ def look_of(name, **changes):
     return look.look(dataclasses.replace(view, **changes), spec, now)
 
 
-WAITS, FAILS = True, False
-"""Whether what is wrong may heal."""
+WAITS, ACTS, FAILS = (True, False), (True, True), (False, False)
+"""Whether the job waits, and whether only a person can mend what is wrong."""
 
 SAID = [
-    ("image-missing", WAITS, "none:1 was not found in its registry. Push it there"),
-    ("pull-401", WAITS, "the registry refuses to give the node the image"),
+    ("image-missing", ACTS, "none:1 was not found in its registry. Push it there"),
+    ("pull-401", ACTS, "the registry refuses to give the node the image"),
     ("registry-down", WAITS, "node kd-node does not reach the registry of localhost:5999/x:1"),
     ("init-image", WAITS, "init-pytorch, which the operator puts before workers, cannot be pulled"),
     ("image-invalid", FAILS, "Local/UPPER:1 is not the name of an image"),
@@ -76,7 +76,7 @@ SAID = [
     ("gpu", WAITS, "it asks for 5 nvidia.com/gpu and no node has that many free (0/"),
     ("node-selector", WAITS, "no free node fits its node selector or affinity"),
     ("taint", WAITS, "untolerated taint"),
-    ("claim-missing", WAITS, "there is no claim nope in the namespace team"),
+    ("claim-missing", ACTS, "there is no claim nope in the namespace team"),
     ("claim-pending", WAITS, "its claim pend has no volume yet"),
     (
         "claim-elsewhere",
@@ -85,9 +85,9 @@ SAID = [
     ),
     ("claim-rwop", WAITS, "Pod claim-rwop-worker-1 waits: its claim rwop is ReadWriteOncePod"),
     ("secret-missing", WAITS, "the Secret secret-missing-input with the job's input does not exist"),
-    ("configmap-missing", WAITS, "there is no configmap nope"),
-    ("host-path-missing", WAITS, "node kd-node has no folder /nope/x"),
-    ("env-secret-missing", WAITS, "there is no secret nope in the namespace team, from which a variable comes"),
+    ("configmap-missing", ACTS, "there is no configmap nope"),
+    ("host-path-missing", ACTS, "node kd-node has no folder /nope/x"),
+    ("env-secret-missing", ACTS, "there is no secret nope in the namespace team, from which a variable comes"),
     (
         "quota",
         FAILS,
@@ -97,8 +97,8 @@ SAID = [
     ("pod-security-all", FAILS, 'enforces Pod Security "restricted:latest", which forbids: allowPrivilegeEscalation'),
     ("policy", WAITS, "the cluster's policy team refuses it: every pod needs a label team"),
     ("webhook", WAITS, "the cluster's webhook policy.example.com does not answer"),
-    ("sa-missing", WAITS, "there is no service account nope"),
-    ("priority-missing", WAITS, "there is no priority class nope"),
+    ("sa-missing", ACTS, "there is no service account nope"),
+    ("priority-missing", ACTS, "there is no priority class nope"),
     ("crash-loop", FAILS, "ended with exit code 3"),
     ("operator-dead", WAITS, "Kubeflow's Training Operator has not looked at the job for 30 s"),
     ("suspended", WAITS, "The job is suspended"),
@@ -114,11 +114,11 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("name", "heals", "part"), SAID, ids=[name for name, _, _ in SAID])
-def test_a_recorded_trouble_is_told_in_one_sentence(name, heals, part):
+@pytest.mark.parametrize(("name", "patience", "part"), SAID, ids=[name for name, _, _ in SAID])
+def test_a_recorded_trouble_is_told_in_one_sentence(name, patience, part):
     seen = look_of(name)
     assert part in str(seen.trouble or "")
-    assert seen.trouble is None or seen.trouble.heals is heals
+    assert seen.trouble is None or (seen.trouble.heals, seen.trouble.needs_action) == patience
     # A name in braces would be a fact that was not filled in.
     assert "an unknown" not in str(seen.trouble)
 
@@ -173,6 +173,46 @@ def test_words_of_other_clusters_are_known(reason, message, name):
     finding = explain.hindrance(_pod(containers=(waiting,)), _view())
     assert finding.name == name
     assert str(finding.trouble).endswith(".")
+
+
+_NOT_FOUND = 'Failed to pull image "reg/x:1": failed to resolve reference "reg/x:1": reg/x:1: not found'
+
+
+@pytest.mark.parametrize(
+    ("message", "needs_action"),
+    [
+        (_NOT_FOUND, True),
+        ("unexpected status from HEAD request to https://reg/v2/x/manifests/1: 503 Service Unavailable", False),
+        (
+            "(Mirrors also failed: [mirror/x:1: manifest unknown]): reg/x:1: Get https://reg: dial tcp: i/o timeout",
+            False,
+        ),
+        ("unexpected status from GET request to https://auth/token: 502 Bad Gateway: <h1>not found</h1>", False),
+        ("toomanyrequests: unauthorized users have reached the rate limit", False),
+        ("pull access denied, repository does not exist or may require authorization: authorization failed", True),
+        ("pulling from host reg failed with status code [manifests sha256:429]: 401 Unauthorized", True),
+    ],
+)
+def test_only_what_the_registry_itself_refuses_needs_a_person(message, needs_action):
+    waiting = ContainerView(name="pytorch", image="reg/x:1", state="waiting", reason="ErrImagePull", message=message)
+    assert explain.hindrance(_pod(containers=(waiting,)), _view()).trouble.needs_action is needs_action
+
+
+def test_an_older_kubelet_names_the_cause_of_a_back_off_in_an_event_before_the_last():
+    waiting = ContainerView(
+        name="pytorch",
+        image="reg/x:1",
+        state="waiting",
+        reason="ImagePullBackOff",
+        message='Back-off pulling image "reg/x:1"',
+    )
+    events = [
+        EventView(
+            uid=message, kind="Pod", name="x-worker-1", object_uid="u", is_warning=True, reason="Failed", message=message, time=time,
+        )
+        for time, message in enumerate((_NOT_FOUND, "Error: ErrImagePull", "Error: ImagePullBackOff"))
+    ]  # fmt: skip
+    assert explain.hindrance(_pod(containers=(waiting,)), _view(events=tuple(events))).name == "image-not-found"
 
 
 @pytest.mark.parametrize(

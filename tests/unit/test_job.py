@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
+from kale_dist.cli import launch_command
 from kale_dist.errors import (
     ConfigError,
     JobCancelledError,
@@ -340,3 +341,45 @@ def test_a_job_shows_itself_as_text_and_html():
     shown = job._repr_mimebundle_()
     assert job.name in shown["text/plain"]
     assert "boom" in shown["text/html"]
+
+
+REASONS = (
+    "Pod x waits: 1 of 3 nodes is free",
+    "Pod x waits: 2 of 3 nodes is free",
+    "The image\x1b[2J is absent",
+    "Pod x waits: 1 of 3 nodes is free",
+)
+
+
+def waits_first(run):
+    for reason in REASONS:
+        run.event(EventKind.STATE, state=StateName.PENDING, reason=reason)
+        time.sleep(0.5)
+    run.event(EventKind.STATE, state=StateName.RUNNING)
+    run.line(0, "works")
+    run.returns(0, None)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda job: job.wait(),
+        lambda job: job.result(),
+        lambda job: job.stream_logs(),
+        lambda job: launch_command.follow(job, [], as_json=True, has_value=False),
+        lambda job: [job.stream_logs(), job.wait(), job.result()],
+    ],
+    ids=["wait", "result", "stream_logs", "launch", "one after the other"],
+)
+def test_whatever_waits_prints_each_reason_once_on_stderr(wait, capsys):
+    job = start(waits_first, 1)
+    wait(job)
+    said = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("[kale-dist] fake://") and "starts on" not in line
+    ]
+    assert said == [
+        f"[kale-dist] {job.ref}: Pod x waits: 1 of 3 nodes is free",
+        f"[kale-dist] {job.ref}: The image is absent",
+    ]

@@ -65,6 +65,56 @@ def test_a_pod_without_a_node_waits_for_one():
     assert found.trouble.heals
 
 
+UNSCHEDULED = {
+    "node": "",
+    "phase": "Pending",
+    "scheduling": "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu.",
+}
+INIT = ContainerView(name="init-pytorch", is_init=True, state="running")
+
+
+def test_a_pod_that_lacks_something_is_named_and_not_the_one_that_waits_for_it():
+    agent = ContainerView(name="pytorch")
+    worker = pod("worker", phase="Pending", containers=(INIT, agent))
+    assert "Pod x-master-0 waits: it asks for" in str(seen(pod(container=agent, **UNSCHEDULED), worker).trouble)
+    assert "Pod x-master-0 is being prepared" in str(seen(pod(container=agent, phase="Pending"), worker).trouble)
+    assert "Pod x-worker-0 waits until the master's name" in str(seen(pod(), worker).trouble)
+    assert "Pod x-worker-0 waits: it asks for" in str(
+        seen(pod(), pod("worker", container=agent, **UNSCHEDULED)).trouble
+    )
+
+
+def test_what_only_a_person_can_mend_comes_before_what_may_end_by_itself():
+    absent = ContainerView(name="pytorch", state="waiting", reason="ErrImagePull", message="not found")
+    found = seen(
+        pod(container=ContainerView(name="pytorch"), **UNSCHEDULED), pod("worker", container=absent, phase="Pending")
+    )
+    assert found.trouble.needs_action
+    assert "Pod x-worker-0" in str(found.trouble)
+
+
+def test_a_worker_that_gave_up_names_what_the_first_pod_lacks():
+    gave_up = dataclasses.replace(INIT, state="terminated", exit_code=1, reason="Error")
+    worker = pod("worker", phase="Failed", containers=(gave_up, ContainerView(name="pytorch")))
+    found = seen(pod(container=ContainerView(name="pytorch"), **UNSCHEDULED), worker)
+    for told in (str(found.trouble), str(found.parts[1].trouble)):
+        assert "pod x-master-0 waits: it asks for" in told
+        assert "master=False" not in told
+    assert "master=False" in str(seen(pod(), worker).trouble)
+
+
+def test_a_first_pod_that_was_scheduled_when_the_worker_gave_up_is_still_named():
+    gave_up = dataclasses.replace(INIT, state="terminated", exit_code=1, reason="Error")
+    worker = pod("worker", phase="Failed", containers=(gave_up, ContainerView(name="pytorch")))
+    said = UNSCHEDULED["scheduling"].removeprefix("Unschedulable: ")
+    lacked = EventView(
+        uid="e", kind="Pod", name="x-master-0", object_uid="master0", is_warning=True, reason="FailedScheduling", message=said, time=1,
+    )  # fmt: skip
+    told = str(seen(pod(), worker, events=(lacked,)).trouble)
+    assert "pod x-master-0 waits: it asks for" in told
+    assert "master=False" not in told
+
+
 def test_a_pod_that_was_killed_for_memory_comes_before_those_that_ended_because_of_it():
     found = seen(pod(container=ended(1, at=NOW - 1)), pod("worker", container=ended(137, "OOMKilled", at=NOW)))
     assert "more memory than its limit" in found.trouble.sentence

@@ -34,7 +34,8 @@ _OWN_PORTS = range(23456, 23459)
 """Those of a job's pods, from `manifests.settings.PORT` on."""
 _LARGEST = {"metrics_port": 65535}
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
-_A_DAY_S = 86_400.0
+PENDING_TIMEOUT_S = 86_400.0
+"""A day: what `pending_timeout_s` is unless it is given."""
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
 
@@ -173,8 +174,9 @@ class ClusterOptions:
     """User and group of the processes; None: the notebook pod's own in a pod, else 1000. -1: left to the cluster."""
     ttl_s: int | None = None
     """Seconds after its end when the cluster deletes the job; None for never."""
-    pending_timeout_s: float | None = _A_DAY_S
-    """Seconds from submission after which a job that has not started fails; None for never."""
+    pending_timeout_s: float | None = PENDING_TIMEOUT_S
+    """Seconds from submission after which a job that has not started fails; None for never. Left out, that is a day, and 5
+    minutes if it waits for what only a person can mend, such as an image that does not exist."""
     wait_for_nodes: bool = False
     """Whether to submit a job that no node of today could ever run: an autoscaler or a person will add nodes."""
     input_wait_s: float = 600.0

@@ -22,6 +22,7 @@ from kale_dist.job.backend import JobRef, Look, Part, Place, RunHandle
 from kale_dist.job.reader import JobReader
 from kale_dist.job.records import Record, Run
 from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock, HeadReader, RunCopy
 from kale_dist.places.following.results import Results
@@ -51,6 +52,9 @@ will: that pod ended before it reached the head."""
 
 GIVE_UP_S = 5.0
 """A trouble that does not heal ends the job when it has been seen for so long: a first look may see half of it."""
+
+ACT_WITHIN_S = 300.0
+"""So long a job waits for somebody to mend what only a person can, unless its `pending_timeout_s` says otherwise."""
 
 EXPLAIN_S = 10.0
 """A place may need so long to say what became of a pod that the head has lost."""
@@ -388,16 +392,18 @@ class Follower:
             return judge(None, look, self._spec)
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
         trouble = look.trouble if waits and not (look.suspended or look.gone) else None
-        limit_s, waited_s = (
-            self._spec.cluster.pending_timeout_s,
-            self._clock.time() - (self._run.began or self._record.created),
-        )
+        limit_s = self._spec.cluster.pending_timeout_s
+        waited_s = self._clock.time() - (self._run.began or self._record.created)
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
             return RunVerdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
-        if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
+        if self._lasts("trouble", GIVE_UP_S, seen=trouble is not None and not trouble.heals) and trouble is not None:
             return judge_trouble(trouble)
+        is_stuck = trouble is not None and trouble.needs_action and limit_s == PENDING_TIMEOUT_S
+        if self._lasts("stuck", ACT_WITHIN_S, seen=is_stuck) and trouble is not None:
+            remedy = f"{trouble.remedy} Jobs wait {ACT_WITHIN_S / 60:.0f} minutes for that, or as long as pending_timeout_s= says."
+            return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
         part = lost_part(look)
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
             return judge_part(part, look, self._spec)

@@ -64,7 +64,7 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
         reason = str(look.trouble) if look.trouble else "The job was deleted while it ran, and its last lines are lost"
         return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
     elif head is not None and head.state == "ended":
-        verdict = _from_message(head, look, spec) or _from_part(head, look, spec)
+        verdict = _from_message(head, look, spec) or judge_part(head, look, spec)
     elif head is None and look.finished == "succeeded":
         # Its pods are gone; the results may lie in its store.
         verdict = RunVerdict(state=StateName.SUCCEEDED, reason="")
@@ -87,11 +87,6 @@ def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: 
             reason=wish,
         )  # fmt: skip
     return verdict
-
-
-def judge_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
-    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
-    return _from_part(part, look, spec)
 
 
 def judge_trouble(trouble: Trouble) -> RunVerdict:
@@ -238,7 +233,8 @@ def _from_message(head: Part, look: Look, spec: JobSpec) -> RunVerdict | None:
     return _from_head(said, look, spec)
 
 
-def _from_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
+def judge_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
+    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
     reason = _loss(part, look)
     trouble = part.trouble or look.trouble
     cause = trouble.cause if trouble is not None else None

@@ -163,11 +163,13 @@ def _waiting(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found
         return refused
     there = [pod for pod in view.latest_pods if not pod.is_gone]
     hindered = [found for pod in there if (found := explain.hindrance(pod, view)) is not None]
-    # A worker that waits for the master is the last thing to speak of.
-    hindered.sort(key=lambda found: found.name == "waits-for-master")
-    if hindered:
-        return hindered[0]
+    lacking = [found for found in hindered if found.name != "waits-for-master"]
+    if lacking:
+        return next((found for found in lacking if found.trouble.needs_action), lacking[0])
     idle = [pod for pod in there if not pod.is_running and not pod.has_ended]
+    # A worker that waits for the master lacks nothing itself.
+    if hindered and idle[0].number > 0:
+        return hindered[0]
     if idle:
         return Trouble(sentence=explain.progress(idle[0], view), heals=True)
     return _untouched(view, kind, state, now) if not there else None
@@ -229,9 +231,7 @@ def _status(
 ) -> JobStatus:
     (kind, first), (_, last) = runs[0], runs[-1]
     said = kind.state(last)
-    state = StateName.RUNNING if said.is_running else StateName.PENDING
-    if kind.is_suspended(last):
-        state = StateName.PENDING
+    state = StateName.RUNNING if said.is_running and not kind.is_suspended(last) else StateName.PENDING
     if said.finished:
         state = StateName(said.finished)
     failure = _annotation(last, FAILED_ANNOTATION)

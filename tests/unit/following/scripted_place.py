@@ -27,6 +27,8 @@ _numbers = itertools.count()
 class FastClock(Clock):
     """A second passes in a few milliseconds."""
 
+    times_faster = 100
+
     def __init__(self):
         self._lock = threading.Lock()
         self._now = 1000.0
@@ -39,7 +41,7 @@ class FastClock(Clock):
         return self.monotonic()
 
     def wait(self, woken, seconds):
-        if not woken.wait(seconds / 100):
+        if not woken.wait(seconds / self.times_faster):
             self.sleep(seconds)
 
     def sleep(self, seconds):

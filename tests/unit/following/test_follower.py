@@ -18,6 +18,7 @@ from kale_dist import wire
 from kale_dist.errors import BackendError
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Trouble
+from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following import backend as followed
 from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
@@ -271,6 +272,47 @@ def test_a_trouble_that_heals_is_shown_and_waited_for(backend, submit, place, cl
     wait_for(lambda: backend.status(ref).reason == "No node has 8 GPUs")
     clock.sleep(10_000)
     time.sleep(0.1)
+    assert not backend.status(ref).is_final
+
+
+ABSENT = Trouble(sentence="There is no image torch:9", remedy="Push it.", heals=True, needs_action=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "waits_s"), [({}, 300), ({"pending_timeout_s": 60}, 60), ({"pending_timeout_s": 900}, 900)]
+)
+def test_what_only_a_person_can_mend_ends_the_job_in_time(backend, submit, place, clock, given, waits_s):
+    clock.sleep(time.time() - clock.time())
+    began, clock.times_faster = clock.time(), 1000
+    ref, head = submit(**{"pending_timeout_s": PENDING_TIMEOUT_S, **given})
+    head.state = "waiting"
+    place.runs[1].trouble = ABSENT
+    status = wait_for_end(backend, ref)
+    assert status.state is StateName.FAILED
+    assert ABSENT.sentence in status.reason
+    assert waits_s - 2 <= clock.time() - began < waits_s + 200
+    assert place.killed
+
+
+def test_without_a_limit_a_job_waits_for_a_person_for_ever(backend, submit, place, clock):
+    clock.times_faster = 1000
+    ref, head = submit()
+    head.state = "waiting"
+    place.runs[1].trouble = ABSENT
+    until = clock.time() + 1000
+    wait_for(lambda: clock.time() > until)
+    assert not backend.status(ref).is_final
+
+
+def test_a_break_begins_the_five_minutes_again(backend, submit, place, clock):
+    clock.times_faster = 1000
+    ref, head = submit(pending_timeout_s=PENDING_TIMEOUT_S)
+    head.state = "waiting"
+    for _ in range(4):
+        for trouble in (ABSENT, None):
+            place.runs[1].trouble = trouble
+            until = clock.time() + 100
+            wait_for(lambda: clock.time() > until)  # noqa: B023 - it is called at once
     assert not backend.status(ref).is_final
 
 

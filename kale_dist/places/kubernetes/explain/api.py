@@ -55,9 +55,7 @@ class Doing:
 def status_of(error: BaseException) -> int:
     """The HTTP status in an error, or in what caused it; 0 if no server answered."""
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    if isinstance(status, int) and status:
-        return int(status)
-    return 0
+    return status if isinstance(status, int) else 0
 
 
 def explain(error: BaseException, doing: Doing) -> BackendError:

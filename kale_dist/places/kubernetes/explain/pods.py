@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
     if pod.has_ended or pod.is_running:
         return None
     if pod.scheduling and not pod.node:
-        return _match(Seen.SCHEDULING, pod.scheduling, pod, view, {"nodes": _nodes(pod)})
+        return _unscheduled(pod.scheduling, pod, view)
     for container in pod.containers:
         said = f"{container.reason}: {container.message}"
         if container.is_init and container.state == "running" and container.name == _INIT:
@@ -42,7 +43,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
             found = _match(Seen.ENDED, said, pod, view, container=container)
             return found if found is not None and not container.is_init else None
         if container.state == "waiting":
-            pulling = _last_event(pod, view, "Failed") if container.reason == "ImagePullBackOff" else ""
+            pulling = _last_event(pod, view, "Failed: Failed to pull") if container.reason == "ImagePullBackOff" else ""
             found = _match(Seen.WAITING, f"{said} {pulling}", pod, view, container=container)
             if found is not None:
                 return found
@@ -72,8 +73,9 @@ def end(pod: PodView, view: JobView) -> Found | None:
         return found
     for container in pod.containers:
         if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
-            name = "init-gave-up" if container.name == _INIT else "init-failed"
-            return _match_end(container, pod, view) or _named(name, pod, view, container=container)
+            if container.name == _INIT:
+                return _without_master(pod, view, container)
+            return _match_end(container, pod, view) or _named("init-failed", pod, view, container=container)
     has_succeeded = main.exit_code == 0 and told(pod) is not None
     if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and not has_succeeded:
         return _named("pod-deleted", pod, view)
@@ -137,6 +139,20 @@ def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Found:
+    """Why a worker's `init-pytorch` has failed: the reason is what the first pod lacks, or lacked, if that is known."""
+    found = _match_end(container, pod, view) or _named("init-gave-up", pod, view, container=container)
+    head = view.latest_pods[0]
+    # What the worker held may be what the head needed: it is scheduled in the second in which the worker fails.
+    lacked = _last_event(head, view, "FailedScheduling: ")
+    cause = hindrance(head, view) or (_unscheduled(lacked, head, view) if lacked else None)
+    if cause is None or found.name != "init-gave-up":
+        return found
+    sentence = f"{found.trouble.sentence}: {cause.words}"
+    trouble = dataclasses.replace(found.trouble, sentence=sentence, remedy=cause.trouble.remedy)
+    return dataclasses.replace(found, trouble=trouble)
 
 
 def _match(
@@ -211,14 +227,20 @@ def _exit(code: int | None) -> str:
     return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
 
 
-def _nodes(pod: PodView) -> str:
-    """What the scheduler says of the nodes, without its second half, which is about preemption."""
-    return detail(_PREEMPTION.sub("", pod.scheduling))
+def _unscheduled(said: str, pod: PodView, view: JobView) -> Found | None:
+    """Why the scheduler finds no node for a pod, without the second half of its words, which is about preemption."""
+    return _match(Seen.SCHEDULING, said, pod, view, {"nodes": detail(_PREEMPTION.sub("", said))})
 
 
-def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:
-    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed."""
-    mine = [event for event in view.events if event.object_uid == pod.uid and reason in ("", event.reason)]
+def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
+    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed.
+
+    Only events that begin with `words` count: "Failed: Error: ImagePullBackOff" follows the one that names the cause.
+    """
+    mine = [
+        event for event in view.events
+        if event.object_uid == pod.uid and f"{event.reason}: {event.message}".startswith(words)
+    ]  # fmt: skip
     # What is said in one second has no order; then a warning counts, and not that the pod got its node.
     last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
     return f"{last.reason}: {last.message}" if last is not None and last.is_warning else ""

@@ -57,8 +57,9 @@ def tell(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
     sentence, remedy = (format_.vformat(text, (), known) for text in (entry.sentence, entry.remedy))
     words = f"{prefix}{sentence}".rstrip(".")
     trouble = Trouble(
-        sentence=f"{words[:1].upper()}{words[1:]}", remedy=f"{remedy}.", heals=entry.heals, cause=entry.cause
-    )
+        sentence=f"{words[:1].upper()}{words[1:]}", remedy=f"{remedy}.", heals=entry.heals,
+        needs_action=entry.needs_action, cause=entry.cause,
+    )  # fmt: skip
     return Found(entry=entry, words=words, trouble=trouble)
 
 

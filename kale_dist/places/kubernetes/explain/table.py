@@ -51,7 +51,9 @@ class Entry:
     """What to do, without its full stop; `{names}` stand for facts."""
     _: dataclasses.KW_ONLY
     heals: bool = True
-    """Whether it may end by itself, so that the job waits, or the same call may succeed later. Otherwise the job fails."""
+    """Whether the job waits for its end, or the same call may succeed later. Otherwise the job fails at once."""
+    needs_action: bool = False
+    """Whether it ends only if somebody acts (pushes the image, creates the Secret): the job waits 5 minutes for that."""
     cause: FailureCause = FailureCause.NOT_STARTED
     """Of the failure, if it is one."""
     lost: str = ""
@@ -80,6 +82,10 @@ _QUOTA = (
     r"exceeded quota: (?P<quota>[^,]+), requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>.+)"
 )
 _PULL = "(ErrImagePull|ImagePullBackOff|RegistryUnavailable)"
+_REFUSED_PULL = _PULL + (
+    r"(?!.*(: 5\d\d [A-Z]|i/o timeout|deadline exceeded|Client\.Timeout|handshake timeout|connection (refused|reset)))"
+)
+"""A pull that the registry itself refuses; a mirror may do so while the registry does not answer."""
 _AGAIN = "Submit the job again, or give max_restarts=, so that it resumes in new pods"
 _DIED, _POD_LOST = FailureCause.DIED, FailureCause.AGENT_DIED
 
@@ -247,15 +253,17 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "service-account", _REFUSED, r'service ?account "?(?P<account>[^" ]+)"? not found',
             "there is no service account {account} in the namespace {namespace}", "Create it, or correct service_account=",
+            needs_action=True,
         ),
         Entry(
             "priority-class", _REFUSED, r"no PriorityClass with name (?P<class_name>\S+)",
             "there is no priority class {class_name}",
-            "Correct priority_class=; 'kubectl get priorityclasses' lists them",
+            "Correct priority_class=; 'kubectl get priorityclasses' lists them", needs_action=True,
         ),
         Entry(
             "runtime-class", _REFUSED, r'RuntimeClass "(?P<class_name>[^"]+)" not found',
             "there is no runtime class {class_name}", "Correct it in patch=; 'kubectl get runtimeclasses' lists them",
+            needs_action=True,
         ),
         Entry(
             "webhook-unreachable", _REFUSED,
@@ -280,6 +288,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "name-taken", (Seen.JOB_EVENT,), r'"(?P<object>[^"]+)" already exists',
             "there is a {object} already, which does not belong to this job", "Delete it, or give this job another name",
+            needs_action=True,
         ),
         Entry(
             "invalid", (Seen.API,), "^(400|422) ",
@@ -368,28 +377,30 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             container="init-pytorch",
         ),
         Entry(
+            "image-rate", (Seen.WAITING,),
+            _PULL + ".*(toomanyrequests|429 Too Many|Too Many Requests|rate limit)",
+            "{pod} waits: the registry limits how many images it gives, among them {image}",
+            "Wait, log in with image_pull_secrets=, or push the image to a registry of your own",
+        ),
+        Entry(
             "pull-forbidden", (Seen.WAITING,),
-            _PULL + r".*(40[13] (Unauthorized|Forbidden)|[Uu]nauthorized|[Ff]orbidden|denied|insufficient_scope"
+            _REFUSED_PULL + r".*(40[13] (Unauthorized|Forbidden)|[Uu]nauthorized|[Ff]orbidden|denied|insufficient_scope"
             r"|authorization failed|authentication required|no basic auth|may require)",
             "{pod} waits: the registry refuses to give the node the image {image}: {detail}",
             "Create a Secret with 'kubectl -n {namespace} create secret docker-registry' and name it in image_pull_secrets=",
+            needs_action=True,
         ),
         Entry(
             "image-platform", (Seen.WAITING,),
             _PULL + ".*no match for platform",
             "{pod} waits: the registry has no image {image} for the processor of node {node}",
-            "Build it for that processor, or choose other nodes with node_selector=",
-        ),
-        Entry(
-            "image-rate", (Seen.WAITING,),
-            _PULL + ".*(toomanyrequests|429|rate limit)",
-            "{pod} waits: the registry limits how many images it gives, among them {image}",
-            "Wait, log in with image_pull_secrets=, or push the image to a registry of your own",
+            "Build it for that processor, or choose other nodes with node_selector=", needs_action=True,
         ),
         Entry(
             "image-not-found", (Seen.WAITING,),
-            _PULL + r".*(not found|NotFound|manifest unknown|name unknown|does not exist)",
+            _REFUSED_PULL + r".*(not found|NotFound|manifest unknown|name unknown|does not exist)",
             "{pod} waits: the image {image} was not found in its registry", "Push it there, or name another one with image=",
+            needs_action=True,
         ),
         Entry(
             "registry-unreachable", (Seen.WAITING,),
@@ -411,14 +422,14 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "image-never", (Seen.WAITING,), "ErrImageNeverPull",
             "{pod} waits: the image {image} is not on node {node}, and image_pull_policy='Never' forbids pulling it",
-            "Leave image_pull_policy out",
+            "Leave image_pull_policy out", needs_action=True,
         ),
     )),
     ("No node for a pod", (
         Entry(
             "claim-missing", (Seen.SCHEDULING,), r'persistentvolumeclaim "(?P<claim>[^"]+)" not found',
             "{pod} waits: there is no claim {claim} in the namespace {namespace}",
-            "Create the PersistentVolumeClaim, or correct its name in volumes=",
+            "Create the PersistentVolumeClaim, or correct its name in volumes=", needs_action=True,
         ),
         Entry(
             "claim-pending", (Seen.SCHEDULING,),
@@ -444,14 +455,9 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end",
         ),
         Entry(
-            "memory", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory)",
-            "{pod} waits: it asks for {wanted} memory and no node has that much free ({nodes})",
-            "Ask for less with memory in resources=, or wait until other jobs end",
-        ),
-        Entry(
-            "cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>cpu)",
-            "{pod} waits: it asks for {wanted} cpu and no node has that much free ({nodes})",
-            "Ask for less with cpu in resources=, or wait until other jobs end",
+            "memory-or-cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory|cpu)",
+            "{pod} waits: it asks for {wanted} {resource} and no node has that much free ({nodes})",
+            "Ask for less with {resource} in resources=, or wait until other jobs end",
         ),
         Entry(
             "resource", (Seen.SCHEDULING,),
@@ -502,7 +508,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "secret-missing", (Seen.POD_EVENT,),
             r'FailedMount.*(?P<kind>secret|configmap) "(?P<object>[^"]+)" not found',
             "{pod} waits: there is no {kind} {object} in the namespace {namespace}",
-            "Create it, or correct its name in volumes=",
+            "Create it, or correct its name in volumes=", needs_action=True,
         ),
         Entry(
             "claim-two-nodes", (Seen.POD_EVENT,), "Multi-Attach",
@@ -512,7 +518,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "host-path", (Seen.POD_EVENT,),
             r"hostPath type check failed: (?P<path>\S+)", "{pod} waits: node {node} has no folder {path}",
-            "Create it there, or choose nodes that have it with node_selector=",
+            "Create it there, or choose nodes that have it with node_selector=", needs_action=True,
         ),
         Entry(
             "mount-failed", (Seen.POD_EVENT,), "FailedMount|FailedAttachVolume|FailedMapVolume",
@@ -535,13 +541,13 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "environment-missing", (Seen.WAITING,),
             r'CreateContainerConfigError: .*(?P<kind>secret|configmap) "(?P<object>[^"]+)" not found',
             "{pod} waits: there is no {kind} {object} in the namespace {namespace}, from which a variable comes",
-            "Create it, or correct secret_environment=",
+            "Create it, or correct secret_environment=", needs_action=True,
         ),
         Entry(
             "environment-key", (Seen.WAITING,),
             r"CreateContainerConfigError: .*couldn't find key (?P<key>\S+) in (?P<object>.+)",
             "{pod} waits: there is no key {key} in {object}, from which a variable comes",
-            "Add it, or correct secret_environment=",
+            "Add it, or correct secret_environment=", needs_action=True,
         ),
         Entry(
             "config-error", (Seen.WAITING,),
@@ -701,7 +707,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "waits-for-master", (Seen.STRUCTURE,), "",
             "{pod} waits until the master's name can be resolved (init-pytorch)",
-            "Wait; if it does not begin, the cluster's DNS does not work",
+            "That takes seconds; if it lasts, the cluster's DNS does not work",
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
