@@ -461,6 +461,16 @@ class Place(Protocol):
             why: Why the run has failed, for those who look at it from elsewhere; empty if a user cancels it.
         """
 
+    def finish(self, handle: RunHandle, why: str | None) -> None:
+        """See that no part of an ended run starts any more, and that none runs on once its head has left, which ends by itself.
+
+        What has ended stays as it is, with its log. Where parts start all at once there is nothing to do.
+
+        Args:
+            handle: The run.
+            why: As `kill` has it; None for a run that has succeeded.
+        """
+
     def remove(self, handle: RunHandle) -> None:
         """Remove the run's objects and all that was made for them. What is gone already is no error.
 

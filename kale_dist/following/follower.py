@@ -25,6 +25,7 @@ from kale_dist.following.copy import Clock, HeadReader, RunCopy
 from kale_dist.following.reader import JobReader
 from kale_dist.following.results import Results
 from kale_dist.following.verdict import (
+    RETRIED,
     RunVerdict,
     closing_events,
     explains_loss,
@@ -54,6 +55,10 @@ GIVE_UP_S = 5.0
 
 EXPLAIN_S = 10.0
 """A place may need so long to say what became of a pod that the head has lost."""
+
+_NAMED = 5
+_MADE_AGAIN = RETRIED - {"killed"}
+"""How a pod is lost that its controller may make again."""
 
 CANCEL_MARGIN_S = 10.0
 """A cancelled job whose pods still run so long after its ranks' grace is killed."""
@@ -424,28 +429,64 @@ class Follower:
         if verdict.state is StateName.FAILED:
             self._results().keep_last_words(self._copy, self._heard)
         copy = self._copy
-        if verdict.is_lost and not records.canceller(self._files):
-            if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
-                self._plan_run(verdict.reason)
-                return False
-            if verdict.cause is FailureCause.LOST and not self.look.gone:
-                with contextlib.suppress(BackendError):
-                    # The other pods would hold their GPUs forever.
-                    self._place.kill(self._handle, 0.0, verdict.reason)
+        may_go_on = verdict.is_lost and self._key is not None and not records.canceller(self._files)
+        if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
+            self._plan_run(verdict.reason)
+            return False
         has_checkpoint = self._status.status().checkpoint_epoch is not None
         if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
             return False
+        left = self._end_pods(verdict)
+        if left is None:
+            return False
         if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
-            copy.release()
+            copy.release(note=left)
         else:
             if copy.verdict is None or verdict.reason not in str(copy.verdict.get("reason")):
                 copy.say(verdict.reason)
-            copy.release(closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time()))
+            events = closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time())
+            copy.release(events, note=left)
         client = self.client()
         if client is not None and self.look.head is not None and self.look.head.state == "running":
             with contextlib.suppress(BackendError, StoreError):
                 client.ack()
         return True
+
+    def _end_pods(self, verdict: RunVerdict) -> str | None:
+        """See that no pod of an ended job starts any more or keeps running; a head that has ended the job leaves by itself.
+
+        Returns:
+            What the status says of pods that had not ended; empty for nothing. None if the place has to be asked again.
+        """
+        look, handle, noun = self.look, self._handle, self._place.noun
+        if not self._run.is_started:
+            handle = handle_of(self._place, self._record, records.runs(self._record.name)[-2])
+        is_success, head = verdict.state is StateName.SUCCEEDED, look.head
+        leaves = (
+            head is not None and head.uid == self._run.uid and head.lost not in _MADE_AGAIN
+            and (head.state == "ended" or self._copy.verdict is not None)
+        )  # fmt: skip
+        waiting = [part.name for part in look.parts if part.state == "waiting"]
+        left = [part for part in look.parts if part.number and (part.state != "ended" or part.lost in _MADE_AGAIN)]
+        is_whole = is_success or len(look.parts) == self._spec.topology.number_of_pods
+        if look.gone or self._key is None or (leaves and is_whole and not (waiting if is_success else left)):
+            return ""
+        why = verdict.reason if verdict.state is StateName.FAILED else ""
+        try:
+            if leaves:
+                self._place.finish(handle, None if is_success else why)
+            elif not is_success:
+                self._place.kill(handle, 0.0, why)
+        except BackendError as error:
+            if error.retryable and not self._lasts("pods", EXPLAIN_S):
+                return None
+            return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
+        named = ", ".join(waiting[:_NAMED])
+        return (
+            f"The job ended before {len(waiting)} of its {noun}s had started. They are removed: {named}"
+            if named
+            else ""
+        )
 
     # -- the next run -------------------------------------------------------------------------------------------------
 
@@ -550,6 +591,4 @@ class Follower:
             self._plan_run(why, uid=head.uid, is_free=is_free)
             return False
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
-        with contextlib.suppress(BackendError):
-            self._place.kill(self._handle, 0.0, reason)
         return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))

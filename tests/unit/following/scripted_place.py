@@ -203,6 +203,7 @@ class ScriptedPlace:
         self.runs = {}
         self.taken = set()
         self.killed = []
+        self.finished = []
         self.removed = []
         self.kept = {}
         self.forbids_connections = False
@@ -309,6 +310,9 @@ class ScriptedPlace:
         for head in self.runs[self.number(handle)].heads[-1:]:
             if head.state != "ended":
                 head.end(137 if grace_s == 0 else 143, lost="killed")
+
+    def finish(self, handle, why):
+        self.finished.append((handle.run, why))
 
     def remove(self, handle):
         self.removed.append(handle.run)

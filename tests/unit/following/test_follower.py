@@ -498,7 +498,7 @@ def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):
     status = wait_for_end(backend, ref)
     assert (status.state, status.reason) == (StateName.FAILED, "pod-1 was evicted")
     assert list(place.runs) == [1]
-    assert place.killed
+    assert place.finished
 
 
 def test_restarts_in_the_head_count_too(backend, submit, place):
