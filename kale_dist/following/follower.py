@@ -453,40 +453,33 @@ class Follower:
         return True
 
     def _end_pods(self, verdict: RunVerdict) -> str | None:
-        """See that no pod of an ended job starts any more or keeps running; a head that has ended the job leaves by itself.
+        """See that no pod of an ended job starts any more, and that none runs on; a head that has ended the job leaves by itself.
 
         Returns:
-            What the status says of pods that had not ended; empty for nothing. None if the place has to be asked again.
+            A sentence for the status about pods that had not started. None if the place has to be asked again.
         """
-        look, handle, noun = self.look, self._handle, self._place.noun
+        look, head, handle, noun = self.look, self.look.head, self._handle, self._place.noun
+        if verdict.state is StateName.SUCCEEDED or look.gone or self._key is None:
+            return ""
         if not self._run.is_started:
             handle = handle_of(self._place, self._record, records.runs(self._record.name)[-2])
-        is_success, head = verdict.state is StateName.SUCCEEDED, look.head
+        waiting = [part.name for part in look.parts if part.state == "waiting"]
+        others = [part for part in look.parts if part.number and (part.state != "ended" or part.lost in _MADE_AGAIN)]
         leaves = (
             head is not None and head.uid == self._run.uid and head.lost not in _MADE_AGAIN
             and (head.state == "ended" or self._copy.verdict is not None)
         )  # fmt: skip
-        waiting = [part.name for part in look.parts if part.state == "waiting"]
-        left = [part for part in look.parts if part.number and (part.state != "ended" or part.lost in _MADE_AGAIN)]
-        is_whole = is_success or len(look.parts) == self._spec.topology.number_of_pods
-        if look.gone or self._key is None or (leaves and is_whole and not (waiting if is_success else left)):
+        if leaves and not others and len(look.parts) == self._spec.topology.number_of_pods:
             return ""
         why = verdict.reason if verdict.state is StateName.FAILED else ""
         try:
-            if leaves:
-                self._place.finish(handle, None if is_success else why)
-            elif not is_success:
-                self._place.kill(handle, 0.0, why)
+            self._place.kill(handle, 0.0, why, head_leaves=leaves)
         except BackendError as error:
             if error.retryable and not self._lasts("pods", EXPLAIN_S):
                 return None
             return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
-        named = ", ".join(waiting[:_NAMED])
-        return (
-            f"The job ended before {len(waiting)} of its {noun}s had started. They are removed: {named}"
-            if named
-            else ""
-        )
+        names = ", ".join(waiting[:_NAMED])
+        return f"{len(waiting)} {noun}s had not started when the job ended, and are removed: {names}" if names else ""
 
     # -- the next run -------------------------------------------------------------------------------------------------
 

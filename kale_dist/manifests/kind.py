@@ -206,7 +206,7 @@ class Kind(abc.ABC):
 
         Args:
             spec: The job.
-            head_leaves: Whether the head ends by itself with a failure, so that it can keep its results and its log until then.
+            head_leaves: Whether the head ends by itself, with a failure, so that its log can stay.
         """
         del spec, head_leaves
         return self.suspension(value=True)

@@ -245,8 +245,10 @@ class DockerPlace(Place):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
-        """End the run's containers; the engine sends SIGKILL itself when the grace is over."""
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """End the run's containers; the engine sends SIGKILL itself when the grace is over. With a head that leaves all do."""
+        if head_leaves and (head := self.look(handle).head) is not None and head.state == "running":
+            return
         engine = _engine(handle)
         if not why:
             mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())

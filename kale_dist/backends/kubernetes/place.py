@@ -204,17 +204,10 @@ class KubernetesPlace:
         _write(target, (folder / kept).read_bytes())
         return True
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
-        """Mark the object as cancelled or failed, and suspend it: its controller ends its pods, which have their own grace."""
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """Mark the object as cancelled or failed, and have its controller end the pods, which have their own grace."""
         del grace_s
-        self._end(handle, why, head_leaves=False)
-
-    def finish(self, handle: RunHandle, why: str | None) -> None:
-        """Mark the object likewise, and have its controller remove the pods that have not ended once the head has."""
-        self._end(handle, why, head_leaves=True)
-
-    def _end(self, handle: RunHandle, why: str | None, *, head_leaves: bool) -> None:
-        mark = {} if why is None else {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
+        mark = {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
         objects.end(self._cluster(handle), handle.spec, handle.object, mark, head_leaves=head_leaves)
 
     def remove(self, handle: RunHandle) -> None:
