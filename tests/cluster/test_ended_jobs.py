@@ -8,9 +8,9 @@ from on_cluster import pods_in, run_kubectl
 from rank_work import waits
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import objects
-from kale_dist.contract import StateName
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import objects
+from kale_dist.places.manifests import KINDS
+from kale_dist.wire import StateName
 
 pytestmark = [
     pytest.mark.nightly,
