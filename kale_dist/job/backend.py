@@ -454,13 +454,14 @@ class Place(Protocol):
             Whether it is there now; False if the place has no such way or there is no such file.
         """
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
-        """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is.
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is. None starts afterwards.
 
         Args:
             handle: The run.
             grace_s: Seconds.
             why: Why the run has failed, for those who look at it from elsewhere; empty if a user cancels it.
+            head_leaves: Whether the head ends by itself, or has: the others are ended when it has.
         """
 
     def remove(self, handle: RunHandle) -> None:

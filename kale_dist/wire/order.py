@@ -171,7 +171,7 @@ class Order:
     note: str = ""
     """A sentence for the log and the status, such as why the agent had to be started."""
     start_wait_s: float = 3600.0
-    """Seconds that the head waits for relays, and they for it."""
+    """Seconds from their own start that the head waits for relays, and they for it; on a cluster `pending_timeout_s`."""
     input_wait_s: float = 600.0
     """Seconds that the head waits for the notebook's next bytes."""
     collect_wait_s: float = 600.0

@@ -76,6 +76,27 @@ def test_every_kind_makes_all_pods_and_can_be_suspended(word, processes, per_pod
     assert kind.is_suspended(made)
 
 
+@pytest.mark.parametrize("word", KINDS)
+@pytest.mark.parametrize("pods", [1, 2])
+def test_every_kind_ends_its_pods_when_the_head_is_not_there_to_do_it(word, pods):
+    spec, kind = a_spec(topology=Topology(number_of_processes=pods), cluster=ClusterOptions(kind=word)), KINDS[word]
+    assert kind.is_suspended(kind.end(spec, head_leaves=False))
+
+
+@pytest.mark.parametrize(
+    ("word", "change"),
+    [
+        ("pytorch", {"runPolicy": {"cleanPodPolicy": "Running"}}),
+        ("mpi", {"runPolicy": {"cleanPodPolicy": "Running"}}),
+        ("tf", {"runPolicy": {"cleanPodPolicy": "Running"}}),
+        ("job", {"maxFailedIndexes": 0}),
+    ],
+)
+def test_pods_are_ended_behind_a_head_whose_log_stays(word, change):
+    spec = a_spec(topology=Topology(number_of_processes=2), cluster=ClusterOptions(kind=word))
+    assert KINDS[word].end(spec, head_leaves=True) == {"spec": change}
+
+
 def test_a_train_job_that_was_resumed_has_only_the_pods_since_then():
     resumed = {
         "type": "Suspended",

@@ -245,7 +245,7 @@ class DockerPlace(Place):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
         """End the run's containers; the engine sends SIGKILL itself when the grace is over."""
         engine = _engine(handle)
         if not why:
@@ -259,11 +259,13 @@ class DockerPlace(Place):
                 engine.api.stop(identifier, timeout=max(1, round(grace_s)))
 
         for item in _list(engine, handle, every=False):
+            if head_leaves and not _number(item["Labels"]):
+                continue
             if grace_s > 0:
                 threading.Thread(target=stop, args=(item["Id"],), daemon=True).start()
             else:
                 with contextlib.suppress(docker.errors.APIError):
-                    engine.api.kill(item["Id"], signal="SIGKILL")
+                    engine.api.kill(item["Id"], signal="SIGTERM" if head_leaves else "SIGKILL")
 
     def remove(self, handle: RunHandle) -> None:
         """Remove the run's containers with what they wrote."""

@@ -151,13 +151,17 @@ class RunCopy:
         self._log_lines = []
         self._on_lines()
 
-    def release(self, events: Iterable[dict[str, Any]] | None = None) -> None:
+    def release(self, events: Iterable[dict[str, Any]] | None = None, *, note: str = "") -> None:
         """Let readers see how the run ended. Nothing is copied after it.
 
         Args:
             events: In the place of the head's verdict and what followed it; None for those.
+            note: A sentence for the status beside its reason, if there is more to say.
         """
         held = self._held if events is None else [wire.encode_json(event) for event in events]
+        if note:
+            common = {"time": time.time(), "attempt": self.last_attempt, "rank": None}
+            held.append(wire.encode_json({**common, "event": EventKind.NOTE, "text": note}))
         self._held = []
         self.flush()
         with _writable(self._files):

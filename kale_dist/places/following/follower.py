@@ -27,6 +27,7 @@ from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock, HeadReader, RunCopy
 from kale_dist.places.following.results import Results
 from kale_dist.places.following.verdict import (
+    RETRIED,
     RunVerdict,
     closing_events,
     explains_loss,
@@ -58,6 +59,10 @@ ACT_WITHIN_S = 300.0
 
 EXPLAIN_S = 10.0
 """A place may need so long to say what became of a pod that the head has lost."""
+
+_NAMED = 5
+_MADE_AGAIN = RETRIED - {"killed"}
+"""How a pod is lost that its controller may make again."""
 
 CANCEL_MARGIN_S = 10.0
 """A cancelled job whose pods still run so long after its ranks' grace is killed."""
@@ -430,28 +435,57 @@ class Follower:
         if verdict.state is StateName.FAILED:
             self._results().keep_last_words(self._copy, self._heard)
         copy = self._copy
-        if verdict.is_lost and not records.canceller(self._files):
-            if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
-                self._plan_run(verdict.reason)
-                return False
-            if verdict.cause is FailureCause.LOST and not self.look.gone:
-                with contextlib.suppress(BackendError):
-                    # The other pods would hold their GPUs forever.
-                    self._place.kill(self._handle, 0.0, verdict.reason)
+        may_go_on = verdict.is_lost and self._key is not None and not records.canceller(self._files)
+        if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
+            self._plan_run(verdict.reason)
+            return False
         has_checkpoint = self._status.status().checkpoint_epoch is not None
         if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
             return False
+        left = self._end_pods(verdict)
+        if left is None:
+            return False
         if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
-            copy.release()
+            copy.release(note=left)
         else:
             if copy.verdict is None or verdict.reason not in str(copy.verdict.get("reason")):
                 copy.say(verdict.reason)
-            copy.release(closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time()))
+            events = closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time())
+            copy.release(events, note=left)
         client = self.client()
         if client is not None and self.look.head is not None and self.look.head.state == "running":
             with contextlib.suppress(BackendError, StoreError):
                 client.ack()
         return True
+
+    def _end_pods(self, verdict: RunVerdict) -> str | None:
+        """See that no pod of an ended job starts any more, and that none runs on; a head that has ended the job leaves by itself.
+
+        Returns:
+            A sentence for the status about pods that had not started. None if the place has to be asked again.
+        """
+        look, head, handle, noun = self.look, self.look.head, self._handle, self._place.noun
+        if verdict.state is StateName.SUCCEEDED or look.gone or self._key is None:
+            return ""
+        if not self._run.is_started:
+            handle = handle_of(self._place, self._record, records.runs(self._record.name)[-2])
+        waiting = [part.name for part in look.parts if part.state == "waiting"]
+        others = [part for part in look.parts if part.number and (part.state != "ended" or part.lost in _MADE_AGAIN)]
+        leaves = (
+            head is not None and head.uid == self._run.uid and head.lost not in _MADE_AGAIN
+            and (head.state == "ended" or self._copy.verdict is not None)
+        )  # fmt: skip
+        if leaves and not others and len(look.parts) == self._spec.topology.number_of_pods:
+            return ""
+        why = verdict.reason if verdict.state is StateName.FAILED else ""
+        try:
+            self._place.kill(handle, 0.0, why, head_leaves=leaves)
+        except BackendError as error:
+            if error.retryable and not self._lasts("pods", EXPLAIN_S):
+                return None
+            return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
+        names = ", ".join(waiting[:_NAMED])
+        return f"{len(waiting)} {noun}s had not started when the job ended, and are removed: {names}" if names else ""
 
     # -- the next run -------------------------------------------------------------------------------------------------
 
@@ -556,6 +590,4 @@ class Follower:
             self._plan_run(why, uid=head.uid, is_free=is_free)
             return False
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
-        with contextlib.suppress(BackendError):
-            self._place.kill(self._handle, 0.0, reason)
         return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))

@@ -149,13 +149,14 @@ def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
     return found  # noqa: RET504 - of one that does not exist it is None
 
 
-def end(cluster: Cluster, kind: Kind, namespace: str, name: str, mark: Mapping[str, str]) -> None:
-    """Annotate a job with why it ends, which is seen from everywhere, and suspend it: the operator ends its pods.
+def end(cluster: Cluster, spec: JobSpec, name: str, mark: Mapping[str, str], *, head_leaves: bool) -> None:
+    """Annotate a job with why it ends, which is seen from everywhere, and have its controller end its pods; see `Kind.end`.
 
     Raises:
         BackendError: The cluster refused.
     """
-    change = {"metadata": {"annotations": dict(mark)}, **kind.suspension(value=True)}
+    kind, namespace = kind_of(spec), spec.cluster.namespace
+    change = {"metadata": {"annotations": dict(mark)}, **kind.end(spec, head_leaves=head_leaves)}
     with _asking("patch", kind, namespace, name):
         cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
 

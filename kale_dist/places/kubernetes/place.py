@@ -197,11 +197,11 @@ class KubernetesPlace:
         _write(target, (folder / kept).read_bytes())
         return True
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
-        """Mark the object as cancelled or failed, and suspend it: its controller ends its pods, which have their own grace."""
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """Mark the object as cancelled or failed, and have its controller end the pods, which have their own grace."""
         del grace_s
         mark = {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
-        objects.end(self._cluster(handle), kind_of(handle.spec), handle.spec.cluster.namespace, handle.object, mark)
+        objects.end(self._cluster(handle), handle.spec, handle.object, mark, head_leaves=head_leaves)
 
     def remove(self, handle: RunHandle) -> None:
         """Delete the object and its Secret, and wait until its pods are gone."""

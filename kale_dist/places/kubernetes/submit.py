@@ -10,6 +10,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -26,7 +27,7 @@ from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.self_pod import SelfPod
 from kale_dist.places.manifests import RunSettings, claim_of, kind_of, owner_of
-from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, START_WAIT_S, STORE_FOLDER
+from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
 from kale_dist.wire import InputFiles, Order, Source, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, pack_blobs
 from kale_dist.wire.url_store import UrlStore
@@ -274,6 +275,7 @@ def _source(spec: JobSpec) -> Source:
 def _order(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "") -> Order:
     """The order that the agents get."""
     claim, folder = claim_of(spec)
+    pending_s = spec.cluster.pending_timeout_s
     return orders.order_of(
         spec,
         job=manifests.object_name(spec.name, run),
@@ -285,7 +287,7 @@ def _order(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = ()
         source=source,
         torch_flags=torch_flags,
         note=note,
-        start_wait_s=START_WAIT_S,
+        start_wait_s=math.inf if pending_s is None else pending_s,
         input_wait_s=spec.cluster.input_wait_s,
         collect_wait_s=spec.cluster.collect_wait_s,
         metrics_port=spec.cluster.metrics_port or 0,

@@ -71,6 +71,12 @@ class BatchJob(Kind):
         has_relays = spec.topology.number_of_pods > 1
         return (headless_service(spec, settings, owner),) if has_relays else ()
 
+    def end(self, spec: JobSpec, *, head_leaves: bool) -> dict[str, Any]:
+        """With several pods by the number of those that may fail: the others would run on. A Job of one pod ends with it."""
+        if not head_leaves:
+            return self.suspension(value=True)
+        return {"spec": {"maxFailedIndexes": 0}} if spec.topology.number_of_pods > 1 else {}
+
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Its conditions; that it runs, its number of active pods says."""
         status, condition = made.get("status") or {}, last_condition(made)

@@ -201,6 +201,16 @@ class Kind(abc.ABC):
         """The merge patch by which the controller ends the pods, or makes them again."""
         return {"spec": {"suspend": value}}
 
+    def end(self, spec: JobSpec, *, head_leaves: bool) -> dict[str, Any]:
+        """The merge patch by which the controller ends an ended run's pods, and makes none any more.
+
+        Args:
+            spec: The job.
+            head_leaves: Whether the head ends by itself, with a failure, so that its log can stay.
+        """
+        del spec, head_leaves
+        return self.suspension(value=True)
+
     def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of the object that holds `suspend`."""
         return made.get("spec") or {}

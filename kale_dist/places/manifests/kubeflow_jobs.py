@@ -69,6 +69,12 @@ class KubeflowJob(Kind):
         """In its run policy."""
         return {"spec": {"runPolicy": {"suspend": value}}}
 
+    def end(self, spec: JobSpec, *, head_leaves: bool) -> dict[str, Any]:
+        """By the policy for pods, as an object that has failed or succeeded no longer heeds a suspension."""
+        del spec
+        suspend = {} if head_leaves else {"suspend": True}
+        return {"spec": {"runPolicy": {"cleanPodPolicy": "Running", **suspend}}}
+
     def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
         """The run policy."""
         return (made.get("spec") or {}).get("runPolicy") or {}

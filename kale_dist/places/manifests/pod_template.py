@@ -17,7 +17,6 @@ from kale_dist.places.manifests.settings import (
     INPUT_FOLDER,
     OBJECT_LABEL,
     PORT,
-    START_WAIT_S,
     STORE_FOLDER,
     WORK_FOLDER,
     RunSettings,
@@ -139,9 +138,10 @@ def _if(key: str, value: Any) -> dict[str, Any]:
 
 def _deadline_s(spec: JobSpec) -> int | None:
     """Seconds after which the kubelet ends a pod whose agent should have done so itself long before."""
-    if spec.policy.timeout_s is None:
+    pending_s = spec.cluster.pending_timeout_s
+    if spec.policy.timeout_s is None or pending_s is None:
         return None
-    waits = START_WAIT_S + spec.cluster.input_wait_s + spec.cluster.collect_wait_s
+    waits = pending_s + spec.cluster.input_wait_s + spec.cluster.collect_wait_s
     return math.ceil(spec.policy.timeout_s + waits + _DEADLINE_MARGIN_S)
 
 

@@ -45,9 +45,6 @@ TOUCHED_ANNOTATION = "kale-dist.dev/touched"
 PORT = 23456
 """The first of a pod's three ports; an order's `port`. It is also the operator's default."""
 
-START_WAIT_S = 3600.0
-"""How long the agents of a job wait for each other; an order's `start_wait_s`."""
-
 INPUT_BYTES = 600_000
 """A snapshot up to this size is part of a Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
 

@@ -31,7 +31,8 @@ LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
 
 STRAGGLER_LIMIT_S = 60.0
-"""How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait otherwise."""
+"""How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait otherwise.
+A notebook that has all it wants has had them removed."""
 
 TERM_GRACE_S = 25.0
 """From SIGTERM to SIGKILL for ranks when the pod gets SIGTERM: time to write a last checkpoint."""
@@ -266,7 +267,8 @@ class Head:
         relays = self._relays
         while relays is not None:
             waited_s = time.monotonic() - ended_at
-            may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s and not self._is_told_to_end
+            may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s
+            may_come = may_come and not (self._is_told_to_end or self._is_acknowledged)
             if not (
                 (relays.connected and waited_s < LEAVE_LIMIT_S)
                 or (relays.never_came and may_come and waited_s < STRAGGLER_LIMIT_S)

@@ -206,6 +206,8 @@ class ScriptedPlace:
         self.runs = {}
         self.taken = set()
         self.killed = []
+        self.left_to_head = []
+        self.refusal = None
         self.removed = []
         self.kept = {}
         self.forbids_connections = False
@@ -307,9 +309,15 @@ class ScriptedPlace:
             target.write_bytes(data)
         return data is not None
 
-    def kill(self, handle, grace_s, why=""):
+    def kill(self, handle, grace_s, why="", *, head_leaves=False):
+        if self.refusal is not None:
+            raise self.refusal
+        if head_leaves:
+            self.left_to_head.append(handle.run)
+            return
         self.killed.append((handle.run, grace_s))
-        for head in self.runs[self.number(handle)].heads[-1:]:
+        run = self.runs.get(self.number(handle))
+        for head in run.heads[-1:] if run is not None else ():
             if head.state != "ended":
                 head.end(137 if grace_s == 0 else 143, lost="killed")
 

@@ -17,7 +17,7 @@ from scripted_place import (
 from kale_dist import wire
 from kale_dist.errors import BackendError
 from kale_dist.job import records
-from kale_dist.job.backend import JobRef, Trouble
+from kale_dist.job.backend import JobRef, Part, Trouble
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following import backend as followed
 from kale_dist.places.following.backend import FollowedBackend
@@ -335,7 +335,7 @@ def test_a_pod_that_ended_before_it_reached_the_head_ends_the_job(backend, submi
     place.runs[1].others = [ended_part(exit_code=78, trouble=Trouble(sentence="The image's Python is 3.8"))]
     status = wait_for_end(backend, ref)
     assert (status.cause, status.reason) == (FailureCause.NOT_STARTED, "The image's Python is 3.8")
-    assert place.killed == [(1, 0.0)]
+    assert set(place.killed) == {(1, 0.0)}
 
 
 def test_a_place_that_does_not_answer_ends_nothing(backend, submit, place):
@@ -387,6 +387,77 @@ def test_cancel_asks_the_head(backend, submit, place):
     head.verdict(StateName.CANCELLED, "The job was cancelled", FailureCause.USER)
     assert wait_for_end(backend, ref).state is StateName.CANCELLED
     assert not place.killed
+
+
+def waiting_part(number=1):
+    return Part(number=number, name=f"pod-{number}", uid=f"uid-{number}", state="waiting")
+
+
+def test_a_pod_that_waits_when_the_job_is_cancelled_is_ended_behind_the_head(backend, submit, place):
+    ref, head = submit()
+    place.runs[1].others = [waiting_part()]
+    backend.cancel(ref)
+    head.verdict(StateName.CANCELLED, "The job was cancelled", FailureCause.USER)
+    status = wait_for_end(backend, ref)
+    assert (place.left_to_head, place.killed) == ([1], [])
+    wait_for(lambda: head.acks)
+    assert [note for note in status.notes if "pod-1" in note], status.notes
+
+
+def test_the_pods_of_a_job_are_ended_before_it_counts_as_ended(backend, submit, place):
+    place.refusal = BackendError("The cluster is being upgraded.", retryable=True)
+    ref, head = submit()
+    place.runs[1].others = [waiting_part()]
+    head.verdict(StateName.FAILED, "no such column", FailureCause.ERROR)
+    time.sleep(0.05)
+    assert not backend.status(ref).is_final
+    place.refusal = None
+    assert wait_for_end(backend, ref).state is StateName.FAILED
+    assert place.left_to_head == [1]
+
+
+def test_pods_that_may_not_be_ended_are_in_the_status(backend, submit, place):
+    place.refusal = BackendError("You may not patch jobs.")
+    ref, head = submit()
+    place.runs[1].others = [waiting_part()]
+    head.verdict(StateName.FAILED, "no such column", FailureCause.ERROR)
+    status = wait_for_end(backend, ref)
+    assert status.reason == "no such column"
+    assert [note for note in status.notes if "You may not patch jobs." in note], status.notes
+
+
+def test_a_master_that_waits_when_another_pod_has_failed_is_not_left_to_itself(backend, submit, place):
+    ref, head = submit()
+    head.state = "waiting"
+    place.runs[1].others = [ended_part(exit_code=78)]
+    assert wait_for_end(backend, ref).state is StateName.FAILED
+    assert not place.left_to_head
+    assert (1, 0.0) in place.killed
+
+
+def test_a_job_whose_pods_have_all_ended_is_left_as_it_is(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    place.runs[1].others = [ended_part(exit_code=0)]
+    head.verdict(StateName.FAILED, "no such column", FailureCause.ERROR)
+    assert wait_for_end(backend, ref).state is StateName.FAILED
+    assert (place.left_to_head, place.killed) == ([], [])
+
+
+def test_a_job_that_is_cancelled_between_two_runs_leaves_no_pod_of_the_first(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+
+    def refuse(*_, **__):
+        raise BackendError("The cluster is being upgraded.", retryable=True)
+
+    place.start = place.remove = refuse
+    lost_head(head)
+    wait_for(lambda: len(records.runs(ref.record_name)) == 2)
+    backend.cancel(ref)
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+    assert (1, 0.0) in place.killed
 
 
 def test_cancel_kills_where_the_head_does_not_answer(backend, submit, place):
@@ -541,7 +612,7 @@ def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):
     status = wait_for_end(backend, ref)
     assert (status.state, status.reason) == (StateName.FAILED, "pod-1 was evicted")
     assert list(place.runs) == [1]
-    assert place.killed
+    assert place.left_to_head == [1]
 
 
 def test_restarts_in_the_head_count_too(backend, submit, place):
