@@ -102,7 +102,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
     picture = notebook.cell(1).get_by_role("group", name=re.compile("^Job work-"))
     expect(picture.get_by_text("was running")).to_be_visible()
-    expect(picture).to_contain_text("As it was when its kernel ended. kd.attach(")
+    expect(picture).to_contain_text("As it was when it was last drawn. kd.attach(")
     expect(notebook.cell(1).get_by_role("button")).to_have_count(0)
     picture.scroll_into_view_if_needed()
     notebook.photograph("widget-restarted", picture)
