@@ -47,7 +47,7 @@ _ANSWER_S = 8.0
 _FIRST_PAGE = "the page of the cell"
 _NO_WIDGETS = (
     "This page shows no widgets; this picture is drawn again every 2 s. For the live view, install anywidget "
-    "in the environment that JupyterLab itself runs in (the kernel has it) and reload the page."
+    "in the environment that JupyterLab itself runs in (the kernel has it), reload the page, and show the job again."
 )
 _STATIC = pathlib.Path(__file__).parent / "static"
 _PARTS = ("head", "progress", "error", "curves", "profile", "ranks", "notes")

@@ -71,9 +71,9 @@ def html(
         A `div`; everything that came from the job is escaped.
     """
     is_frozen = is_frozen and not status.is_final
-    body = "".join(_parts(status, now, is_frozen=is_frozen, has_titles=True).values())
-    below = f'<div style="margin-top:12px">{_text(remark)}</div>' if remark else ""
-    return frame(f"Job {facts.name(status)}", f"{body}{_log(tail)}{below}")
+    head, *others = _parts(status, now, is_frozen=is_frozen, has_titles=True).values()
+    said = f'<div style="margin-top:6px;{_MUTED}">{_text(remark)}</div>' if remark else ""
+    return frame(f"Job {facts.name(status)}", f"{head}{said}{''.join(others)}{_log(tail)}")
 
 
 def frame(label: str, body: str) -> str:
