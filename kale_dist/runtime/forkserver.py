@@ -35,7 +35,9 @@ PRELOADED = (
     "cloudpickle",
     "kale_dist.runtime.loading",
     "kale_dist.runtime.outcome",
+    "kale_dist.runtime.group",
     "kale_dist.training.loop",
+    "kale_dist.training.strategies.ddp",
 )
 """What a rank needs before its first step; each takes long the first time (`torch._dynamo` as long as torch)."""
 
