@@ -14,11 +14,9 @@ A snapshot is a manifest (JSON, a blob; its digest names the snapshot) and the b
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -35,7 +33,7 @@ import cloudpickle
 
 from kale_dist import blobs, contract
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
-from kale_dist.runtime import context, reducers, sources
+from kale_dist.runtime import context, processes, reducers, sources
 from kale_dist.runtime.reducers import References
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
@@ -169,9 +167,7 @@ def torch_version() -> str:
     """Version of the torch that is installed, without importing it; "" if none is."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch")
-    return ""
+    return processes.installed_torch()[0]
 
 
 def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None:

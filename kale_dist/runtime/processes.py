@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -193,12 +194,18 @@ def installed_torch() -> tuple[str, str]:
         return "", ""
     file = pathlib.Path(spec.origin).with_name("version.py")
     try:
-        written = file.stat().st_mtime_ns
+        written = f"{file} {file.stat().st_mtime_ns}"
     except OSError:
         return "", spec.origin
+    return _torch_version(written), written
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_version(_written: str) -> str:
+    """The version of this installation of torch, or "". Parsing torch's metadata takes 2 ms."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch"), f"{file} {written}"
-    return "", f"{file} {written}"
+        return importlib.metadata.version("torch")
+    return ""
 
 
 def import_folders() -> list[pathlib.Path]:
