@@ -11,6 +11,7 @@ import collections
 import contextlib
 import gc
 import importlib
+import io
 import os
 import select
 import signal
@@ -180,9 +181,9 @@ def _do_first_calls() -> None:
     # Torch keeps the stack of a seeding, with its source lines, for a GPU that may be used later.
     process_state.set_seeds(0)
     if torch := sys.modules.get("torch"):
-        # Each DataLoader does this round a batch; torch imports a part of its profiler for it.
+        # Each DataLoader records its batches and each checkpoint is saved: torch imports more for both.
         with torch.profiler.record_function("first"):
-            pass
+            torch.save(None, io.BytesIO())
 
 
 def _import_optional(name: str) -> None:
