@@ -52,7 +52,7 @@ def digits():
 
 def accuracies(strategies, x, y):
     """Runs in each rank: accuracy on held-out digits and bytes sent, for each strategy."""
-    from kale_dist.training.loop import train
+    from kale_dist.worker.training.loop import train
 
     found = []
     for strategy in strategies:
@@ -150,7 +150,7 @@ def weights_where_memory_is(hidden, **settings):
     x = torch.randn(16, 2)
 
     def train_step(model, loader, criterion, optimizer, device, args):
-        from kale_dist.training.strategies import shared_memory
+        from kale_dist.worker.parallel import shared_memory
 
         if args:
             shared_memory._opened = lambda *_: None
