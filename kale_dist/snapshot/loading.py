@@ -14,11 +14,9 @@ A snapshot is a manifest (JSON, a blob; its digest names the snapshot) and the b
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -38,6 +36,7 @@ from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError,
 from kale_dist.snapshot import reducers, sources
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import blobs, context
+from kale_dist.worker.agent import processes
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
 """Tells a rank's own child processes (spawned DataLoader workers) where their `__main__` comes from."""
@@ -170,9 +169,7 @@ def torch_version() -> str:
     """Version of the torch that is installed, without importing it; "" if none is."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch")
-    return ""
+    return processes.installed_torch()[0]
 
 
 def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None:
