@@ -57,7 +57,7 @@ def test_signals_have_names(number, name):
 def test_a_child_dies_with_its_parent():
     script = (
         "import os, sys, time\n"
-        "from kale_dist.worker import processes\n"
+        "from kale_dist.worker.agent import processes\n"
         "parent = os.getpid()\n"
         "if os.fork() == 0:\n"
         "    processes.die_with_parent(parent)\n"
