@@ -35,6 +35,13 @@ _OF_FIELDS = (types.SimpleNamespace, argparse.Namespace)
 _PLAIN = (int, float, str, bool, type(None))
 
 
+class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
+    """Guards every entry of this module: a notice looks at objects of the user's, and may never fail a training."""
+
+
+_harmless = _Harmless(Exception)
+
+
 class Captured:
     """The names outside of their own bodies that the functions of a training use, and may change.
 
@@ -52,18 +59,26 @@ class Captured:
         self._known = {id(value) for value in known}
         self._before = self._marks()
 
+    @_harmless
     def changed(self) -> dict[str, bool]:
         """Names of what has changed since this object was made, each with whether it is only a number or a text."""
         now = self._marks()
-        names = sorted(name for name, mark in self._before.items() if name in now and now[name] != mark)
+        names = sorted(name for name, mark in self._before.items() if name in now and _differ(mark, now[name]))
         return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
 
+    @_harmless
     def _marks(self) -> dict[str, Any]:
         found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
         found |= self._given
         return {name: _mark(value, 2, self._known) for name, value in found.items()}
 
 
+@_harmless
+def _differ(mark: Any, other: Any) -> bool:
+    return bool(mark != other)
+
+
+@_harmless
 def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
     """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
     if id(value) in known:
@@ -72,8 +87,10 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
         return value
     if isinstance(value, Tensor):
         # Those without a shape have no address, and those of inference mode do not count their changes.
-        is_counted = _is_made(value) and not value.is_inference()
-        return (value.data_ptr(), value._version) if is_counted else ()  # noqa: SLF001 - no public name
+        if not _is_made(value) or value.is_inference():
+            return ()
+        address = value.data_ptr() if value.layout is torch.strided else id(value)
+        return address, value._version  # noqa: SLF001 - no public name
     if isinstance(value, torch.nn.Module):
         return [_mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
     if isinstance(value, list | dict | set):
@@ -144,16 +161,19 @@ class Losses:
             if hook is not None:
                 hook.remove()
 
+    @_harmless
     def latest(self) -> float | None:
         """The latest loss that the criterion gave. Waits for a GPU, so not for every batch."""
         if self._root is not None:
             self._look(float(self._root))
         return None if self._latest is None else float(self._latest)
 
+    @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1:
             self._latest = output.detach()
 
+    @_harmless
     def _note_root(self, root: Tensor) -> None:
         if root.numel() == 1 and not self._is_told:
             self._root = root.detach()
@@ -174,6 +194,7 @@ class Losses:
         self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")
 
 
+@_harmless
 def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, batch: str) -> None:
     """Add to an exception which layer has raised it, and for what inputs; nothing if none has.
 
@@ -184,15 +205,15 @@ def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, bat
         batch: Which batch it was.
     """
     called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    # A layer's own repr may fail as well.
-    with contextlib.suppress(Exception):
-        layer = called[-1]["self"]
-        name = next((name for name, one in model.named_modules() if one is layer), None)
-        kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
-        where = f"layer {name!r}, {kind}" if name else "the criterion" if layer is criterion else kind
-        given = [*map(_shown, called[-1]["args"])]
-        given += [f"{key}={_shown(value)}" for key, value in called[-1]["kwargs"].items()]
-        error.add_note(f"Raised in {where}, called with {', '.join(given) or 'nothing'}, in {batch}.")
+    if not called:
+        return
+    layer = called[-1]["self"]
+    name = next((name for name, one in model.named_modules() if one is layer), None)
+    kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
+    where = f"layer {name!r}, {kind}" if name else "the criterion" if layer is criterion else kind
+    given = [*map(_shown, called[-1]["args"])]
+    given += [f"{key}={_shown(value)}" for key, value in called[-1]["kwargs"].items()]
+    error.add_note(f"Raised in {where}, called with {', '.join(given) or 'nothing'}, in {batch}.")
 
 
 def _shown(value: Any) -> str:

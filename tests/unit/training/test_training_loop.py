@@ -510,6 +510,82 @@ def test_what_a_step_notes_in_its_arguments_is_named(ranks):
     assert "left behind" not in said_by(lambda: fit(train_step=extend, **given), ranks)
 
 
+class OddList(list):
+    def __len__(self):
+        raise TypeError("not that way")
+
+
+class OddText(str):
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __ne__(self, other):
+        raise TypeError("not that way")
+
+    __eq__ = __ne__
+
+
+class OddLayer(nn.Linear):
+    def extra_repr(self):
+        raise TypeError("not that way")
+
+
+def fit_beside(odd, change=lambda odd: None, **options):
+    """Train with a step that uses an odd object, and a list whose change is to be named all the same."""
+    noted = []
+
+    def step(model, loader, criterion, optimizer, device, args):
+        change(odd)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            noted.append(len(y))
+        return 0.5
+
+    return fit(train_step=step, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: OddList([1]),
+        lambda: OddText("a"),
+    ],
+    ids=["coo", "csr", "len", "eq"],
+)
+@pytest.mark.parametrize(
+    "hold", [lambda odd: odd, lambda odd: [odd], lambda odd: {"a": odd}], ids=["bare", "list", "dict"]
+)
+def test_what_a_step_uses_may_be_odd(ranks, make, hold):
+    said = said_by(lambda: fit_beside(hold(make())), ranks)
+    assert "left behind in the ranks: noted." in said
+
+
+def test_a_sparse_tensor_that_a_step_changes_is_named(ranks):
+    job = lambda: fit_beside([torch.eye(3).to_sparse()], lambda odd: odd[0].mul_(2))  # noqa: E731
+    assert "left behind in the ranks: noted, odd." in said_by(job, ranks)
+
+
+def test_no_notice_fails_a_training():
+    def compared(args):
+        args["text"] = OddText("b")
+
+    args = {"text": OddText("a")}
+    assert fit_beside(args, compared, train_args=args).epochs == 1
+
+    def complex_root(model):
+        (model.bias.sum() * 1j).backward(torch.ones((), dtype=torch.complex64))
+
+    model = net()
+    assert fit_beside(model, complex_root, model=model).epochs == 1
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fit(OddLayer(4, 2))
+
+
 def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_others(ranks):
     """Were it rank 0's to say, and rank 0 waited in a step for this one, it would be said by the hang's stacks only."""
     said = said_by(lambda: fit(train_step=lambda *_: 0.5), ranks, 3)
