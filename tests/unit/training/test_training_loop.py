@@ -1,23 +1,32 @@
 """Metrics, early stop, buffers, devices, checkpoints, and what comes back."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import json
 import math
 import os
+import re
 import sys
 import time
 import types
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from kale_dist.contract import RankStateName, StateName
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.runtime import context, sources
+from kale_dist.runtime.prometheus import Gauges
+from kale_dist.status import JobStatus, ReplicaStatus, reduce_events, values_of
+from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
 from kale_dist.training import checkpoint
 from kale_dist.training.loop import train
+from kale_dist.view import facts
 
 
 def data(samples=21):
@@ -281,6 +290,52 @@ def test_the_optimizers_state_goes_on():
     result = fit(model, optimizer=optimizer)
     assert result.optimizer_state["state"][0]["step"] == 12
     assert set(result.model_state) == {"weight", "bias"}
+
+
+def events_of_rank(folder, **options):
+    """What one of several ranks of a job sends while it trains on 22 samples; it takes 20 ms for each batch."""
+    rank, (read, write) = torch.distributed.get_rank(), os.pipe()
+    context.activate(context.Context(job="j", in_job=True, folder=folder, rank=rank, world_size=4), write)
+    model = nn.Sequential(net(), nn.Tanh(), nn.Linear(2, 2))
+    model.register_forward_hook(lambda *_: time.sleep(0.02))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*processes share", UserWarning)
+        fit(model, DataLoader(data(22), 4), epochs=2, checkpoint_every=None, **options)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return [json.loads(line) for line in pipe]
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "readers"),
+    [
+        (2, DDP(), [0, 1]),
+        (2, Tensor(), [0]),
+        (2, Pipeline(micro_batches=2), [0]),
+        (4, Mesh(data=2, tensor=2), [0, 2]),
+    ],
+    ids=["ddp", "tensor", "pipeline", "mesh"],
+)
+def test_samples_that_ranks_share_count_once_in_every_sum(ranks, tmp_path, world, strategy, readers):
+    told = ranks(world, functools.partial(events_of_rank, strategy=strategy), tmp_path, keep=False)
+    events = [event for of_rank in told for event in of_rank]
+    last = {event["rank"]: event for event in events if event["event"] == "progress"}
+    assert [rank for rank in last if last[rank]["samples_per_s"]] == readers
+    rate = sum(last[rank]["samples_per_s"] for rank in readers)
+
+    status = reduce_events(JobStatus(ref="j", replicas=tuple(ReplicaStatus(rank=n) for n in range(world))), events)
+    replicas = tuple(dataclasses.replace(replica, state=RankStateName.RUNNING) for replica in status.replicas)
+    status = dataclasses.replace(status, state=StateName.RUNNING, replicas=replicas)
+    assert facts.rate(status) == f"{facts.number(rate)} samples/s"
+    assert values_of(status, "pace/samples_per_s")[-1] == pytest.approx(rate, rel=0.01)
+
+    gauges = Gauges("j", world)
+    for event in events:
+        gauges.note(event)
+    totals = re.findall(r'^kale_dist_samples_total{rank="(\d)"} (\d+)$', gauges.text(), re.MULTILINE)
+    assert [int(rank) for rank, _ in totals] == readers
+    assert sum(int(samples) for _, samples in totals) == 2 * 22
+    assert len(re.findall("^kale_dist_loss{", gauges.text(), re.MULTILINE)) == world
 
 
 def in_job(folder):
