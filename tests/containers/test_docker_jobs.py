@@ -261,7 +261,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         f"""
         import warnings
         import kale_dist as kd
-        from kale_dist import records
+        from kale_dist import errors, records
         records.identity = lambda: "mallory@elsewhere"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -270,7 +270,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         assert any("trust=True" in str(item.message) for item in caught), caught
         try:
             job.result()
-        except kd.errors.ResultUnavailableError if hasattr(kd, "errors") else Exception as error:
+        except errors.ResultUnavailableError:
             print("refused")
         print(kd.attach({job.ref!r}, trust=True).result(timeout=60))
         """,
