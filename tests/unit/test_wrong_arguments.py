@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import classifying
 
 import kale_dist as kd
 from kale_dist import sweeps
@@ -66,16 +66,8 @@ def work(number=1):
 
 
 def training(**changes):
-    model = torch.nn.Linear(2, 2)
-    loader = DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {
-        "model": model,
-        "train_data_loader": loader,
-        "criterion": torch.nn.CrossEntropyLoss(),
-        "optimizer": optimizer,
-    }
-    return kd.distribute(**{**given, **changes})
+    names = ("model", "train_data_loader", "criterion", "optimizer")
+    return kd.distribute(**{**dict(zip(names, classifying(), strict=True)), **changes})
 
 
 def on(place):
@@ -162,7 +154,7 @@ def nothing_starts(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("call", "argument"), [(call, name) for call, (_, names) in CALLS.items() for name in names])
 @pytest.mark.filterwarnings("ignore")
-def test_nonsense_is_refused_at_the_call_or_listed_as_accepted(call, argument, audited, words):
+def test_nonsense_is_refused_at_the_call_or_listed_as_accepted(call, argument, audited, kept_words):
     with pytest.raises(AcceptedError):
         training()  # so that torch has imported what it imports late
     verb, accepted, refusals = CALLS[call][0], [], []
@@ -187,7 +179,7 @@ def test_nonsense_is_refused_at_the_call_or_listed_as_accepted(call, argument, a
         assert re.match(r"\w+", error.argument)[0] in (argument, *NAMED_AS.get(call, ()))
         assert error.problem
         assert error.remedy
-    words("everything" if len(accepted) == len(NONSENSE) else "  ".join(accepted) or "nothing")
+    kept_words("everything" if len(accepted) == len(NONSENSE) else "  ".join(accepted) or "nothing")
 
 
 def test_a_model_whose_init_forgot_that_of_its_base_is_refused():

@@ -16,7 +16,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import fit, labelled, net
 
 from kale_dist.contract import RankStateName, StateName
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
@@ -25,26 +26,7 @@ from kale_dist.runtime.prometheus import Gauges
 from kale_dist.status import JobStatus, ReplicaStatus, reduce_events, values_of
 from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
 from kale_dist.training import checkpoint
-from kale_dist.training.loop import train
 from kale_dist.view import facts
-
-
-def data(samples=21):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, 3, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def net():
-    torch.manual_seed(2)
-    return nn.Linear(3, 2)
-
-
-def fit(model=None, loader=None, **options):
-    model = model or net()
-    options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    options.setdefault("criterion", nn.CrossEntropyLoss())
-    return train(model=model, train_data_loader=DataLoader(data(), 4) if loader is None else loader, **options)
 
 
 def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
@@ -64,7 +46,7 @@ def test_an_error_in_a_layer_names_it_its_inputs_and_the_batch(is_evaluation):
             return self.body(x if self.training == is_evaluation else torch.cat([x, x], 1))
 
     with pytest.raises(RuntimeError) as caught:
-        fit(Net(), eval_data_loader=DataLoader(data(), 5))
+        fit(Net(), eval_data_loader=DataLoader(labelled(21), 5))
     batch, rows = ("batch 1 of the evaluation after epoch 1", 5) if is_evaluation else ("batch 1 of epoch 1", 4)
     layer = "layer 'body.0', Linear(in_features=3, out_features=4, bias=True)"
     assert caught.value.__notes__ == [f"Raised in {layer}, called with float32 ({rows}, 6), in {batch}."]
@@ -113,20 +95,22 @@ def by_dataset(model, loader, criterion, device, args):
 def test_both_tutorial_forms_of_a_metric_equal_one_process(ranks, step, samples, world):
     def job():
         return fit(
-            loader=DataLoader(data(24), 24 // (2 * 3)),
+            loader=DataLoader(labelled(24), 24 // (2 * 3)),
             train_step=lambda *_: None,
-            eval_data_loader=DataLoader(data(samples), 4),
+            eval_data_loader=DataLoader(labelled(samples), 4),
             eval_step=step,
         ).metrics
 
-    expected = step(net(), DataLoader(data(samples), 4), nn.CrossEntropyLoss(), None, None)
+    expected = step(net(), DataLoader(labelled(samples), 4), nn.CrossEntropyLoss(), None, None)
     for metrics in ranks(world, job):
         assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 def test_ready_made_steps(ranks):
     def job():
-        return fit(loader=DataLoader(data(40), 4, shuffle=True), eval_data_loader=DataLoader(data(40), 8), epochs=15)
+        return fit(
+            loader=DataLoader(labelled(40), 4, shuffle=True), eval_data_loader=DataLoader(labelled(40), 8), epochs=15
+        )
 
     first, second = ranks(2, job)
     assert set(first.metrics) == {"loss", "accuracy", "eval_loss", "eval_accuracy"}
@@ -137,12 +121,12 @@ def test_ready_made_steps(ranks):
 
 
 def test_ready_made_steps_take_mappings_and_refuse_what_they_do_not_know():
-    items = [{"x": x, "label": y} for x, y in data()]
+    items = [{"x": x, "label": y} for x, y in labelled(21)]
     assert set(fit(loader=DataLoader(items, 4)).metrics) == {"loss", "accuracy"}
     with pytest.raises(ConfigError, match="train_step: is left out, and the loader's batches are not pairs"):
-        fit(loader=DataLoader([(x, y, y) for x, y in data()], 4))
+        fit(loader=DataLoader([(x, y, y) for x, y in labelled(21)], 4))
     with pytest.raises(ConfigError, match="dicts with 'x', 'y', of which none is 'labels' or 'target'"):
-        fit(loader=DataLoader([{"x": x, "y": y} for x, y in data()], 4))
+        fit(loader=DataLoader([{"x": x, "y": y} for x, y in labelled(21)], 4))
 
 
 @pytest.mark.parametrize(
@@ -186,9 +170,9 @@ def test_metrics_are_weighed_by_samples_and_may_be_nan(ranks):
             return {"n": samples, "bad": math.nan, **only}
 
         return fit(
-            loader=DataLoader(data(5), 2),
+            loader=DataLoader(labelled(5), 2),
             train_step=lambda *_: None,
-            eval_data_loader=DataLoader(data(5), 2),
+            eval_data_loader=DataLoader(labelled(5), 2),
             eval_step=step,
         ).metrics
 
@@ -225,7 +209,7 @@ def test_buffers_are_averaged_before_the_evaluation(ranks):
                 model(x)
             step.own = model[0].running_mean.clone()
 
-        fit(model, loader=DataLoader(data(24), 4), train_step=step)
+        fit(model, loader=DataLoader(labelled(24), 4), train_step=step)
         everyone = [torch.empty(3) for _ in range(2)]
         dist.all_gather(everyone, step.own)
         return everyone, model[0].running_mean, model[0].num_batches_tracked.item()
@@ -239,7 +223,7 @@ def test_buffers_are_averaged_before_the_evaluation(ranks):
 
 def test_one_loader_for_both(ranks):
     def job():
-        loader = DataLoader(data(24), 4)
+        loader = DataLoader(labelled(24), 4)
         given = []
         fit(
             loader=loader,
@@ -257,7 +241,7 @@ def test_steps_get_their_arguments():
     fit(
         train_step=lambda *a: seen.append((len(a), a[-2], a[-1])),
         train_args={"a": 1},
-        eval_data_loader=DataLoader(data(), 4),
+        eval_data_loader=DataLoader(labelled(21), 4),
         eval_step=lambda *a: seen.append((len(a), a[-2], a[-1])),
         eval_args="b",
     )
@@ -300,7 +284,7 @@ def events_of_rank(folder, **options):
     model.register_forward_hook(lambda *_: time.sleep(0.02))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*processes share", UserWarning)
-        fit(model, DataLoader(data(22), 4), epochs=2, checkpoint_every=None, **options)
+        fit(model, DataLoader(labelled(22), 4), epochs=2, checkpoint_every=None, **options)
     os.close(write)
     with os.fdopen(read) as pipe:
         return [json.loads(line) for line in pipe]
@@ -347,12 +331,12 @@ def in_job(folder):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     fit(
         model,
-        DataLoader(data(22), 4),
+        DataLoader(labelled(22), 4),
         optimizer=optimizer,
         scheduler=scheduler,
         epochs=3,
         checkpoint_every=2,
-        eval_data_loader=DataLoader(data(), 4),
+        eval_data_loader=DataLoader(labelled(21), 4),
     )
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -369,7 +353,7 @@ def rates_of_a_slow_step(folder, batch_size):
         for _ in data_loader:
             time.sleep(0.05)
 
-    fit(net(), DataLoader(data(12), batch_size), train_step=step, epochs=2)
+    fit(net(), DataLoader(labelled(12), batch_size), train_step=step, epochs=2)
     os.close(write)
     with os.fdopen(read) as pipe:
         events = [json.loads(line) for line in pipe]
@@ -468,7 +452,7 @@ class ItsOwnLoss(nn.Module):
 
 def test_a_model_that_gives_its_own_loss_needs_neither_criterion_nor_step(ranks):
     def job(key):
-        batches = [{"x": x, key: y} for x, y in data(16)]
+        batches = [{"x": x, key: y} for x, y in labelled(16)]
         loader = DataLoader(batches, 4)
         return fit(ItsOwnLoss(), loader, criterion=None, eval_data_loader=DataLoader(batches, 4), epochs=4).metrics
 
@@ -650,7 +634,7 @@ def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_oth
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         first = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return iter([data()[i] for i in range(first, 20, 2)])
+        return iter([labelled(21)[i] for i in range(first, 20, 2)])
 
 
 def test_a_stream_that_asks_for_its_rank_is_told_of_shard(ranks):
