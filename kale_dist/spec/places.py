@@ -448,8 +448,8 @@ def _roles(given: Any) -> str:
         try:
             checked[role] = dataclasses.asdict(resources(value))
         except ConfigError as error:
-            of_role = error.argument.replace("resources", f"roles.{role}", 1)
-            raise ConfigError(of_role, error.problem, error.remedy) from None
+            argument = error.argument.replace("resources", f"roles.{role}", 1)
+            raise ConfigError(argument, error.problem, error.remedy) from None
     named = {role: {key: value for key, value in one.items() if value != empty[key]} for role, one in checked.items()}
     return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
 

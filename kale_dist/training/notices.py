@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
 
 
 _harmless = _Harmless(Exception)
+_differ = _harmless(operator.ne)
 
 
 class Captured:
@@ -74,11 +76,6 @@ class Captured:
 
 
 @_harmless
-def _differ(mark: Any, other: Any) -> bool:
-    return bool(mark != other)
-
-
-@_harmless
 def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
     """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
     if id(value) in known:
@@ -86,9 +83,7 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
-        # Those without a shape have no address, and those of inference mode do not count their changes.
-        if not _is_made(value) or value.is_inference():
-            return ()
+        # Those without a shape have no address, and those of inference mode do not count their changes: the guard gives None.
         address = value.data_ptr() if value.layout is torch.strided else id(value)
         return address, value._version  # noqa: SLF001 - no public name
     if isinstance(value, torch.nn.Module):
@@ -119,10 +114,6 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif value.__module__ in ("__main__", function.__module__):
             yield from _used(value, depth - 1)
-
-
-def _is_made(tensor: Tensor) -> bool:
-    return not torch.nn.parameter.is_lazy(tensor)
 
 
 class Losses:
@@ -185,7 +176,8 @@ class Losses:
             return
         self._is_told = True
         with torch.no_grad():
-            is_spread = any(bool(p.isnan().any()) for p in self._model.parameters() if _is_made(p))
+            made = [p for p in self._model.parameters() if not torch.nn.parameter.is_lazy(p)]
+            is_spread = any(bool(p.isnan().any()) for p in made)
         # By the exchange of gradients, one rank's nan is in all weights a step later.
         if is_spread and self._group.rank:
             return
@@ -205,8 +197,6 @@ def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, bat
         batch: Which batch it was.
     """
     called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    if not called:
-        return
     layer = called[-1]["self"]
     name = next((name for name, one in model.named_modules() if one is layer), None)
     kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
