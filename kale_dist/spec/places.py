@@ -448,8 +448,7 @@ def _roles(given: Any) -> str:
         try:
             checked[role] = dataclasses.asdict(resources(value))
         except ConfigError as error:
-            argument = error.argument.replace("resources", f"roles.{role}", 1)
-            raise ConfigError(argument, error.problem, error.remedy) from None
+            raise ConfigError(error.argument.replace("resources", f"roles.{role}", 1), *error.args[1:]) from None
     named = {role: {key: value for key, value in one.items() if value != empty[key]} for role, one in checked.items()}
     return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
 
