@@ -54,7 +54,7 @@ def train_step(model, data_loader, criterion, optimizer, device, args):
 
 def fit(model=None, loader=None, optimizer=None, **options):
     """Train in this rank, without a job."""
-    from kale_dist.training.loop import train
+    from kale_dist.worker.training.loop import train
 
     model = model or net()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)

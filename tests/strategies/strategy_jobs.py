@@ -13,7 +13,7 @@ from trainings import fit, labelled
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
 from kale_dist.strategies import DDP
-from kale_dist.training import supervised
+from kale_dist.worker.training import supervised
 
 
 class _LossOfRank:
@@ -91,7 +91,7 @@ def leave_early(model, loader, criterion, optimizer, device, args):
 
 def _digits(strategies, epochs, step, optimizer):
     """Runs in each rank: accuracy and the strategy's numbers of each, by name."""
-    from kale_dist.training.loop import train
+    from kale_dist.worker.training.loop import train
 
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

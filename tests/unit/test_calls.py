@@ -14,7 +14,6 @@ import trainings
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist import records
 from kale_dist.errors import (
     ConfigError,
     JobExistsError,
@@ -23,6 +22,7 @@ from kale_dist.errors import (
     NotSerializableError,
     ResultUnavailableError,
 )
+from kale_dist.job import records
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

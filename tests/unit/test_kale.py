@@ -5,7 +5,7 @@ from fake_backend import FakeBackend
 from trainings import classifying
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import places
 from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
 from kale_dist.kale import DistributedConfig, PyTorchJob, distribute
@@ -22,7 +22,7 @@ class Cluster(FakeBackend):
 def cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     backend = Cluster()
-    monkeypatch.setattr(backends, "get", lambda name: backend)
+    monkeypatch.setattr(places, "get", lambda name: backend)
 
 
 def test_a_notebook_of_kale_runs_on_the_cluster():

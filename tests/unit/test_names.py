@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from kale_dist import wording
-from kale_dist.spec import names
+from kale_dist.job.spec import names
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 

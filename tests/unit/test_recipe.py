@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 import kale_dist as kd
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.job.spec.recipe import ImageFile, Recipe
 
 BASE = "sha256:" + "a" * 64
 FILE = ImageFile(path="/opt/x", digest="b" * 64)

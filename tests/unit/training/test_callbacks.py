@@ -14,8 +14,8 @@ from trainings import labelled, net
 import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.runtime import context
 from kale_dist.strategies import DDP, FSDP, LocalSGD, ParameterServer, Pipeline, Tensor
+from kale_dist.wire import context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 

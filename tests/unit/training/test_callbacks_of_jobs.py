@@ -12,7 +12,7 @@ from trainings import classifying, labelled, net
 import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
 from kale_dist.errors import ResultUnavailableError
-from kale_dist.training import supervised
+from kale_dist.worker.training import supervised
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 

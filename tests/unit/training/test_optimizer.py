@@ -14,7 +14,7 @@ from trainings import labelled, net
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import FSDP, Pipeline, Tensor
-from kale_dist.training.loop import train
+from kale_dist.worker.training.loop import train
 
 
 def fit(step=None, model=None, optimizer=None, loader=None, **options):

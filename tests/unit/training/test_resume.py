@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainings import labelled
 
-from kale_dist.runtime import context
-from kale_dist.training import checkpoint
+from kale_dist.wire import context
+from kale_dist.worker.training import checkpoint
 
 
 def fit(model, epochs=1, **options):

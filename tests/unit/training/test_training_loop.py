@@ -19,14 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainings import fit, labelled, net
 
-from kale_dist.contract import RankStateName, StateName
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
-from kale_dist.runtime import context, sources
-from kale_dist.runtime.prometheus import Gauges
-from kale_dist.status import JobStatus, ReplicaStatus, reduce_events, values_of
+from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events, values_of
+from kale_dist.job.view import facts
+from kale_dist.snapshot import sources
 from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
-from kale_dist.training import checkpoint
-from kale_dist.view import facts
+from kale_dist.wire import RankStateName, StateName, context
+from kale_dist.worker.pod.prometheus import Gauges
+from kale_dist.worker.training import checkpoint
 
 
 def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
