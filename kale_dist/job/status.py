@@ -24,8 +24,9 @@ class RankProgress:
     steps: int | None
     """Steps of this phase, None where the loader's length is not known."""
     samples: int
-    """Samples this rank has seen in this phase."""
+    """Samples this rank has seen in this phase; 0 where another rank reads its batches, and counts them for both."""
     samples_per_s: float | None
+    """None where it is not known yet, or another rank counts the samples."""
     loss: float | None
     time: float
     """Seconds since 1970."""

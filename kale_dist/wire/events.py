@@ -11,7 +11,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
-                samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
+                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
+                Kept in `progress.json` alone, the last one of each rank.
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch, step, path (relative to the job's folder), bytes

@@ -68,7 +68,7 @@ class Gauges:
                         self._metrics[str(event["source"]), str(name), "" if rank is None else str(rank)] = float(value)
 
     def _note_progress(self, rank: int, event: dict[str, Any]) -> None:
-        if event.get("phase") == "train":
+        if event.get("phase") == "train" and event["samples"] is not None:
             before = self._progress.get(rank, {})
             is_same = (before.get("phase"), before.get("epoch")) == ("train", event.get("epoch"))
             samples = int(event["samples"])

@@ -437,7 +437,7 @@ class Session:
         if is_training and len(self._layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        extra = prints, numbers, feed.rate if feed.reads else None, self._learning_rates()
+        extra = prints, numbers, feed.rate, self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.samples, extra)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         if is_training:
