@@ -15,10 +15,10 @@ import tempfile
 import time
 
 from kale_dist import contract
-from kale_dist.contract import BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
+from kale_dist.contract import Attempt, BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
 from kale_dist.runtime.head_relays import HeadsRelays
 from kale_dist.runtime.job_run import open_port
-from kale_dist.runtime.rank_run import RankRun
+from kale_dist.runtime.rank_run import Rank
 from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, sign
 from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter
 
@@ -36,7 +36,10 @@ def refuse(_cause: FailureCause, reason: str) -> None:
 
 def order_of(relays: int, port: int) -> Order:
     """One rank for each relay, and one for the head, which it does not start here."""
-    return Order(job="j", world_size=relays + 1, processes_per_agent=1, head="127.0.0.1", port=port, snapshot="")
+    processes = relays + 1
+    return Order(
+        job="j", number_of_processes=processes, processes_per_agent=1, head="127.0.0.1", port=port, snapshot=""
+    )
 
 
 async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, float, float]:
@@ -45,7 +48,8 @@ async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, 
     files = JobFiles(folder)
     writer = JobWriter(files, loop, lambda: None, limit_bytes=POD_LOG_BYTES)
     listener = open_port("127.0.0.1", port + 1, 1024)
-    joined = HeadsRelays(order_of(relays, port), KEY, files, listener, on_ready=ready.set, fail=refuse, say=writer.say)
+    order = order_of(relays, port)
+    joined = HeadsRelays(order, KEY, files, listener, on_ready=ready.set, fail=refuse, say=writer.say)
     await joined.serve()
     arguments = [str(relays), str(seconds), str(port)]
     senders = [
@@ -54,11 +58,11 @@ async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, 
     ]
     joined.deal_blobs()
     await ready.wait()
-    runs = [RankRun(rank, writer, lambda _: None, lambda _: None) for rank in range(1, relays + 1)]
+    attempt = Attempt.form(order, [0, *joined.ready], number=0, port=0, seed=0)
+    ranks = [Rank(number, writer, lambda _: None, lambda _: None) for number in range(attempt.world_size)]
     began, cpu = time.monotonic(), time.process_time()
-    for run in runs:
-        joined.spawn(run, 0, 0, 0)
-    while any(run.end is None for run in runs):  # noqa: ASYNC110 - ranks have no event, and this is cheap
+    joined.spawn(attempt, ranks)
+    while any(rank.end is None for rank in ranks[1:]):  # noqa: ASYNC110 - ranks have no event, and this is cheap
         await asyncio.sleep(0.1)
     used, took = time.process_time() - cpu, time.monotonic() - began
     written = loop.create_future()

@@ -271,8 +271,7 @@ class Follower:
         self._run = records.runs(self._record.name)[-1]
         self._handle = handle_of(self._place, self._record, self._run)
         self._listen()
-        world_size = self._spec.topology.number_of_processes
-        self._opened = RunCopy(self._run.files, world_size, self._on_lines, self._on_change)
+        self._opened = RunCopy(self._run.files, self._on_lines, self._on_change)
         if not self._run.files.run_facts.exists():
             records.write_run(dataclasses.replace(self._run, object=self._handle.object))
 
@@ -432,8 +431,7 @@ class Follower:
                 with contextlib.suppress(BackendError):
                     # The other pods would hold their GPUs forever.
                     self._place.kill(self._handle, 0.0, verdict.reason)
-        has_checkpoint = self._status.status().checkpoint_epoch is not None
-        if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
+        if not self._results().fetch_all(verdict, copy, self._status.status()):
             return False
         if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
             copy.release()

@@ -14,6 +14,7 @@ from kale_dist import contract
 from kale_dist.contract import FailureCause, Source, StateName
 from kale_dist.errors import KaleDistError, StoreError
 from kale_dist.runtime import ending, pod_input
+from kale_dist.runtime.attempt import Site
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.head_relays import HeadsRelays, waited_text
@@ -65,7 +66,7 @@ class Head:
         self._pod = pod
         self._stdout = StdoutCopy()
         order = pod.order
-        self._gauges = Gauges(order.job, order.world_size, order.run - 1) if order.metrics_port else None
+        self._gauges = Gauges(order.job, order.number_of_processes, order.run - 1) if order.metrics_port else None
         self.writer = JobWriter(
             pod.files,
             pod.loop,
@@ -101,18 +102,12 @@ class Head:
         if order.mpi:
             relays = self._relays
             hosts, run = (list[str], lambda *_: None) if relays is None else (relays.hosts, relays.run)
-            mpirun = Mpirun(order, pod.place.work, hosts, run, self._fail)
-        self._job = JobRun(
-            pod.own_order,
-            pod.loop,
-            pod.pool,
-            self.writer,
-            self._ended,
-            relays=self._relays,
-            holds_floods=True,
-            before_end=self._copy_outcomes,
+            mpirun = Mpirun(pod.place.work, hosts, run, self._fail)
+        site = Site(
+            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, relays=self._relays, is_limited=True,
             mpirun=mpirun,
-        )
+        )  # fmt: skip
+        self._job = JobRun(site)
         self._began_at = time.monotonic()
         self._has_blobs = False
         self._is_started = False
@@ -137,8 +132,11 @@ class Head:
             await self._relays.serve()
         self._serve_metrics()
         tasks = [asyncio.ensure_future(self._bring()), asyncio.ensure_future(self._say_missing())]
+        verdict = await self._job.run()
+        self._copy_outcomes()
+        self._job.write_end()
+        self.writer.close(lambda: self._written.set_result(None))
         await self._written
-        verdict = self._job.verdict or Verdict(StateName.FAILED, None, "")
         for task in tasks:
             task.cancel()
         # The pod ends even if something hangs from here on.
@@ -255,10 +253,6 @@ class Head:
             _, attempt, rank = path.name.split("-")
             for block in contract.encode_outcome(int(attempt), int(rank), path.read_bytes()):
                 self._stdout.offer(block, always=True)
-
-    def _ended(self) -> None:
-        """The last event is on its way into the files."""
-        self.writer.close(lambda: self._written.set_result(None))
 
     async def _wait_for_relays(self, ended_at: float) -> None:
         """Stay while relays are leaving, or may still come and have to learn of the end."""

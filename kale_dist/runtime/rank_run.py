@@ -1,4 +1,4 @@
-"""One rank of a running job, as the head sees it, in its own pod or in another: records its events, and how it ended."""
+"""One rank of an attempt, as the head sees it, in its own pod or in another: records its events, and how it ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Process(Protocol):
         ...
 
 
-class RankRun:
+class Rank:
     """Records what a rank says and keeps what is known of it.
 
     Args:
@@ -44,7 +44,7 @@ class RankRun:
         self,
         rank: int,
         writer: JobWriter,
-        on_change: Callable[[RankRun], None],
+        on_change: Callable[[Rank], None],
         on_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self.rank = rank
