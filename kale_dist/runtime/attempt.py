@@ -100,15 +100,15 @@ class RunningAttempt:
         try:
             usage.start()
             self._start_ranks(listener)
-            await self._judge()
-        except Exception as error:  # noqa: BLE001 - our own fault, which must not leave ranks behind: the agent fails its jobs
-            site.loop.call_exception_handler({"message": "An attempt could not be judged", "exception": error})
-        self._watch.stop()
-        await self._end_ranks()
-        usage.stop()
-        if site.mpirun is not None:
-            site.mpirun.stop()
-        return self.verdict or Verdict(StateName.FAILED, FailureCause.AGENT_DIED, "The agent that ran the job failed")
+            verdict = await self._judge()
+        finally:
+            self._watch.stop()
+            await self._end_ranks()
+            usage.stop()
+            if site.mpirun is not None:
+                site.mpirun.stop()
+        # While the ranks ended for another attempt, the job may have been cancelled.
+        return self.verdict or verdict
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the attempt, and the job with it. After a stall another attempt may follow."""
@@ -148,7 +148,7 @@ class RunningAttempt:
         if site.mpirun is not None:
             site.mpirun.start(attempt)
 
-    async def _judge(self) -> None:
+    async def _judge(self) -> Verdict:
         """Wait until it is decided how the attempt ends: by what its ranks do, or by `end`."""
         waits_for_all = self._ends_with is EndsWith.ALL
         await self._until(lambda: self._is_over or (bool(self._failed) and not waits_for_all))
@@ -158,7 +158,8 @@ class RunningAttempt:
                 await self._until(lambda: self._is_over or any(rank.done is None for rank in self._failed))
         if self.verdict is None:
             is_success = not self._failed or (self._is_over and not self._are_all_over)
-            self.end(Verdict(StateName.SUCCEEDED, None, "") if is_success else self._blame())
+            self.verdict = Verdict(StateName.SUCCEEDED, None, "") if is_success else self._blame()
+        return self.verdict
 
     async def _end_ranks(self) -> None:
         """Let those go that are done, end the others by SIGTERM, and what is left later by SIGKILL."""

@@ -128,9 +128,9 @@ class HangWatch:
 
         self._loop.call_later(self._answer_s, answered)
 
-    def _sample_of(self, run: Rank) -> Sample:
-        frames, moves = parse_main_thread(run.dump), self._writer.moves[run.rank]
-        return Sample(frames=frames, cpu_ticks=run.cpu_ticks, moves=moves)
+    def _sample_of(self, rank: Rank) -> Sample:
+        frames, moves = parse_main_thread(rank.dump), self._writer.moves[rank.rank]
+        return Sample(frames=frames, cpu_ticks=rank.cpu_ticks, moves=moves)
 
     # -- a rank has ended -------------------------------------------------------------------------------------------
 

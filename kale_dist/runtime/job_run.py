@@ -58,7 +58,12 @@ class JobRun:
             if note:
                 writer.say(note)
                 writer.event(EventKind.NOTE, text=note)
-            self.verdict = await self._run_attempts()
+            try:
+                self.verdict = await self._run_attempts()
+            except Exception as error:  # noqa: BLE001 - our own fault, because of which no job may wait forever
+                told = f"The agent that ran the job failed: {type(error).__name__}: {error}"
+                self.verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, told)
+                self._site.loop.call_exception_handler({"message": told, "exception": error})
         if self._deadline is not None:
             self._deadline.cancel()
         return self.verdict
