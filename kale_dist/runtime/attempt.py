@@ -7,18 +7,20 @@ import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kale_dist.contract import Assignment, Attempt, EndsWith, EventKind, FailureCause, Order, RankStateName, StateName
 from kale_dist.runtime import context, ending
 from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
-from kale_dist.runtime.head_relays import HeadsRelays
-from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.rank_run import Rank
 from kale_dist.runtime.usage import UsageWatch
 from kale_dist.runtime.writer import JobWriter
+
+if TYPE_CHECKING:
+    from kale_dist.runtime.head_relays import HeadsRelays
+    from kale_dist.runtime.mpi import Mpirun
 
 FAILURE_GRACE_S = 1.0
 """From SIGTERM to SIGKILL when a job has failed: all its ranks are gone within 2 s."""
