@@ -44,12 +44,12 @@ def order_of(relays: int, port: int) -> Order:
 
 async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, float, float]:
     """Be the head; gives the lines in the log, and the seconds of processor and clock that they took."""
-    port, ready, loop = 21_000, asyncio.Event(), asyncio.get_running_loop()
+    port, loop = 21_000, asyncio.get_running_loop()
     files = JobFiles(folder)
     writer = JobWriter(files, loop, lambda: None, limit_bytes=POD_LOG_BYTES)
     listener = open_port("127.0.0.1", port + 1, 1024)
     order = order_of(relays, port)
-    joined = HeadsRelays(order, KEY, files, listener, on_ready=ready.set, fail=refuse, say=writer.say)
+    joined = HeadsRelays(order, KEY, files, listener, fail=refuse, say=writer.say)
     await joined.serve()
     arguments = [str(relays), str(seconds), str(port)]
     senders = [
@@ -57,7 +57,7 @@ async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, 
         for number in range(SENDERS)
     ]
     joined.deal_blobs()
-    await ready.wait()
+    await joined.all_ready.wait()
     attempt = Attempt.form(order, [0, *joined.ready], number=0, port=0, seed=0)
     ranks = [Rank(number, writer, lambda _: None, lambda _: None) for number in range(attempt.world_size)]
     began, cpu = time.monotonic(), time.process_time()

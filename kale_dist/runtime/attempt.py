@@ -123,19 +123,14 @@ class RunningAttempt:
             verdict: How it ends.
             grace_s: Seconds from SIGTERM to SIGKILL. If the attempt is ending already, they shorten its grace.
         """
+        is_last = self._attempt.number >= self._site.order.max_restarts
         if self.verdict is None:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:
             self._site.loop.call_later(grace_s, self._kill, self.ranks)
-        if self.verdict is None or self.is_followed:
+        if self.verdict is None or (self.verdict.may_restart and not is_last):
             self.verdict = verdict
         self._changed.set()
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether another attempt follows, as it looks now."""
-        may_restart = self.verdict is not None and self.verdict.may_restart
-        return may_restart and self._attempt.number < self._site.order.max_restarts
 
     # -- the task, step by step ---------------------------------------------------------------------------------------
 

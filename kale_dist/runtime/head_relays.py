@@ -83,7 +83,6 @@ class HeadsRelays:
         key: Its secret.
         files: The job's folder.
         listener: Where relays connect to.
-        on_ready: Called when all relays have what they need.
         fail: Ends the job, with the cause and a sentence: a relay cannot run its ranks, or is lost.
         say: Writes a line into the log.
     """
@@ -95,14 +94,14 @@ class HeadsRelays:
         files: JobFiles,
         listener: socket.socket,
         *,
-        on_ready: Callable[[], None],
         fail: Callable[[FailureCause, str], None],
         say: Callable[[str], None],
     ) -> None:
+        self.all_ready = asyncio.Event()
+        """Set once all relays have had what they need."""
         self._key = key
         self._files = files
         self._listener = listener
-        self._on_ready = on_ready
         self._fail = fail
         self._say = say
         self._refusals = 0
@@ -266,7 +265,7 @@ class HeadsRelays:
         if op == Op.READY:
             relay.is_ready = True
             if not self.missing:
-                self._on_ready()
+                self.all_ready.set()
         elif op == Op.REFUSED:
             told = f"{relay.describe()} cannot run its part: {message['reason']}"
             self._fail(FailureCause.NOT_STARTED, told)

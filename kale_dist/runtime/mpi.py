@@ -26,10 +26,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kale_dist.contract import Attempt, FailureCause, Order, PodVariable
 from kale_dist.runtime import processes
+
+if TYPE_CHECKING:
+    from kale_dist.runtime.head_relays import HeadsRelays
 
 _LIBRARY = "libmpi.so.40"
 _LAUNCHER = "prterun"
@@ -159,21 +162,18 @@ class Mpirun:
 
     Args:
         work: The head's folder.
-        hosts: Addresses of the other pods by their number, from 1.
-        run: Has the pod at an address run a command for an attempt.
+        relays: The other pods; None if there are none.
         fail: Ends the job.
     """
 
     def __init__(
         self,
         work: pathlib.Path,
-        hosts: Callable[[], list[str]],
-        run: Callable[[str, str, int], None],
+        relays: HeadsRelays | None,
         fail: Callable[[FailureCause, str], None],
     ) -> None:
         self._work = work
-        self._hosts = hosts
-        self._run = run
+        self._relays = relays
         self._fail = fail
         self._loop = asyncio.get_running_loop()
         self._pid = 0
@@ -230,7 +230,7 @@ class Mpirun:
             self._requests = -1
 
     def _command(self, launcher: str, attempt: Attempt) -> list[str]:
-        hosts = [socket.gethostname(), *self._hosts()]
+        hosts = [socket.gethostname(), *(self._relays.hosts() if self._relays is not None else ())]
         slots = ",".join(f"{hosts[member.agent]}:{member.processes}" for member in attempt.members)
         return [
             launcher, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--bind-to", "none", "--host", slots,
@@ -242,7 +242,8 @@ class Mpirun:
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._requests, 1 << 16).decode(errors="replace").splitlines():
                 host, _, command = line.partition(" ")
-                self._run(host, command, attempt)
+                if self._relays is not None:
+                    self._relays.run(host, command, attempt)
 
 
 def _make_agent(work: pathlib.Path) -> pathlib.Path:

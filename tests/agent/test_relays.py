@@ -50,7 +50,7 @@ class Head:
         self.played = []
         self.relays = HeadsRelays(
             self.order, KEY, self.files, open_port("127.0.0.1", self.order.port + 1, 16),
-            on_ready=lambda: self.told.append("ready"), fail=lambda cause, text: self.told.append(f"{cause}: {text}"),
+            fail=lambda cause, text: self.told.append(f"{cause}: {text}"),
             say=self.writer.say,
         )  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_lines_of_all_relays_are_numbered_once_and_none_is_lost(tmp_path):
     async def scene(head):
         head.relays.deal_blobs()
         played = [await joined(head, agent) for agent in (1, 2, 3)]
-        await until(lambda: head.told == ["ready"])
+        await asyncio.wait_for(head.relays.all_ready.wait(), 20)
         runs = head.spawn()[1:]
         for one in played:
             attempt = Attempt.from_json((await one.next())["attempt"])
@@ -202,9 +202,9 @@ def test_a_relay_whose_connection_is_cut_is_lost_with_its_ranks(tmp_path, has_sp
         run = head.spawn()[1] if has_spawned else None
         played[0].put(b"last words")
         played[0].channel.close()
-        await until(lambda: len(head.told) == 2)
+        await until(lambda: head.told)
         name = "Pod 1 (rank 1)" if has_spawned else "Pod 1"
-        assert head.told[1].startswith(f"lost: {name} is gone: its agent has ended")
+        assert head.told[0].startswith(f"lost: {name} is gone: its agent has ended")
         assert head.relays.explain_loss().startswith(f"{name} is gone")
         assert head.relays.connected == 1
         if run is not None:
