@@ -202,8 +202,7 @@ class Agent:
             self._jobs[name].cancel(FailureCause.USER, "The job was cancelled", max(0.0, grace_s))
 
     async def _run(self, job: JobRun, writer: JobWriter) -> None:
-        await job.run()
-        job.write_end()
+        job.write_end(await job.run())
         writer.close(lambda: self._job_ended(job.order.job))
 
     def _job_ended(self, name: str) -> None:

@@ -194,11 +194,11 @@ class RunningAttempt:
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
                 self.lost.append(rank)
-                rank.record_end(RankStateName.LOST)
+                rank.record(RankStateName.LOST)
                 self._site.writer.say(f"{ending.blame([rank]).reason}. The other ranks carry on without it")
             else:
                 is_stopped = self.verdict is not None and not has_failed and rank not in self._failed
-                rank.record_end(ending.rank_state(rank, stopped=is_stopped))
+                rank.record(ending.rank_state(rank, stopped=is_stopped))
         if self._on_forked is not None and all(other.pid for other in self.ranks):
             self._on_forked()
             self._on_forked = None

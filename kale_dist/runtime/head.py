@@ -17,7 +17,7 @@ from kale_dist.runtime import ending, pod_input
 from kale_dist.runtime.attempt import Site
 from kale_dist.runtime.byte_server import ByteServer
 from kale_dist.runtime.ending import Verdict
-from kale_dist.runtime.head_relays import HeadsRelays, waited_text
+from kale_dist.runtime.head_relays import HeadsRelays
 from kale_dist.runtime.job_run import JobRun, open_port
 from kale_dist.runtime.mpi import Mpirun
 from kale_dist.runtime.pod import Pod
@@ -130,7 +130,7 @@ class Head:
         preparing = asyncio.ensure_future(self._prepare())
         verdict = await self._job.run()
         self._copy_outcomes()
-        self._job.write_end()
+        self._job.write_end(verdict)
         self.writer.close(lambda: self._written.set_result(None))
         await self._written
         preparing.cancel()
@@ -195,16 +195,19 @@ class Head:
     async def _wait_for_pods(self, relays: HeadsRelays) -> None:
         """Wait until all pods are ready, and log which are not. If that takes too long, the job fails."""
         limit_s = self._pod.order.start_wait_s
-        while relays.missing:
+        while missing := ", ".join(relays.missing):
             left_s = limit_s - (time.monotonic() - self._began_at)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(relays.all_ready.wait(), min(SAY_MISSING_EACH_S, max(0.1, left_s)))
-            if missing := relays.missing:
-                text, is_too_long = waited_text(missing, self._began_at, limit_s)
-                if is_too_long:
-                    self._job.fail(FailureCause.NOT_STARTED, text)
-                    return
-                self.writer.say(text)
+            if left_s <= 0:
+                self._job.fail(
+                    FailureCause.NOT_STARTED,
+                    f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {missing}. "
+                    "Look at their state: they may be waiting for a node, a GPU or their image",
+                )
+                return
+            try:
+                await asyncio.wait_for(relays.all_ready.wait(), min(SAY_MISSING_EACH_S, left_s))
+            except TimeoutError:
+                self.writer.say(f"Waiting for pods: {', '.join(relays.missing)}")
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import pathlib
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -315,14 +314,3 @@ def _complete(part: pathlib.Path, outcome: pathlib.Path, size: int) -> None:
     with contextlib.suppress(OSError):
         if part.stat().st_size == size:
             part.replace(outcome)
-
-
-def waited_text(missing: list[str], began_at: float, limit_s: float) -> tuple[str, bool]:
-    """What to say of pods that have not joined, and whether they have been waited for too long."""
-    names = ", ".join(missing)
-    if time.monotonic() - began_at < limit_s:
-        return f"Waiting for pods: {names}", False
-    return (
-        f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {names}. "
-        "Look at their state: they may be waiting for a node, a GPU or their image"
-    ), True

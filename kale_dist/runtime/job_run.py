@@ -89,12 +89,9 @@ class JobRun:
             self.verdict = verdict
             self._may_start.set()
 
-    def write_end(self) -> None:
-        """Write the last event."""
-        verdict, writer, most = self.verdict, self._site.writer, self.order.max_restarts
-        if verdict is None:
-            return
-        reason = verdict.reason
+    def write_end(self, verdict: Verdict) -> None:
+        """Write the last event: the verdict that `run` returned."""
+        writer, most, reason = self._site.writer, self.order.max_restarts, verdict.reason
         if verdict.may_restart and most:
             reason = f"{reason}. This was attempt {writer.attempt + 1} of {most + 1}"
         if reason:

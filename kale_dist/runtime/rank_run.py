@@ -97,8 +97,8 @@ class Rank:
         """It has given a sign of progress."""
         self._writer.moves[self.rank] += 1
 
-    def record_end(self, state: RankStateName) -> None:
-        """Write the rank's last event."""
+    def record(self, state: RankStateName) -> None:
+        """Write the rank's new state into an event."""
         self.state = state
         end = self.end or End()
         self._writer.event(
@@ -149,7 +149,6 @@ class Rank:
         self._on_change(self)
 
     def _set_state(self, state: RankStateName) -> None:
-        self.state = state
         self.moved()
-        self._writer.event(EventKind.RANK, self.rank, state=str(state), pid=self.pid, exit_code=None, signal=None)
+        self.record(state)
         self._on_change(self)
