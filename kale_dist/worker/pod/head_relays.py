@@ -1,0 +1,316 @@
+"""The head's side of its relays: who has joined, what their ranks do, who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import pathlib
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.wire import Attempt, FailureCause, JobFiles, Order
+from kale_dist.worker.agent.ending import name_ranks
+from kale_dist.worker.agent.near_rank import End
+from kale_dist.worker.agent.rank_run import Rank
+from kale_dist.worker.pod.relay_protocol import COUNT, READ_BYTES, TICKS, Channel, Op, is_signed, sign
+
+LOST_AFTER_S = 1.0
+"""If the head gets SIGTERM this soon after a relay did, the job was suspended or deleted."""
+
+_PROOF_LIMIT_S = 10.0
+_MAX_REFUSALS_SAID = 10
+_LOOK_AGAIN_S = 0.1
+
+_GONE = (
+    "its agent has ended, or can no longer be reached. The pod may have been deleted, evicted or killed (often because "
+    "memory ran out), or its node has failed"
+)
+
+
+class _FarRank:
+    """What can be done to a rank behind a relay."""
+
+    def __init__(self, channel: Channel, rank: Rank, outcome: pathlib.Path) -> None:
+        self.rank = rank
+        self.outcome = outcome
+        """Where its outcome goes."""
+        self._channel = channel
+
+    @property
+    def part(self) -> pathlib.Path:
+        """Where its outcome lies until it is whole."""
+        return self.outcome.with_name(f".{self.outcome.name}.part")
+
+    def let_go(self) -> None:
+        self._channel.say(Op.LET_GO, self.rank.rank)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._channel.say(Op.SIGNAL, self.rank.rank, number=int(number))
+
+    def ask_stacks(self) -> None:
+        self._channel.say(Op.STACKS, self.rank.rank)
+
+
+class _Relay:
+    """One other pod."""
+
+    def __init__(self, agent: int, name: str) -> None:
+        self.agent = agent
+        self.name = name
+        self.channel: Channel | None = None
+        self.has_joined = False
+        self.is_ready = False
+        self.far: dict[int, _FarRank] = {}
+        """Its ranks in the newest attempt."""
+
+    def describe(self) -> str:
+        """Its name, and its ranks if it has any yet."""
+        return f"Pod {self.name} ({name_ranks(list(self.far))})" if self.far else f"Pod {self.name}"
+
+
+class HeadsRelays:
+    """The relays of a job, as its head sees them.
+
+    Args:
+        order: The job.
+        key: Its secret.
+        files: The job's folder.
+        listener: Where relays connect to.
+        fail: Ends the job, with the cause and a sentence: a relay cannot run its ranks, or is lost.
+        say: Writes a line into the log.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        key: bytes,
+        files: JobFiles,
+        listener: socket.socket,
+        *,
+        fail: Callable[[FailureCause, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.all_ready = asyncio.Event()
+        """Set once all relays have had what they need."""
+        self._key = key
+        self._files = files
+        self._listener = listener
+        self._fail = fail
+        self._say = say
+        self._refusals = 0
+        self._has_blobs = False
+        self._is_over = False
+        self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
+        self._server: asyncio.Server | None = None
+
+    async def serve(self) -> None:
+        """Begin to accept relays."""
+        self._listener.settimeout(0)
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, backlog=1024, limit=READ_BYTES)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the pods that have not joined, or are not ready."""
+        return [relay.name for relay in self._relays.values() if not relay.is_ready]
+
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of the agents that have what they need."""
+        return [relay.agent for relay in self._relays.values() if relay.is_ready]
+
+    @property
+    def connected(self) -> int:
+        """How many are connected now."""
+        return sum(relay.channel is not None for relay in self._relays.values())
+
+    @property
+    def never_came(self) -> int:
+        """How many may still come and have to learn that the run is over."""
+        return sum(not relay.has_joined for relay in self._relays.values())
+
+    def explain_loss(self) -> str:
+        """Which relay is gone, as a sentence; empty if all are there."""
+        for relay in self._relays.values():
+            if relay.has_joined and relay.channel is None:
+                return f"{relay.describe()} is gone: {_GONE}"
+        return ""
+
+    def deal_blobs(self) -> None:
+        """The head has all blobs: the others may fetch them."""
+        self._has_blobs = True
+        for relay in self._relays.values():
+            if relay.channel is not None:
+                relay.channel.say(Op.FETCH)
+
+    def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
+        """Have relays start those ranks of an attempt that are theirs."""
+        for member in attempt.members[1:]:
+            relay = self._relays[member.agent]
+            if relay.channel is not None:
+                relay.far = {
+                    number: _FarRank(relay.channel, ranks[number], self._files.outcome(attempt.number, number))
+                    for number in member.ranks
+                }
+                for number, far in relay.far.items():
+                    ranks[number].process = far
+                relay.channel.say(Op.SPAWN, attempt=dataclasses.asdict(attempt))
+
+    def hosts(self) -> list[str]:
+        """Addresses of the other pods, by their number."""
+        channels = (relay.channel for relay in self._relays.values())
+        return ["" if channel is None else channel.peer_host.removeprefix("::ffff:") for channel in channels]
+
+    def run(self, host: str, command: str, attempt: int) -> None:
+        """Have the pod at an address run a command of mpirun's."""
+        for relay, there in zip(self._relays.values(), self.hosts(), strict=True):
+            if there == host and relay.channel is not None:
+                relay.channel.say(Op.RUN, command=command, attempt=attempt)
+
+    def end(self) -> None:
+        """The run is over: relays may leave, and those that come later learn of it."""
+        self._is_over = True
+        for relay in self._relays.values():
+            if relay.channel is not None:
+                relay.channel.say(Op.END)
+
+    def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for relay in self._relays.values():
+            if relay.channel is not None:
+                relay.channel.close()
+
+    # -- one connection, in a task of its own ---------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        try:
+            relay = await asyncio.wait_for(self._welcome(channel), _PROOF_LIMIT_S)
+            if relay is not None:
+                await self._listen(relay, channel)
+        except (TimeoutError, asyncio.CancelledError):
+            # Too slow a stranger, or this process ends.
+            pass
+        finally:
+            channel.close()
+
+    async def _welcome(self, channel: Channel) -> _Relay | None:
+        """The relay that a peer proves to be; None if it is none of this job, or the run goes on without it."""
+        hello = await channel.read_from_stranger()
+        agent, theirs, ours = hello.get("agent"), str(hello.get("nonce")), secrets.token_hex(16)
+        relay = self._relays.get(agent) if isinstance(agent, int) else None
+        if relay is None or hello.get("op") != Op.HELLO or hello.get("version") != wire.VERSION:
+            return None
+        channel.say(Op.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
+        proof = await channel.read_from_stranger()
+        if not is_signed(proof.get("mac"), self._key, "relay", relay.agent, theirs, ours):
+            if proof and self._refusals < _MAX_REFUSALS_SAID:
+                self._refusals += 1
+                self._say(f"A pod at {channel.peer_host} that does not hold this job's key was refused")
+            return None
+        if self._is_over or relay.has_joined:
+            # Its pod was made again, or came too late: a run does not change its pods.
+            channel.say(Op.OVER)
+            relay.has_joined = True
+            return None
+        relay.has_joined, relay.channel = True, channel
+        channel.say(Op.WELCOME)
+        if self._has_blobs:
+            channel.say(Op.FETCH)
+        return relay
+
+    async def _listen(self, relay: _Relay, channel: Channel) -> None:
+        try:
+            while (frame := await channel.read()) is not None:
+                await self._take(relay, *frame)
+        finally:
+            # There is no other connection: a cut between pods ends the run.
+            relay.channel, relay.is_ready = None, False
+            if not self._is_over:
+                self._fail(FailureCause.LOST, f"{relay.describe()} is gone: {_GONE}")
+            for far in relay.far.values():
+                if far.rank.end is None:
+                    far.rank.ended(End(reason="its pod was lost"))
+
+    async def _take(self, relay: _Relay, kind: bytes, rank: int, payload: bytes) -> None:
+        far = relay.far.get(rank)
+        if kind == b"M":
+            await self._take_message(relay, far, json.loads(payload))
+        elif far is None:
+            return
+        elif kind == b"O":
+            far.rank.output(payload[COUNT.size :], COUNT.unpack_from(payload)[0])
+        elif kind == b"E":
+            far.rank.events(payload)
+            # What it sends meanwhile waits there.
+            while not far.rank.has_room:  # noqa: ASYNC110 - a disk that has room again has no event
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        elif kind == b"S":
+            far.rank.stacks(payload[TICKS.size :], TICKS.unpack_from(payload)[0])
+        elif kind == b"F":
+            # The rank is done when all of it is here: a large value may take longer than a job may stand still.
+            far.rank.moved()
+            await asyncio.to_thread(_append, far.part, payload)
+
+    async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == Op.READY:
+            relay.is_ready = True
+            if not self.missing:
+                self.all_ready.set()
+        elif op == Op.REFUSED:
+            told = f"{relay.describe()} cannot run its part: {message['reason']}"
+            self._fail(FailureCause.NOT_STARTED, told)
+        elif op == Op.LEAVING:
+            told = f"{relay.describe()} is gone: {message['reason']}"
+            asyncio.get_running_loop().call_later(LOST_AFTER_S, self._fail, FailureCause.LOST, told)
+        elif far is None:
+            return
+        elif op == Op.FORKED:
+            far.rank.forked(int(message["pid"]))
+        elif op == Op.SAID:
+            if "bytes" in message:
+                await asyncio.to_thread(_complete, far.part, far.outcome, int(message["bytes"]))
+            far.rank.message(message["message"])
+        elif op == Op.ENDED:
+            end = message["end"]
+            far.rank.ended(End(**{**end, "tail": tuple(end["tail"])}))
+
+
+def pod_name(order: Order, agent: int) -> str:
+    """Name of a pod by its number, as its controller names it; its number where the head is not named so."""
+    # Pods of a Service's domain, such as those of a Job, are named `x-0.x`, and have five characters appended.
+    head = order.head.partition(".")[0]
+    if agent == 0:
+        return head
+    server = agent - (order.agents - order.servers)
+    if server >= 0:
+        return f"{head.removesuffix('-chief-0')}-ps-{server}"
+    for ending, workers, index in (
+        ("-master-0", "-worker", agent - 1),
+        ("-launcher", "-worker", agent - 1),
+        ("-chief-0", "-worker", agent - 1),
+        ("-0", "", agent),
+    ):
+        if head.endswith(ending):
+            return f"{head.removesuffix(ending)}{workers}-{index}"
+    return str(agent)
+
+
+def _append(part: pathlib.Path, data: bytes) -> None:
+    # A full disk: the rank's end is known all the same, and its value is missed where it is asked for.
+    with contextlib.suppress(OSError), part.open("ab") as file:
+        file.write(data)
+
+
+def _complete(part: pathlib.Path, outcome: pathlib.Path, size: int) -> None:
+    with contextlib.suppress(OSError):
+        if part.stat().st_size == size:
+            part.replace(outcome)
