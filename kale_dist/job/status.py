@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kale_dist.wire import EventKind, FailureCause, MetricRow, RankStateName, StateName
+from kale_dist.wire import EventKind, FailureCause, Member, MetricRow, RankStateName, StateName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,8 @@ class ReplicaStatus:
     progress: RankProgress | None = None
     usage: Usage | None = None
     """None until its agent has looked for the first time."""
+    agent: int | None = None
+    """Number of its agent in the job, from 0: that of its pod or container. None until an attempt says it."""
     pod: str | None = None
     """Where it runs, on a cluster."""
     node: str | None = None
@@ -175,6 +177,10 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     match event.get("event"):
         case EventKind.STATE if not status.is_final:
             return _reduce_state(status, event)
+        case EventKind.ATTEMPT:
+            members = [Member(**member) for member in event["members"]]
+            ranks = (ReplicaStatus(rank=rank, agent=member.agent) for member in members for rank in member.ranks)
+            return dataclasses.replace(status, replicas=tuple(ranks))
         case EventKind.RANK if rank is not None:
             return _reduce_rank(status, rank, event)
         case EventKind.OUTCOME if rank is not None and not event.get("ok"):

@@ -7,6 +7,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
                 A final one also has next_line (the number that the log's next line would have) and lost (ranks
                 without which the others carried on)
+    attempt     members: those of the `Attempt` whose ranks are started now, as objects
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
@@ -42,6 +43,7 @@ class EventKind(enum.StrEnum):
     """The kinds of event; the module's docstring lists the fields of each."""
 
     STATE = "state"
+    ATTEMPT = "attempt"
     RANK = "rank"
     METRICS = "metrics"
     PROGRESS = "progress"

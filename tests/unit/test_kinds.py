@@ -232,7 +232,12 @@ def test_an_agent_calls_other_pods_as_their_controller_does(word):
     kind = KINDS[word]
     world = spec.topology.number_of_processes
     order = Order(
-        job="j", world_size=world, processes_per_agent=1, head=kind.head_host(spec), snapshot="", **kind.order(spec)
+        job="j",
+        number_of_processes=world,
+        processes_per_agent=1,
+        head=kind.head_host(spec),
+        snapshot="",
+        **kind.order(spec),
     )
     assert tuple(pod_name(order, agent) for agent in range(world)) == kind.pod_names(spec)
 
