@@ -18,6 +18,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
     note        text: a sentence for the user (how data is sharded, that a warning holds)
     display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
+    disk        problem: why ranks wait for the disk with the job's folder, as a sentence; "" if they do not. Kept like progress.
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text
 """
@@ -48,6 +49,7 @@ class EventKind(enum.StrEnum):
     RESUMED = "resumed"
     NOTE = "note"
     DISPLAY = "display"
+    DISK = "disk"
     WAITING = "waiting"
     OUTCOME = "outcome"
 
@@ -127,12 +129,14 @@ def last_name(event: dict[str, Any]) -> str | None:
     """The name under which an event replaces the rank's one before it.
 
     Returns:
-        The rank as text for progress, `usage <rank>` for usage; None for kinds of which every event counts.
+        The rank as text for progress, `usage <rank>` for usage, `disk`; None for kinds of which every event counts.
     """
     match event.get("event"):
         case EventKind.PROGRESS:
             return str(event.get("rank"))
         case EventKind.USAGE:
             return f"{EventKind.USAGE} {event.get('rank')}"
+        case EventKind.DISK:
+            return EventKind.DISK
         case _:
             return None

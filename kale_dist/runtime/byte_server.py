@@ -33,7 +33,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from kale_dist import contract
@@ -41,7 +41,7 @@ from kale_dist.blobs import FolderStore, digest_of
 from kale_dist.contract import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, LineBlock, check_request
 from kale_dist.errors import StoreError
 from kale_dist.runtime.job_run import open_port
-from kale_dist.runtime.writer import JobWriter
+from kale_dist.runtime.writer import JobWriter, LogFile
 
 SILENCE_LIMIT_S = 60.0
 """A connection on which nothing moves for so long is closed."""
@@ -259,28 +259,14 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self.send_response_only(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        with owner.files.log.open("rb") as log, owner.files.events.open("rb") as events:
-            written = writer.written
-            log.seek(_offset_of(log, line, written.log_start, written.log_bytes))
-            # The first record may begin before the line that is wanted.
-            first: BlockReader | None = BlockReader()
+        with contextlib.closing(_LogSender(writer, line)) as log, owner.files.events.open("rb") as events:
             for _ in range(event):
                 if not events.readline().endswith(b"\n"):
                     break
             number, sent_progress = event, dict[str, bytes]()
             while True:
                 written = writer.written
-                while log.tell() < written.log_bytes:
-                    if log.tell() < written.log_start:
-                        log.seek(written.log_start)
-                    data = log.read(min(_PIECE_BYTES, written.log_bytes - log.tell()))
-                    if first is not None:
-                        records = [block for block in first.feed(data) if isinstance(block, LineBlock)]
-                        records = [record for record in records if (record.next or 0) > line]
-                        data = b"".join(record.since(line).encode() for record in records)
-                        if records:
-                            data += first.rest
-                            first = None
+                for data in log.pieces(written.log):
                     self.wfile.write(data)
                 while events.tell() < written.event_bytes:
                     self.wfile.write(contract.encode_event(number, events.readline()))
@@ -363,17 +349,63 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-def _offset_of(log: BinaryIO, line: int, start: int, stop: int) -> int:
-    """Where the record with a line begins, or one before it, among the records from `start` to `stop`."""
-    found, low, high = start, start, stop
-    while low < high:
-        middle = (low + high) // 2
-        after = contract.lines_after(log, middle)
-        if after is None or after[0] >= stop or after[1] > line:
-            high = middle
-        else:
-            found, low = after[0], after[0] + 1
-    return found
+class _LogSender:
+    """Reads a head's log from a line on, across its files.
+
+    Args:
+        writer: What writes it.
+        line: Number of the first line that is wanted.
+    """
+
+    def __init__(self, writer: JobWriter, line: int) -> None:
+        self._writer = writer
+        self._line = line
+        self._first = -1
+        self._file: BinaryIO | None = None
+        # The record with the first line may begin before it.
+        self._blocks: BlockReader | None = BlockReader()
+
+    def pieces(self, log: tuple[LogFile, ...]) -> Iterator[bytes]:
+        """What there is since the last call.
+
+        Args:
+            log: The log's files, as far as they are written.
+        """
+        for at, file in enumerate(log):
+            if file.first > self._first and (at + 1 == len(log) or log[at + 1].first > self._line):
+                # One that is deleted in this moment was too old.
+                with contextlib.suppress(FileNotFoundError):
+                    self._open(file)
+            while file.first == self._first and self._file is not None and self._file.tell() < file.bytes:
+                data = self._file.read(min(_PIECE_BYTES, file.bytes - self._file.tell()))
+                yield data if self._blocks is None else self._since_line(self._blocks, data)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, file: LogFile) -> None:
+        fresh = self._writer.open_log(file.first)
+        self.close()
+        self._first, self._file = file.first, fresh
+        low, high = 0, file.bytes
+        while low < high:
+            middle = (low + high) // 2
+            after = contract.lines_after(fresh, middle)
+            if after is None or after[0] >= file.bytes or after[1] > self._line:
+                high = middle
+            else:
+                low = after[0] + 1
+        fresh.seek(max(0, low - 1))
+
+    def _since_line(self, blocks: BlockReader, data: bytes) -> bytes:
+        records = [block for block in blocks.feed(data) if isinstance(block, LineBlock)]
+        records = [record for record in records if (record.next or 0) > self._line]
+        if not records:
+            return b""
+        self._blocks = None
+        return b"".join(record.since(self._line).encode() for record in records) + blocks.rest
 
 
 def _blob(store: FolderStore, digest: str) -> pathlib.Path:

@@ -180,13 +180,14 @@ class HangWatch:
         return self._stall_timeout_s is not None and self._idle_s >= self._stall_timeout_s
 
     def _plan_stall_check(self) -> None:
-        limits = [limit for limit in (self._stall_warn_s, self._stall_timeout_s) if limit is not None]
-        if limits and not self._stopped:
-            self._later("stall", min(STALL_CHECK_S, min(limits) / 4), self._check_stall)
+        limits = [limit / 4 for limit in (self._stall_warn_s, self._stall_timeout_s) if limit is not None]
+        if not self._stopped:
+            self._later("stall", min([STALL_CHECK_S, *limits]), self._check_stall)
 
     def _check_stall(self) -> None:
-        if any(rank.state is RankStateName.PENDING for rank in self._ranks):
-            # Torch is still being imported for them, which may take long on a fresh node and is no stall.
+        self._writer.look_at_disk()
+        if not self._writer.has_room or any(rank.state is RankStateName.PENDING for rank in self._ranks):
+            # Ranks that wait for the disk have not stalled, nor those for which torch is still being imported.
             self._moved_at = time.monotonic()
         if self._is_stalled and not self._in_first_step:
             self._look(self._fail_stalled)

@@ -109,7 +109,7 @@ class Head:
             self.writer,
             self._ended,
             relays=self._relays,
-            holds_floods=True,
+            is_limited=True,
             before_end=self._copy_outcomes,
             mpirun=mpirun,
         )
@@ -128,6 +128,8 @@ class Head:
 
     def _notify(self) -> None:
         self._server.notify()
+        if self._relays is not None:
+            self._relays.limit(has_room=self.writer.has_room)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 

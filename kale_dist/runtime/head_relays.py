@@ -25,7 +25,6 @@ LOST_AFTER_S = 1.0
 
 _PROOF_LIMIT_S = 10.0
 _MAX_REFUSALS_SAID = 10
-_LOOK_AGAIN_S = 0.1
 
 _GONE = (
     "its agent has ended, or can no longer be reached. The pod may have been deleted, evicted or killed (often because "
@@ -147,6 +146,13 @@ class HeadsRelays:
             if relay.channel is not None:
                 relay.channel.say(Op.FETCH)
 
+    def limit(self, *, has_room: bool) -> None:
+        """Have relays send lines and events only while there is room for them."""
+        for relay in self._relays.values():
+            if relay.channel is not None and relay.channel.may_send != has_room:
+                relay.channel.may_send = has_room
+                relay.channel.say(Op.ROOM, is_there=has_room)
+
     def spawn(self, run: RankRun, attempt: int, port: int, seed: int) -> None:
         """Have the rank's relay start it."""
         relay = self._relays[run.rank // self._order.processes_per_agent]
@@ -241,11 +247,10 @@ class HeadsRelays:
             return
         elif kind == b"O":
             far.run.output(payload[COUNT.size :], COUNT.unpack_from(payload)[0])
+            self.limit(has_room=far.run.has_room)
         elif kind == b"E":
             far.run.events(payload)
-            # What it sends meanwhile waits there.
-            while not far.run.has_room:  # noqa: ASYNC110 - a disk that has room again has no event
-                await asyncio.sleep(_LOOK_AGAIN_S)
+            self.limit(has_room=far.run.has_room)
         elif kind == b"S":
             far.run.stacks(payload[TICKS.size :], TICKS.unpack_from(payload)[0])
         elif kind == b"F":

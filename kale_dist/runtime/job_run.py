@@ -46,7 +46,7 @@ class JobRun:
         writer: The job's files. `on_end` has to close it.
         on_end: Called once, when no rank is left and the last event is on its way.
         relays: Who looks after the ranks of other agents; None: all ranks are this agent's.
-        holds_floods: Whether ranks' output is held to a rate.
+        is_limited: Whether ranks' output is rate-limited.
         before_end: Called when no rank is left, before the last event.
         mpirun: What runs beside the ranks; None for nothing.
     """
@@ -60,7 +60,7 @@ class JobRun:
         on_end: Callable[[], None],
         *,
         relays: HeadsRelays | None = None,
-        holds_floods: bool = False,
+        is_limited: bool = False,
         before_end: Callable[[], None] = lambda: None,
         mpirun: Mpirun | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class JobRun:
         self._writer = writer
         self._on_end = on_end
         self._relays = relays
-        self._holds_floods = holds_floods
+        self._is_limited = is_limited
         self._before_end = before_end
         self._mpirun = mpirun
         self._files = JobFiles(order.folder)
@@ -124,7 +124,7 @@ class JobRun:
                 order=self.order, rank=run.rank, attempt=self.attempt, port=self._port, seed=self.seed
             )
             run.process = process = self._pool.take()
-            process.start(run, assignment, listener if run.rank == 0 else None, is_held=self._holds_floods)
+            process.start(run, assignment, listener if run.rank == 0 else None, is_limited=self._is_limited)
         if self._mpirun is not None:
             self._mpirun.start(self.attempt)
         self._watch = HangWatch(

@@ -46,7 +46,7 @@ class Listener(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether more events may come; else they stay in the rank's pipe."""
+        """Whether more lines and events may come; else they stay in the rank's pipes, which it fills and then waits for."""
         ...
 
     def forked(self, pid: int) -> None:
@@ -97,7 +97,8 @@ class NearRank:
         self._readers: set[int] = set()
         self._was_signalled = False
         self._kills = 0
-        self._is_held = False
+        self._is_limited = False
+        self._is_paused = False
         self._output: RankOutput | None = None
 
     # -- the pool's side ---------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class NearRank:
     # -- its owner's side --------------------------------------------------------------------------------------------
 
     def start(
-        self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_held: bool = False
+        self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_limited: bool = False
     ) -> None:
         """Give it its work, as soon as it has a process.
 
@@ -181,10 +182,10 @@ class NearRank:
             listener: Gets its output and events.
             assignment: What it is to do.
             port: The socket that rank 0's store listens on; closed here once it is the rank's.
-            is_held: Whether its output is held to a rate.
+            is_limited: Whether its output is rate-limited.
         """
         self._listener = listener
-        self._is_held = is_held
+        self._is_limited = is_limited
         self._assignment = (contract.encode_json(assignment.to_json()), port)
         if self.pid:
             # Not at once: the caller is still starting others.
@@ -238,7 +239,7 @@ class NearRank:
             port.close()
         stdout, stderr, events, stacks = self._own
         pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
-        self._output = RankOutput(self._loop, pipes, self._listener.output, is_held=self._is_held)
+        self._output = RankOutput(self._loop, pipes, self._take_lines, is_limited=self._is_limited)
         self._read(events, lambda: self._read_events(events))
         self._read(stacks, lambda: self._read_stacks(stacks))
         self._read(self._control.fileno(), self._read_control)
@@ -269,26 +270,42 @@ class NearRank:
         self._readers.discard(descriptor)
         self._loop.remove_reader(descriptor)
 
-    def _read_events(self, descriptor: int) -> None:
-        if self._listener is not None and not self._listener.has_room:
-            self._forget(descriptor)
-            self._loop.call_later(_LOOK_AGAIN_S, self._read_events_again, descriptor)
+    def _take_lines(self, body: bytes, count: int) -> None:
+        if self._listener is not None:
+            self._listener.output(body, count)
+            self._pause_if_full()
+
+    def _pause_if_full(self) -> None:
+        """Leave the rank's lines and events in their pipes while there is no room for them."""
+        if self._output is None or self._listener is None or self._is_paused:
             return
+        if not self._listener.has_room:
+            self._is_paused = True
+            self._output.pause()
+            self._loop.remove_reader(self._own[2])
+            self._loop.call_later(_LOOK_AGAIN_S, self._look_for_room)
+
+    def _look_for_room(self) -> None:
+        self._is_paused = False
+        self._pause_if_full()
+        if self._output is not None and not self._is_paused:
+            self._output.resume()
+            if self._own[2] in self._readers:
+                self._read(self._own[2], lambda: self._read_events(self._own[2]))
+
+    def _read_events(self, descriptor: int) -> None:
         data = read_some(descriptor)
         if data is None:
             self._forget(descriptor)
         elif data:
             self._take_events(data)
 
-    def _read_events_again(self, descriptor: int) -> None:
-        if descriptor in self._own:
-            self._read(descriptor, lambda: self._read_events(descriptor))
-
     def _take_events(self, data: bytes) -> None:
         whole, end, rest = (self._pending_events + data).rpartition(b"\n")
         self._pending_events = rest
         if whole and self._listener is not None:
             self._listener.events(whole + end)
+            self._pause_if_full()
 
     def _read_stacks(self, descriptor: int) -> None:
         data = read_some(descriptor)

@@ -1,4 +1,4 @@
-"""Output of ranks: read from their pipes, cut into lines, made fit for a log, and held to a bearable rate.
+"""Output of ranks: read from their pipes, cut into lines, made fit for a log, and rate-limited.
 
 A carriage return ends a line too, as progress bars use it; of many such lines in a row only some are kept, the first,
 about five a second, and the last.
@@ -26,13 +26,13 @@ MAX_LAST_READ_BYTES = 4 << 20
 TAIL_LINES = 3
 TAIL_LINE_BYTES = 200
 
-FLOOD_BYTES_PER_S = 2 << 20
+RATE_BYTES_PER_S = 2 << 20
 """In a pod a rank may write this much, on average."""
 
-FLOOD_IN_HAND_BYTES = 16 << 20
+BURST_BYTES = 16 << 20
 """It may write this much at once."""
 
-FLOOD_TAIL_BYTES = 64 << 10
+TAIL_BYTES = 64 << 10
 """If there is too much, the end is kept: a rank's last lines."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
@@ -50,7 +50,7 @@ class RankOutput:
         loop: The agent's loop.
         pipes: Where each stream is read; they do not block.
         put: Called with marked lines, and how many they are.
-        is_held: Whether the rank is held to a rate.
+        is_limited: Whether the rank is rate-limited.
     """
 
     def __init__(
@@ -59,16 +59,26 @@ class RankOutput:
         pipes: Mapping[Stream, int],
         put: Callable[[bytes, int], None],
         *,
-        is_held: bool,
+        is_limited: bool,
     ) -> None:
         self._loop = loop
         self._pipes = pipes
         self._put = put
-        self._gate = FloodGate() if is_held else None
+        self._limit = RateLimit() if is_limited else None
         self._cutters = {stream: LineCutter(stream) for stream in pipes}
+        self._open = set(pipes)
         self._bar_timer: asyncio.TimerHandle | None = None
-        for stream, pipe in pipes.items():
-            loop.add_reader(pipe, self._read, stream)
+        self.resume()
+
+    def resume(self) -> None:
+        """Read the pipes as they fill, from the start on, or again after `pause`."""
+        for stream in self._open:
+            self._loop.add_reader(self._pipes[stream], self._read, stream)
+
+    def pause(self) -> None:
+        """Leave in the pipes what comes: the rank waits when they are full."""
+        for stream in self._open:
+            self._loop.remove_reader(self._pipes[stream])
 
     def read_rest(self) -> None:
         """Read what is in the pipes without waiting."""
@@ -80,16 +90,15 @@ class RankOutput:
         """The rank has ended: last lines without an end count. Gives the last ones, of stderr if there are any, else of stdout."""
         for cutter in self._cutters.values():
             self._pass(*cutter.finish())
-        if self._gate is not None:
-            body, count = self._gate.finish()
+        if self._limit is not None:
+            body, count = self._limit.finish()
             if count:
                 self._put(body, count)
         return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
 
     def close(self) -> None:
         """Read no more."""
-        for pipe in self._pipes.values():
-            self._loop.remove_reader(pipe)
+        self.pause()
         if self._bar_timer is not None:
             self._bar_timer.cancel()
 
@@ -97,6 +106,7 @@ class RankOutput:
         data = read_some(self._pipes[stream])
         if data is None:
             self._loop.remove_reader(self._pipes[stream])
+            self._open.discard(stream)
         elif data:
             self._pass(*self._cutters[stream].feed(data))
             self._show_bars_later()
@@ -112,8 +122,8 @@ class RankOutput:
         self._show_bars_later()
 
     def _pass(self, body: bytes, count: int) -> None:
-        if self._gate is not None and count:
-            body, count = self._gate.admit(body, count)
+        if self._limit is not None and count:
+            body, count = self._limit.admit(body, count)
         if count:
             self._put(body, count)
 
@@ -250,8 +260,8 @@ def _boundary(line: bytes) -> int:
     return cut
 
 
-class FloodGate:
-    """Holds what one rank writes to a rate; whole lines go, and a line says how many.
+class RateLimit:
+    """Limits what one rank writes; whole lines are left out, and a line says how many. The first and the last are kept.
 
     Args:
         now: Seconds of a monotonic clock.
@@ -259,49 +269,36 @@ class FloodGate:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._in_hand = float(FLOOD_IN_HAND_BYTES)
+        self._in_hand = float(BURST_BYTES)
         self._looked_at = now()
-        self._lost = 0
-        self._held: collections.deque[Body] = collections.deque()
-        self._held_bytes = 0
+        self._missing = 0
+        self._tail = NOTHING
 
     def admit(self, body: bytes, count: int) -> Body:
         """What of some lines may pass now, after those that were held back."""
         now = self._now()
-        self._in_hand = min(FLOOD_IN_HAND_BYTES, self._in_hand + (now - self._looked_at) * FLOOD_BYTES_PER_S)
+        self._in_hand = min(BURST_BYTES, self._in_hand + (now - self._looked_at) * RATE_BYTES_PER_S)
         self._looked_at = now
+        body, count = self._tail[0] + body, self._tail[1] + count
         # While lines are missing, enough has to be in hand that the next gap is not the next line's.
-        enough = self._held_bytes + len(body) + (FLOOD_TAIL_BYTES * 16 if self._held else 0)
-        if self._in_hand < enough:
-            self._hold(body, count)
-            return NOTHING
-        before = self.finish()
-        self._in_hand -= len(body)
-        return before[0] + body, before[1] + count
+        if self._in_hand >= len(body) + (TAIL_BYTES * 16 if self._tail[1] else 0):
+            self._tail = body, count
+            return self.finish()
+        if len(body) > TAIL_BYTES:
+            start = body.find(b"\n", len(body) - TAIL_BYTES) + 1
+            body = body[start:] or body[body.rfind(b"\n", 0, -1) + 1 :]
+        kept = body.count(b"\n")
+        self._missing += count - kept
+        self._tail = body, kept
+        return NOTHING
 
     def finish(self) -> Body:
         """What was held back last, and how many lines before it are missing."""
-        lost, self._lost = self._lost, 0
-        bodies, counts = [body for body, _ in self._held], sum(count for _, count in self._held)
-        self._held.clear()
-        self._in_hand -= self._held_bytes
-        self._held_bytes = 0
-        if lost:
-            limit = f"{FLOOD_BYTES_PER_S >> 20} MiB a second"
-            text = f"{lost:,} lines of this rank are missing here: it wrote more than {limit}"
-            bodies.insert(0, body_of(Stream.AGENT, [text.encode()]))
-        return b"".join(bodies), counts + (lost > 0)
-
-    def _hold(self, body: bytes, count: int) -> None:
-        if len(body) > FLOOD_TAIL_BYTES:
-            start = body.find(b"\n", len(body) - FLOOD_TAIL_BYTES) + 1
-            kept = body[start:] or body[body.rfind(b"\n", 0, -1) + 1 :]
-            lines = kept.count(b"\n")
-            self._lost += count - lines
-            body, count = kept, lines
-        self._held.append((body, count))
-        self._held_bytes += len(body)
-        while self._held_bytes > FLOOD_TAIL_BYTES and len(self._held) > 1:
-            old = self._held.popleft()
-            self._held_bytes -= len(old[0])
-            self._lost += old[1]
+        (body, count), self._tail = self._tail, NOTHING
+        missing, self._missing = self._missing, 0
+        self._in_hand -= len(body)
+        if missing:
+            limit = f"{RATE_BYTES_PER_S >> 20} MiB a second"
+            text = f"{missing:,} lines of this rank are missing here: it wrote more than {limit}"
+            body, count = body_of(Stream.AGENT, [text.encode()]) + body, count + 1
+        return body, count

@@ -41,13 +41,13 @@ class Agent:
 
 
 class Place:
-    def __init__(self, tmp_path, host="127.0.0.1"):
+    def __init__(self, tmp_path, host="127.0.0.1", limit_bytes=None):
         self.files = JobFiles(tmp_path / "job")
         self.files.folder.mkdir()
         self.store = FolderStore(tmp_path / "blobs")
         self.agent = Agent()
         self.loop = asyncio.new_event_loop()
-        self.agent.writer = JobWriter(self.files, self.loop, self.notify)
+        self.agent.writer = JobWriter(self.files, self.loop, self.notify, limit_bytes=limit_bytes)
         self.server = ByteServer(
             host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, status=self.agent.status,
             cancel=self.agent.cancel_requested, acknowledge=self.agent.acknowledged,
@@ -263,6 +263,24 @@ def test_a_stream_begins_where_the_reader_left_off_and_ends_with_the_job(place, 
     assert [(block.number, block.event["event"]) for block in found if isinstance(block, EventBlock)] == [(1, "state")]
     assert [block.event["step"] for block in found if isinstance(block, ProgressBlock)] == [1]
     assert found[-1].event.get("next_line") == 450 or isinstance(found[-1], ProgressBlock)
+
+
+@pytest.mark.parametrize("limit_bytes", [20_000, 2_000_000])
+def test_a_stream_reads_across_the_files_of_a_long_log(tmp_path, limit_bytes):
+    place = Place(tmp_path, limit_bytes=limit_bytes)
+    for start in range(0, 3000, 100):
+        place.write(start, start + 100)
+        place.run(0.02)
+    kept = place.agent.writer.written.log
+    early, late = place.stream(0), place.stream(2990)
+    for start in range(3000, 4000, 100):
+        place.write(start, start + 100)
+        place.run(0.05)
+    place.close()
+    for (thread, found), first in ((early, kept[0].first), (late, 2990)):
+        thread.join(20)
+        assert numbers(found) == list(range(first, 4000))
+    assert (kept[0].first > 0) == (limit_bytes == 20_000)
 
 
 def test_two_readers_read_the_same(place):

@@ -1,8 +1,9 @@
-"""Lines of output: whole, thinned where a progress bar redraws itself, held to a rate where a rank floods."""
+"""Lines of output: whole, thinned where a progress bar redraws itself, rate-limited where a rank floods."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from kale_dist.contract import MAX_LINE_BYTES, LineBlock, Stream
 from kale_dist.runtime import output
-from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter, RankOutput
+from kale_dist.runtime.output import BAR_INTERVAL_S, LineCutter, RankOutput, RateLimit
 
 
 class Written:
@@ -125,18 +126,18 @@ def test_the_tail_is_the_last_lines(written):
     assert cutter.tail == ("line 8", "line 9", "rest")
 
 
-def test_a_flood_is_held_to_a_rate_and_what_is_missing_is_counted(written, monkeypatch):
+def test_a_flood_is_rate_limited_and_what_is_missing_is_counted(written, monkeypatch):
     clock = [0.0]
-    gate = FloodGate(now=lambda: clock[0])
+    limit = RateLimit(now=lambda: clock[0])
     cutter = LineCutter(Stream.STDOUT)
     number, sent_bytes = 0, 0
     while clock[0] < 20:
         lines = b"".join(b"line %d %s\n" % (one, b"." * 80) for one in range(number, number + 1000))
         number += 1000
         sent_bytes += len(lines)
-        written.add(gate.admit(*cutter.feed(lines)))
+        written.add(limit.admit(*cutter.feed(lines)))
         clock[0] += 0.01
-    written.add(gate.finish())
+    written.add(limit.finish())
     texts = [line.text for line in written.lines if line.stream is Stream.STDOUT]
     gaps = [line.text for line in written.lines if line.stream is Stream.AGENT]
     assert texts[0].startswith("line 0 ")
@@ -145,16 +146,16 @@ def test_a_flood_is_held_to_a_rate_and_what_is_missing_is_counted(written, monke
     assert all("lines of this rank are missing here: it wrote more than 2 MiB a second" in text for text in gaps)
     assert missing + len(texts) == number
     passed_bytes = sum(len(text) + 2 for text in texts)
-    limit = output.FLOOD_IN_HAND_BYTES + 20 * output.FLOOD_BYTES_PER_S
-    assert 0.7 * limit < passed_bytes < 1.05 * limit < sent_bytes / 2
+    most = output.BURST_BYTES + 20 * output.RATE_BYTES_PER_S
+    assert 0.7 * most < passed_bytes < 1.05 * most < sent_bytes / 2
     assert len(gaps) < 100
 
 
 def test_a_rank_that_writes_steadily_below_the_rate_loses_nothing(written):
     clock = [0.0]
-    gate = FloodGate(now=lambda: clock[0])
+    limit = RateLimit(now=lambda: clock[0])
     for _ in range(2000):
-        written.add(gate.admit(b"|" + b"x" * 9_998 + b"\n", 1))
+        written.add(limit.admit(b"|" + b"x" * 9_998 + b"\n", 1))
         clock[0] += 0.01
     assert len(written.texts) == 2000
 
@@ -166,7 +167,7 @@ def test_pipes_are_read_to_their_end(written):
             os.set_blocking(pipe, False)
         loop = asyncio.get_running_loop()
         rank = RankOutput(
-            loop, {Stream.STDOUT: stdout, Stream.STDERR: stderr}, lambda *cut: written.add(cut), is_held=True
+            loop, {Stream.STDOUT: stdout, Stream.STDERR: stderr}, lambda *cut: written.add(cut), is_limited=True
         )
         os.write(err, b"10%\r20%\r30%\r40%\r")
         while written.texts != ["10%", "30%"]:  # noqa: ASYNC110 - what is written has no event
@@ -184,3 +185,28 @@ def test_pipes_are_read_to_their_end(written):
 
     asyncio.run(read())
     assert written.texts == ["10%", "30%", "whole", "40%", "no end", "last words"]
+
+
+def test_a_pipe_that_is_not_read_keeps_what_comes(written):
+    async def read():
+        stdout, out = os.pipe()
+        os.set_blocking(stdout, False)
+        os.set_blocking(out, False)
+        loop = asyncio.get_running_loop()
+        rank = RankOutput(loop, {Stream.STDOUT: stdout}, lambda *cut: written.add(cut), is_limited=False)
+        rank.pause()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(out, b"a line\n" * 100)
+        await asyncio.sleep(0.05)
+        assert written.texts == []
+        rank.resume()
+        os.close(out)
+        while rank._open:  # noqa: ASYNC110 - the end of a pipe has no event
+            await asyncio.sleep(0.01)
+        rank.close()
+        os.close(stdout)
+
+    asyncio.run(read())
+    assert len(written.texts) > 5000
+    assert "".join(written.texts).replace("a line", "") == ""
