@@ -198,7 +198,7 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
             return _with_replica(status, rank, progress=_progress(event))
         case EventKind.USAGE if rank is not None:
             return _with_replica(status, rank, usage=_usage(event))
-        case EventKind.DISK if status.state is StateName.RUNNING:
+        case EventKind.DISK if not status.is_final:
             return dataclasses.replace(status, reason=str(event["problem"]))
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))

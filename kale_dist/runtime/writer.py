@@ -207,8 +207,10 @@ class JobWriter:
         self.disk_problem = problem
         self.event(EventKind.DISK, problem=problem)
         if problem:
-            self.progress = {**self.progress, EventKind.DISK: json.dumps(self._latest[EventKind.DISK]).encode()}
+            told = json.dumps(self._latest[EventKind.DISK]).encode()
+            self.progress = {**self.progress, EventKind.DISK: told}
             if self._stdout is not None:
+                self._stdout.offer(contract.encode_progress(told), always=True)
                 self._stdout.say(problem)
         self._on_change()
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import time
 
 import pytest
 from agent_jobs import add_ranks, gone_within
-from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of
+from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of, write_much
 
 from kale_dist import contract
-from kale_dist.contract import EventBlock, EventKind, LineBlock, Source
+from kale_dist.contract import BlockReader, EventBlock, EventKind, LineBlock, ProgressBlock, Source
 from kale_dist.runtime.relay_protocol import FRAME
 
 
@@ -68,6 +69,27 @@ def test_an_exception_in_another_pod_is_the_cause(make_bare):
     assert isinstance(job.outcome(2).error, ValueError)
     told = {"state": "failed", "cause": "error", "rank": 2, "error_type": "ValueError", "last_line": ""}
     assert job.pods[0].last_words == told | {"message": state["reason"]}
+
+
+def test_a_head_whose_disk_is_full_stops_ranks_in_all_pods_and_loses_no_line(make_bare, tmp_path):
+    job = make_bare(write_much, str(tmp_path), ranks=2, processes_per_agent=1, stall_timeout_s=2.0).put_input()
+    head = job.start(0)
+    full = (2 << 20, resource.RLIM_INFINITY)
+    resource.prlimit(head.process.pid, resource.RLIMIT_FSIZE, full)
+    job.start(1)
+    told = job.until(lambda: [item.event for item in job.items(ProgressBlock) if item.event["event"] == EventKind.DISK])
+    assert "cannot be written" in told[0]["problem"]
+    stopped_at = [(tmp_path / f"{rank}").read_text() for rank in (0, 1)]
+    time.sleep(3)
+    assert [(tmp_path / f"{rank}").read_text() for rank in (0, 1)] == stopped_at
+    assert max(map(int, stopped_at)) < 129_000
+    resource.prlimit(head.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert job.end() == [0, 0]
+    found = list(BlockReader().feed((head.folder / "work" / "job" / "log").read_bytes()))
+    assert [block.first for block in found[1:]] == [block.next for block in found[:-1]]
+    for number in (0, 1):
+        numbers = [int(line.text[:6]) for block in found if block.rank == number for line in block.lines()]
+        assert numbers == list(range(130_000))
 
 
 def test_a_rank_killed_in_another_pod_ends_all(make_bare):
