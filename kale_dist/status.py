@@ -119,7 +119,7 @@ class JobStatus:
     @property
     def is_final(self) -> bool:
         """Whether the job has ended."""
-        return self.state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+        return self.state.is_final
 
     @property
     def fraction(self) -> float | None:

@@ -5,8 +5,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
     state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
-                A final one also has next_line (the number that the log's next line would have) and lost (ranks
-                without which the others carried on)
+                A final one is a `Verdict`
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
@@ -25,10 +24,11 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 MEASURED_SOURCES = ("strategy", "pace", "profile")
 """Sources of metrics that the training loop measures by itself: for trackers and tables, not for curves."""
@@ -63,6 +63,11 @@ class StateName(enum.StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a job in this state has ended."""
+        return self in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
 
 class RankStateName(enum.StrEnum):
@@ -103,6 +108,57 @@ class FailureCause(enum.StrEnum):
     """The head got SIGTERM: the job was suspended or deleted, or its pod evicted."""
     NOT_STARTED = "not-started"
     """The agent could not start the ranks (versions, damaged snapshot, no process to be had)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an attempt, a run or a job ended.
+
+    A head's verdict is the fields of its final state event and, where nothing else comes through, its termination message.
+    A follower judges only what a head cannot know: how a head ended that said nothing, and what became of a lost pod.
+    """
+
+    state: StateName
+    cause: FailureCause | None = None
+    reason: str = ""
+    """A sentence; empty if there is nothing to say."""
+    rank: int | None = None
+    """The rank that failed first; None if there is none, or it is unknown."""
+    lost: tuple[int, ...] = ()
+    """Ranks without which the others carried on."""
+    next_line: int = 0
+    """The number that the log's next line would have, as the writer of the events knows it."""
+    may_restart: bool = False
+    """Whether another attempt or run could end otherwise: a rank or pod was lost, and memory did not run out. Not sent."""
+
+    def fields(self) -> dict[str, Any]:
+        """As they are sent."""
+        return {
+            "state": str(self.state), "cause": str(self.cause or ""), "reason": self.reason, "failed_rank": self.rank,
+            "lost": list(self.lost),
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, said: Any) -> Self | None:
+        """The verdict in a record, if it is one: another agent wrote it, or a disk was full."""
+        try:
+            state, rank = StateName(said["state"]), said.get("failed_rank")
+            verdict = cls(
+                state, FailureCause(said["cause"]) if said.get("cause") else None, str(said.get("reason") or ""),
+                rank=rank if isinstance(rank, int) else None, lost=tuple(said.get("lost") or ()),
+                next_line=int(said.get("next_line") or 0),
+            )  # fmt: skip
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+        return verdict if state.is_final else None
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Self | None:
+        """The same in a termination message."""
+        try:
+            return cls.read(json.loads(text))
+        except ValueError:
+            return None
 
 
 def encode_json(record: Mapping[str, Any]) -> bytes:

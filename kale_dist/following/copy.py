@@ -34,6 +34,7 @@ from kale_dist.contract import (
     ProgressBlock,
     StateName,
     Stream,
+    Verdict,
 )
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.following.client import HeadClient
@@ -52,7 +53,6 @@ _PIECE_BYTES = 1 << 20
 _DROPPED = "the head keeps only the newest part of a long log"
 _ENDED = "the head ended before they could be copied"
 _TAIL_BYTES = 1 << 20
-_FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
 
 class GapError(Exception):
@@ -75,8 +75,8 @@ class RunCopy:
     def __init__(
         self, files: JobFiles, world_size: int, on_lines: Callable[[], None], on_change: Callable[[], None]
     ) -> None:
-        self.verdict: dict[str, Any] | None = None
-        """The head's final state event. Readers do not see it, or what follows it, before `release`."""
+        self.verdict: Verdict | None = None
+        """The head's. Readers do not see it, or what follows it, before `release`."""
         self.last_attempt = 0
         """The head's newest attempt that was seen."""
         self.has_started = False
@@ -100,7 +100,7 @@ class RunCopy:
     @property
     def is_complete(self) -> bool:
         """Whether all that the head had to say is here."""
-        return self.verdict is not None and self.next_line >= (self.verdict.get("next_line") or 0)
+        return self.verdict is not None and self.next_line >= self.verdict.next_line
 
     def take(self, blocks: Iterable[Block], *, missing: str = "", is_last: bool = False) -> None:
         """Append what is new, and write it to the disk.
@@ -241,8 +241,8 @@ class RunCopy:
         data = b"\n" * (block.number - self.next_event) + contract.encode_json(event)
         self.next_event = block.number + 1
         self._note(event)
-        if self.verdict is None and event.get("event") == EventKind.STATE and event.get("state") in _FINAL:
-            self.verdict = event
+        if self.verdict is None and event.get("event") == EventKind.STATE:
+            self.verdict = Verdict.read(event)
         if self.verdict is not None:
             self._held.append(data)
             return
@@ -436,7 +436,7 @@ class HeadReader:
                 self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
         verdict = self._copy.verdict
         if verdict is not None:
-            self._copy.skip_lines(verdict.get("next_line") or 0, _ENDED)
+            self._copy.skip_lines(verdict.next_line, _ENDED)
             self._copy.flush()
 
     def _read_files(self, folder: pathlib.Path) -> None:

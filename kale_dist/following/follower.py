@@ -18,14 +18,13 @@ from typing import Any
 
 from kale_dist import records
 from kale_dist.backends.base import JobRef, Look, Part, Place, RunHandle
-from kale_dist.contract import EventKind, FailureCause, StateName
+from kale_dist.contract import EventKind, FailureCause, StateName, Verdict
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
 from kale_dist.following.client import HeadClient
 from kale_dist.following.copy import Clock, HeadReader, RunCopy
 from kale_dist.following.reader import JobReader
 from kale_dist.following.results import Results
 from kale_dist.following.verdict import (
-    RunVerdict,
     closing_events,
     explains_loss,
     judge,
@@ -117,7 +116,7 @@ class Follower:
         self._seen_s: dict[str, float] = {}
         self._looked_at = self._clock.monotonic()
         self._between_looks_s = 0.0
-        self._decided: RunVerdict | None = None
+        self._decided: Verdict | None = None
         self._heard: set[str] = set()
         self._was_suspended = False
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -355,7 +354,7 @@ class Follower:
         if copy.verdict is not None:
             if not copy.is_complete and not is_read:
                 return False
-            is_explained = explains_loss(copy.verdict.get("cause") or "", look, self._spec.topology.number_of_pods)
+            is_explained = explains_loss(copy.verdict.cause, look, self._spec.topology.number_of_pods)
             if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
                 return False
             return self._end(judge(copy.verdict, look, self._spec, canceller=records.canceller(self._files)))
@@ -371,12 +370,12 @@ class Follower:
                 self._place.kill(self._handle, 0.0, self._decided.reason)
         return False
 
-    def _hopeless(self, look: Look) -> RunVerdict | None:
+    def _hopeless(self, look: Look) -> Verdict | None:
         """How a run ends that its head will never end."""
         error = self._input_error
         if error is not None and not getattr(error, "retryable", False):
             reason = f"The snapshot could not be sent to the job: {error}"
-            return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
+            return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
         if error is not None:
             self._input = self._input_error = None
         if self._lasts("gone", HEAD_S, seen=look.gone):
@@ -395,7 +394,7 @@ class Follower:
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
-            return RunVerdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
+            return Verdict(StateName.FAILED, FailureCause.TIMEOUT, reason)
         if trouble is not None and self._lasts("trouble", GIVE_UP_S, seen=not trouble.heals):
             return judge_trouble(trouble)
         part = lost_part(look)
@@ -414,9 +413,9 @@ class Follower:
         self._seen_s[name] = self._seen_s.get(name, -self._between_looks_s) + self._between_looks_s
         return self._seen_s[name] >= seconds
 
-    def _end(self, verdict: RunVerdict) -> bool:
+    def _end(self, verdict: Verdict) -> bool:
         """End the job, or have its next run."""
-        if self._run.is_suspended and (verdict.is_suspended or verdict.is_lost):
+        if self._run.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart):
             # The next run begins with the next head in the same object, however long that takes.
             return False
         if self._reader is not None:
@@ -424,7 +423,7 @@ class Follower:
         if verdict.state is StateName.FAILED:
             self._results().keep_last_words(self._copy, self._heard)
         copy = self._copy
-        if verdict.is_lost and not records.canceller(self._files):
+        if verdict.may_restart and not records.canceller(self._files):
             if self._key is not None and self._used_restarts() < self._spec.policy.max_restarts:
                 self._plan_run(verdict.reason)
                 return False
@@ -435,10 +434,10 @@ class Follower:
         has_checkpoint = self._status.status().checkpoint_epoch is not None
         if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
             return False
-        if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
+        if copy.verdict is not None and copy.verdict.reason == verdict.reason:
             copy.release()
         else:
-            if copy.verdict is None or verdict.reason not in str(copy.verdict.get("reason")):
+            if copy.verdict is None or verdict.reason not in copy.verdict.reason:
                 copy.say(verdict.reason)
             copy.release(closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time()))
         client = self.client()
@@ -500,7 +499,7 @@ class Follower:
         runs = records.runs(self._record.name)
         if who := records.canceller(self._files):
             reason = f"The job was cancelled by {who}"
-            return self._end(RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
+            return self._end(Verdict(StateName.CANCELLED, FailureCause.USER, reason))
         if self._key is None:
             return True
         checkpoints = [run.files.checkpoint for run in runs if run.files.checkpoint.exists()]
@@ -530,7 +529,7 @@ class Follower:
             if error.retryable:
                 return False
             reason = f"Run {self._run.number} of the job could not be started: {error}"
-            return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason))
+            return self._end(Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason))
         finally:
             self._show("")
         place = () if self._handle.place == self._record.place else self._handle.place
@@ -552,4 +551,4 @@ class Follower:
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
         with contextlib.suppress(BackendError):
             self._place.kill(self._handle, 0.0, reason)
-        return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))
+        return self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason))

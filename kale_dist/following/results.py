@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Callable
 
 from kale_dist.backends.base import Look, Place, RunHandle
-from kale_dist.contract import JobFiles, StateName
+from kale_dist.contract import JobFiles, StateName, Verdict
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.following.client import HeadClient
 from kale_dist.following.copy import RunCopy
-from kale_dist.following.verdict import RunVerdict
 
 MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
 """Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
@@ -75,7 +74,7 @@ class Results:
                     self._on_progress("")
         return self._place.fetch(self._handle, name, target)
 
-    def fetch_all(self, verdict: RunVerdict, copy: RunCopy, *, has_checkpoint: bool) -> bool:
+    def fetch_all(self, verdict: Verdict, copy: RunCopy, *, has_checkpoint: bool) -> bool:
         """Bring what the end of the job needs.
 
         Args:
@@ -91,11 +90,10 @@ class Results:
         is_success, attempt = verdict.state is StateName.SUCCEEDED, copy.last_attempt
         # Parameter servers, and the workers that serve them, are ended when the chief returns, and return nothing.
         returning = 1 if self._handle.spec.cluster.servers else copy.world_size
-        lost = (copy.verdict or {}).get("lost") or ()
-        ranks = [rank for rank in range(returning) if rank not in lost] if is_success else []
+        ranks = [rank for rank in range(returning) if rank not in verdict.lost] if is_success else []
         names = [self._files.outcome(attempt, rank).name for rank in ranks]
-        if verdict.failed_rank is not None and copy.verdict is not None:
-            names.append(self._files.outcome(attempt, verdict.failed_rank).name)
+        if verdict.rank is not None and copy.verdict is not None:
+            names.append(self._files.outcome(attempt, verdict.rank).name)
         if has_checkpoint and not is_success:
             names.append(self._files.checkpoint.name)
         missing = [name for name in names if not self._is_here(name)]

@@ -11,11 +11,10 @@ import time
 from typing import Any
 
 from kale_dist import contract
-from kale_dist.contract import FailureCause, Source, StateName
+from kale_dist.contract import FailureCause, Source, StateName, Verdict
 from kale_dist.errors import KaleDistError, StoreError
 from kale_dist.runtime import ending, pod_input
 from kale_dist.runtime.byte_server import ByteServer
-from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.head_relays import HeadsRelays, waited_text
 from kale_dist.runtime.job_run import JobRun, open_port
 from kale_dist.runtime.mpi import Mpirun

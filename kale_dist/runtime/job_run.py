@@ -17,10 +17,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import Assignment, EndsWith, EventKind, FailureCause, JobFiles, Order, RankStateName, StateName
+from kale_dist.contract import (
+    Assignment,
+    EndsWith,
+    EventKind,
+    FailureCause,
+    JobFiles,
+    Order,
+    RankStateName,
+    StateName,
+    Verdict,
+)
 from kale_dist.errors import KaleDistError
 from kale_dist.runtime import context, ending, loading
-from kale_dist.runtime.ending import Verdict
 from kale_dist.runtime.fork_pool import REFILL_AFTER_S, ForkPool
 from kale_dist.runtime.hang_watch import HangWatch
 from kale_dist.runtime.head_relays import HeadsRelays
@@ -342,14 +351,8 @@ class JobRun:
             reason = f"{reason}. This was attempt {self.attempt + 1} of {self.order.max_restarts + 1}"
         if reason:
             self._writer.say(reason)
-        self._writer.event(
-            EventKind.STATE,
-            state=str(verdict.state),
-            reason=reason,
-            cause=str(verdict.cause or ""),
-            failed_rank=verdict.rank,
-            lost=[run.rank for run in self._lost_ranks],
-        )
+        lost = tuple(run.rank for run in self._lost_ranks)
+        self._writer.event(EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=lost).fields())
         self._on_end()
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from kale_dist import contract
-from kale_dist.contract import EventKind, JobFiles, StateName, Stream
+from kale_dist.contract import EventKind, JobFiles, Stream, Verdict
 
 TICK_S = 0.02
 """What comes within this time is written together."""
@@ -49,8 +49,6 @@ STDOUT_IN_HAND_BYTES = 4 << 20
 
 _RETRY_S = 0.5
 _CLOSE_LIMIT_S = 5.0
-
-_FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,7 +330,7 @@ class JobWriter:
     def _write_events(self, events: list[dict[str, Any]]) -> None:
         written, encoded = self.written, []
         for event in events:
-            if event.get("event") == EventKind.STATE and event.get("state") in _FINAL:
+            if event.get("event") == EventKind.STATE and Verdict.read(event) is not None:
                 event = {**event, "next_line": written.next_line}  # noqa: PLW2901 - as it is written
             encoded.append(contract.encode_json(event))
             if self._stdout is not None:

@@ -67,8 +67,8 @@ def test_an_exception_in_another_pod_is_the_cause(make_bare):
     assert (state["state"], state["cause"], state["failed_rank"]) == ("failed", "error", 2)
     assert state["reason"] == "Rank 2 failed: ValueError: the seventh batch is empty"
     assert isinstance(job.outcome(2).error, ValueError)
-    told = {"state": "failed", "cause": "error", "rank": 2, "error_type": "ValueError", "last_line": ""}
-    assert job.pods[0].last_words == told | {"message": state["reason"]}
+    told = {"state": "failed", "cause": "error", "reason": state["reason"], "failed_rank": 2, "lost": []}
+    assert job.pods[0].last_words == told
 
 
 def test_a_head_whose_disk_is_full_stops_ranks_in_all_pods_and_loses_no_line(make_bare, tmp_path):
@@ -104,7 +104,6 @@ def test_a_rank_killed_in_another_pod_ends_all(make_bare):
     assert "last words 3" in state["reason"]
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == {0: "stopped", 1: "stopped", 2: "stopped", 3: "failed"}
-    assert job.pods[0].last_words["last_line"] == "last words 3"
 
 
 def wait_in_barrier():

@@ -224,7 +224,7 @@ def test_a_kept_folder_fills_what_stdout_lacks(backend, submit, place):
 def test_without_a_verdict_the_termination_message_counts(backend, submit):
     ref, head = submit()
     head.run()
-    head.end(1, message='{"state": "failed", "cause": "error", "message": "ValueError: boom", "rank": 1}')
+    head.end(1, message='{"state": "failed", "cause": "error", "reason": "ValueError: boom", "failed_rank": 1}')
     status = wait_for_end(backend, ref)
     assert (status.state, status.reason, status.failed_rank) == (StateName.FAILED, "ValueError: boom", 1)
     assert status.cause is FailureCause.ERROR

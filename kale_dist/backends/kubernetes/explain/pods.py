@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from kale_dist.backends.kubernetes.explain import table
 from kale_dist.backends.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
 from kale_dist.backends.kubernetes.explain.table import Seen
 from kale_dist.backends.kubernetes.views import ContainerView, JobView, PodView, seconds
-from kale_dist.contract import EXIT_BROKEN
+from kale_dist.contract import EXIT_BROKEN, Verdict
 from kale_dist.manifests import Kind
 
 _TOLD_TO_END = (0, 137, 143)
@@ -88,14 +85,9 @@ def end(pod: PodView, view: JobView) -> Found | None:
     return None
 
 
-def told(pod: PodView | None) -> dict[str, Any] | None:
+def told(pod: PodView | None) -> Verdict | None:
     """What an agent has left in its container's termination message, if that is the verdict of a job."""
-    text = "" if pod is None else pod.main.message
-    try:
-        said = json.loads(text) if text.startswith("{") else None
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) and "state" in said else None
+    return None if pod is None else Verdict.parse(pod.main.message)
 
 
 def refusal(view: JobView, kind: Kind) -> Found | None:
@@ -227,7 +219,5 @@ def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     said = lines[-1].strip() if lines else ""
-    # An agent's verdict is JSON with a sentence in it.
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        said = str(json.loads(said)["message"])
-    return cut(said)
+    verdict = Verdict.parse(said)
+    return cut(said if verdict is None else verdict.reason)
