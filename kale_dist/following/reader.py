@@ -50,6 +50,21 @@ class LogReader:
             if wanted is None or record.rank in wanted:
                 yield from self._of_run(record).lines()
 
+    def end(self) -> tuple[int, int]:
+        """Where the last whole record of the first run ends, and the number of the line after it.
+
+        Lines that the notebook has added have no number: the one before them counts.
+        """
+        span = _TAIL_BYTES
+        while True:
+            self._offset, self._next = _record_before_end(self._files.log, span), 0
+            is_all = not self._offset
+            for _ in self._records_of_run():
+                pass
+            if is_all or self._next:
+                return self._offset, self._next
+            span *= 8
+
     def tail(self, count: int, ranks: Iterable[int] | None = None) -> Sequence[LogLine]:
         """The last lines of those there are; `read` then gives what comes after them.
 

@@ -268,7 +268,12 @@ class ScriptedPlace:
         heads = run.heads if run is not None else ()
         if not heads:
             raise BackendError("There is no such pod.")
-        yield self._output(heads[-1], follow)
+        kept = (
+            []
+            if follow
+            else [self.kept[handle.run, name] for name in ("log", "events") if (handle.run, name) in self.kept]
+        )
+        yield itertools.chain(kept, self._output(heads[-1], follow))
 
     @staticmethod
     def _output(head, follow):

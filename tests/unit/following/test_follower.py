@@ -211,7 +211,7 @@ def test_a_kept_folder_fills_what_stdout_lacks(backend, submit, place):
     head.lines(0, "two", "three", on_stdout=False)
     head.succeed(1)
     place.kept[1, "log"] = b"".join(block for kind, *_, block in head.blocks if kind == "line")
-    place.kept[1, "events"] = b"".join(block.partition(b"\n")[2] for kind, *_, block in head.blocks if kind == "event")
+    place.kept[1, "events"] = b"".join(block for kind, *_, block in head.blocks if kind == "event")
     place.kept[1, "outcome-0-0"] = b"result"
     head.end()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
