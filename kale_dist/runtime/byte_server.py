@@ -3,8 +3,8 @@
 Every request bears `contract.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
 but for bytes. What fails for another reason comes back as `{"error": sentence}`.
 
-    GET  /stream?line=N&event=M   blocks (`contract`) from line N and event M on, as they come, and empty lines
-                                  where none comes for long; ends after the last one of a job that has ended.
+    GET  /stream?line=N&event=M   blocks (`contract`) from the record with line N (or an older one) and from event M on, as
+                                  they come, and empty lines where none comes for long; ends after the last one of a job that has ended.
                                   No Content-Length
     GET  /status                  state ("waiting-for-input", "running" or "ended"), missing (digests that have to come),
                                   verdict ({state, reason} or None), outcomes (bytes by "attempt-rank"), checkpoint
@@ -38,7 +38,7 @@ from typing import Any, BinaryIO
 
 from kale_dist import contract
 from kale_dist.blobs import FolderStore, digest_of
-from kale_dist.contract import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, LineBlock, check_request
+from kale_dist.contract import MAC_HEADER, SIZE_HEADER, JobFiles, check_request
 from kale_dist.errors import StoreError
 from kale_dist.runtime.job_run import open_port
 from kale_dist.runtime.writer import JobWriter, LogFile
@@ -350,11 +350,11 @@ class _Request(http.server.BaseHTTPRequestHandler):
 
 
 class _LogSender:
-    """Reads a head's log from a line on, across its files.
+    """Reads a head's log across its files, from the record with a line on.
 
     Args:
         writer: What writes it.
-        line: Number of the first line that is wanted.
+        line: Its number.
     """
 
     def __init__(self, writer: JobWriter, line: int) -> None:
@@ -362,8 +362,6 @@ class _LogSender:
         self._line = line
         self._first = -1
         self._file: BinaryIO | None = None
-        # The record with the first line may begin before it.
-        self._blocks: BlockReader | None = BlockReader()
 
     def pieces(self, log: tuple[LogFile, ...]) -> Iterator[bytes]:
         """What there is since the last call.
@@ -377,8 +375,7 @@ class _LogSender:
                 with contextlib.suppress(FileNotFoundError):
                     self._open(file)
             while file.first == self._first and self._file is not None and self._file.tell() < file.bytes:
-                data = self._file.read(min(_PIECE_BYTES, file.bytes - self._file.tell()))
-                yield data if self._blocks is None else self._since_line(self._blocks, data)
+                yield self._file.read(min(_PIECE_BYTES, file.bytes - self._file.tell()))
 
     def close(self) -> None:
         """Close the file."""
@@ -398,14 +395,6 @@ class _LogSender:
             else:
                 low = after[0] + 1
         fresh.seek(max(0, low - 1))
-
-    def _since_line(self, blocks: BlockReader, data: bytes) -> bytes:
-        records = [block for block in blocks.feed(data) if isinstance(block, LineBlock)]
-        records = [record for record in records if (record.next or 0) > self._line]
-        if not records:
-            return b""
-        self._blocks = None
-        return b"".join(record.since(self._line).encode() for record in records) + blocks.rest
 
 
 def _blob(store: FolderStore, digest: str) -> pathlib.Path:

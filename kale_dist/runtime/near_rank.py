@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from kale_dist import contract
 from kale_dist.contract import Assignment, Stream
 from kale_dist.runtime import processes, usage
-from kale_dist.runtime.output import RankOutput, read_all, read_some
+from kale_dist.runtime.output import RankOutput, Sink, read_some
 from kale_dist.runtime.rank_main import STACKS_SIGNAL
 
 PIPE_BYTES = 1 << 18
@@ -23,8 +23,6 @@ PIPE_BYTES = 1 << 18
 
 ANSWER_S = 0.15
 """Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
-
-_LOOK_AGAIN_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,24 +39,11 @@ class End:
     """Its last lines: of stderr if there are any, else of stdout."""
 
 
-class Listener(Protocol):
+class Listener(Sink, Protocol):
     """Who hears what a rank does: the head's `RankRun`, or a relay's link to the head."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more lines and events may come; else they stay in the rank's pipes, which it fills and then waits for."""
-        ...
 
     def forked(self, pid: int) -> None:
         """It has a process."""
-        ...
-
-    def output(self, body: bytes, count: int) -> None:
-        """It has written lines; marked as a log has them."""
-        ...
-
-    def events(self, data: bytes) -> None:
-        """It has sent events: whole JSON lines."""
         ...
 
     def message(self, message: dict[str, Any]) -> None:
@@ -92,13 +77,11 @@ class NearRank:
         self._control: socket.socket | None = None
         self._unsent = b""
         self._pending_message = b""
-        self._pending_events = b""
         self._stacks = b""
         self._readers: set[int] = set()
         self._was_signalled = False
         self._kills = 0
         self._is_limited = False
-        self._is_paused = False
         self._output: RankOutput | None = None
 
     # -- the pool's side ---------------------------------------------------------------------------------------------
@@ -143,8 +126,10 @@ class NearRank:
             if self._readers:
                 for message in self._receive() or []:
                     self._take_message(message)
-            self._read_rest()
-            tail = self._output.finish() if self._output is not None else ()
+            tail: tuple[str, ...] = ()
+            if self._output is not None:
+                self._output.read_rest()
+                tail = self._output.finish()
             # With a reason, it went with the process that forks ranks.
             was_killed = (end.signal == "SIGKILL" or end.reason) and not self._was_signalled
             if was_killed and usage.kills() > self._kills:
@@ -239,8 +224,7 @@ class NearRank:
             port.close()
         stdout, stderr, events, stacks = self._own
         pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
-        self._output = RankOutput(self._loop, pipes, self._take_lines, is_limited=self._is_limited)
-        self._read(events, lambda: self._read_events(events))
+        self._output = RankOutput(self._loop, pipes, events, self._listener, is_limited=self._is_limited)
         self._read(stacks, lambda: self._read_stacks(stacks))
         self._read(self._control.fileno(), self._read_control)
         if sent:
@@ -269,43 +253,6 @@ class NearRank:
     def _forget(self, descriptor: int) -> None:
         self._readers.discard(descriptor)
         self._loop.remove_reader(descriptor)
-
-    def _take_lines(self, body: bytes, count: int) -> None:
-        if self._listener is not None:
-            self._listener.output(body, count)
-            self._pause_if_full()
-
-    def _pause_if_full(self) -> None:
-        """Leave the rank's lines and events in their pipes while there is no room for them."""
-        if self._output is None or self._listener is None or self._is_paused:
-            return
-        if not self._listener.has_room:
-            self._is_paused = True
-            self._output.pause()
-            self._loop.remove_reader(self._own[2])
-            self._loop.call_later(_LOOK_AGAIN_S, self._look_for_room)
-
-    def _look_for_room(self) -> None:
-        self._is_paused = False
-        self._pause_if_full()
-        if self._output is not None and not self._is_paused:
-            self._output.resume()
-            if self._own[2] in self._readers:
-                self._read(self._own[2], lambda: self._read_events(self._own[2]))
-
-    def _read_events(self, descriptor: int) -> None:
-        data = read_some(descriptor)
-        if data is None:
-            self._forget(descriptor)
-        elif data:
-            self._take_events(data)
-
-    def _take_events(self, data: bytes) -> None:
-        whole, end, rest = (self._pending_events + data).rpartition(b"\n")
-        self._pending_events = rest
-        if whole and self._listener is not None:
-            self._listener.events(whole + end)
-            self._pause_if_full()
 
     def _read_stacks(self, descriptor: int) -> None:
         data = read_some(descriptor)
@@ -337,15 +284,8 @@ class NearRank:
         return list(contract.decode_json_lines(whole))
 
     def _take_message(self, message: dict[str, Any]) -> None:
-        if "done" in message:
+        if "done" in message and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
-            self._read_rest()
+            self._output.read_rest()
         if self._listener is not None:
             self._listener.message(message)
-
-    def _read_rest(self) -> None:
-        """Read what is in the pipes without waiting."""
-        if self._output is not None:
-            self._output.read_rest()
-            for data in read_all(self._own[2]):
-                self._take_events(data)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kale_dist.contract import MAX_LINE_BYTES, Stream, body_of, clean
 
@@ -35,6 +37,9 @@ BURST_BYTES = 16 << 20
 TAIL_BYTES = 64 << 10
 """If there is too much, the end is kept: a rank's last lines."""
 
+_LOOK_AGAIN_S = 0.1
+"""How often it is looked whether there is room again."""
+
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 Body = tuple[bytes, int]
@@ -43,73 +48,104 @@ Body = tuple[bytes, int]
 NOTHING: Body = (b"", 0)
 
 
+class Sink(Protocol):
+    """Where lines and events of a rank go."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may come; else they stay in the rank's pipes, which it fills and then waits for."""
+        ...
+
+    def output(self, body: bytes, count: int) -> None:
+        """It has written lines; marked as a log has them."""
+        ...
+
+    def events(self, data: bytes) -> None:
+        """It has sent events: whole JSON lines."""
+        ...
+
+
 class RankOutput:
-    """Reads what one rank writes to stdout and stderr, until each ends.
+    """Reads what one rank writes to stdout and stderr, and its events, until each ends.
 
     Args:
         loop: The agent's loop.
         pipes: Where each stream is read; they do not block.
-        put: Called with marked lines, and how many they are.
+        events: Where its events are read; it does not block either.
+        sink: Where they go.
         is_limited: Whether the rank is rate-limited.
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        pipes: Mapping[Stream, int],
-        put: Callable[[bytes, int], None],
-        *,
-        is_limited: bool,
+        self, loop: asyncio.AbstractEventLoop, pipes: Mapping[Stream, int], events: int, sink: Sink, *, is_limited: bool
     ) -> None:
         self._loop = loop
-        self._pipes = pipes
-        self._put = put
+        self._sink = sink
         self._limit = RateLimit() if is_limited else None
         self._cutters = {stream: LineCutter(stream) for stream in pipes}
-        self._open = set(pipes)
+        self._take: dict[int, Callable[[bytes], None]] = {
+            pipe: functools.partial(self._take_output, self._cutters[stream]) for stream, pipe in pipes.items()
+        }
+        self._take[events] = self._take_events
+        self._open = set(self._take)
+        self._pending_event = b""
         self._bar_timer: asyncio.TimerHandle | None = None
-        self.resume()
-
-    def resume(self) -> None:
-        """Read the pipes as they fill, from the start on, or again after `pause`."""
-        for stream in self._open:
-            self._loop.add_reader(self._pipes[stream], self._read, stream)
-
-    def pause(self) -> None:
-        """Leave in the pipes what comes: the rank waits when they are full."""
-        for stream in self._open:
-            self._loop.remove_reader(self._pipes[stream])
+        self._room_timer: asyncio.TimerHandle | None = None
+        """Set while there is no room and the pipes are not read."""
+        self._resume()
 
     def read_rest(self) -> None:
         """Read what is in the pipes without waiting."""
-        for stream, pipe in self._pipes.items():
-            for data in read_all(pipe):
-                self._pass(*self._cutters[stream].feed(data))
+        for pipe, take in self._take.items():
+            for _ in range(MAX_LAST_READ_BYTES // READ_BYTES):
+                if not (data := read_some(pipe)):
+                    break
+                take(data)
 
     def finish(self) -> tuple[str, ...]:
         """The rank has ended: last lines without an end count. Gives the last ones, of stderr if there are any, else of stdout."""
         for cutter in self._cutters.values():
             self._pass(*cutter.finish())
         if self._limit is not None:
-            body, count = self._limit.finish()
-            if count:
-                self._put(body, count)
+            self._put(*self._limit.finish())
         return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
 
     def close(self) -> None:
         """Read no more."""
-        self.pause()
-        if self._bar_timer is not None:
-            self._bar_timer.cancel()
+        self._pause()
+        for timer in (self._bar_timer, self._room_timer):
+            if timer is not None:
+                timer.cancel()
 
-    def _read(self, stream: Stream) -> None:
-        data = read_some(self._pipes[stream])
+    def _resume(self) -> None:
+        """Read the pipes as they fill."""
+        for pipe in self._open:
+            self._loop.add_reader(pipe, self._read, pipe)
+
+    def _pause(self) -> None:
+        for pipe in self._open:
+            self._loop.remove_reader(pipe)
+
+    def _read(self, pipe: int) -> None:
+        if not self._sink.has_room:
+            self._pause()
+            self._room_timer = self._loop.call_later(_LOOK_AGAIN_S, self._resume)
+            return
+        data = read_some(pipe)
         if data is None:
-            self._loop.remove_reader(self._pipes[stream])
-            self._open.discard(stream)
+            self._loop.remove_reader(pipe)
+            self._open.discard(pipe)
         elif data:
-            self._pass(*self._cutters[stream].feed(data))
+            self._take[pipe](data)
             self._show_bars_later()
+
+    def _take_output(self, cutter: LineCutter, data: bytes) -> None:
+        self._pass(*cutter.feed(data))
+
+    def _take_events(self, data: bytes) -> None:
+        whole, end, self._pending_event = (self._pending_event + data).rpartition(b"\n")
+        if whole:
+            self._sink.events(whole + end)
 
     def _show_bars_later(self) -> None:
         if self._bar_timer is None and any(cutter.holds_bar for cutter in self._cutters.values()):
@@ -122,10 +158,12 @@ class RankOutput:
         self._show_bars_later()
 
     def _pass(self, body: bytes, count: int) -> None:
-        if self._limit is not None and count:
-            body, count = self._limit.admit(body, count)
         if count:
-            self._put(body, count)
+            self._put(*((body, count) if self._limit is None else self._limit.admit(body, count)))
+
+    def _put(self, body: bytes, count: int) -> None:
+        if count:
+            self._sink.output(body, count)
 
 
 def read_some(pipe: int) -> bytes | None:
@@ -134,14 +172,6 @@ def read_some(pipe: int) -> bytes | None:
         return os.read(pipe, READ_BYTES) or None
     except BlockingIOError:
         return b""
-
-
-def read_all(pipe: int) -> Iterator[bytes]:
-    """What is in a pipe now, in pieces; not more than `MAX_LAST_READ_BYTES`."""
-    for _ in range(MAX_LAST_READ_BYTES // READ_BYTES):
-        if not (data := read_some(pipe)):
-            return
-        yield data
 
 
 class LineCutter:

@@ -291,7 +291,7 @@ def check_that_it_does_not_fit(job, why):
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "not-started")
     assert sentence in state["reason"]
-    assert sentence in job.pods[0].last_words["message"]
+    assert sentence in job.pods[0].last_words["reason"]
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------

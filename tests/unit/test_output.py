@@ -15,10 +15,18 @@ from kale_dist.runtime.output import BAR_INTERVAL_S, LineCutter, RankOutput, Rat
 
 
 class Written:
-    """The lines that a cutter gives."""
+    """The lines that a cutter gives, and events."""
 
     def __init__(self):
         self.lines = []
+        self.sent = b""
+        self.has_room = True
+
+    def output(self, body, count):
+        self.add((body, count))
+
+    def events(self, data):
+        self.sent += data
 
     def add(self, cut):
         body, count = cut
@@ -160,53 +168,73 @@ def test_a_rank_that_writes_steadily_below_the_rate_loses_nothing(written):
     assert len(written.texts) == 2000
 
 
+class Pipes:
+    """The three pipes of a rank, and what reads them."""
+
+    def __init__(self, written):
+        (stdout, self.out), (stderr, self.err), (events, self.events) = pairs = [os.pipe() for _ in range(3)]
+        for pair in pairs:
+            os.set_blocking(pair[0], False)
+            os.set_blocking(pair[1], False)
+        self._all = {end for pair in pairs for end in pair}
+        pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
+        self.rank = RankOutput(asyncio.get_running_loop(), pipes, events, written, is_limited=True)
+
+    def close(self, *ends):
+        for end in ends or self._all:
+            os.close(end)
+        self._all -= set(ends)
+
+
 def test_pipes_are_read_to_their_end(written):
     async def read():
-        (stdout, out), (stderr, err) = pipes = os.pipe(), os.pipe()
-        for pipe, _ in pipes:
-            os.set_blocking(pipe, False)
-        loop = asyncio.get_running_loop()
-        rank = RankOutput(
-            loop, {Stream.STDOUT: stdout, Stream.STDERR: stderr}, lambda *cut: written.add(cut), is_limited=True
-        )
-        os.write(err, b"10%\r20%\r30%\r40%\r")
+        pipes = Pipes(written)
+        os.write(pipes.err, b"10%\r20%\r30%\r40%\r")
         while written.texts != ["10%", "30%"]:  # noqa: ASYNC110 - what is written has no event
             await asyncio.sleep(0.01)
-        os.write(out, b"whole\nno end")
-        os.close(out)
-        rank.read_rest()
+        os.write(pipes.out, b"whole\nno end")
+        pipes.close(pipes.out)
+        os.write(pipes.events, b'{"event": 1}\n{"ev')
+        pipes.rank.read_rest()
         assert written.texts[2:] == ["whole"]
-        os.write(err, b"\nlast words")
-        rank.read_rest()
-        assert rank.finish() == ("10%", "30%", "40%", "last words")[-output.TAIL_LINES :]
-        rank.close()
-        for pipe in (stdout, stderr, err):
-            os.close(pipe)
+        os.write(pipes.events, b'ent": 2}\n')
+        os.write(pipes.err, b"\nlast words")
+        pipes.rank.read_rest()
+        assert pipes.rank.finish() == ("10%", "30%", "40%", "last words")[-output.TAIL_LINES :]
+        pipes.rank.close()
+        pipes.close()
 
     asyncio.run(read())
     assert written.texts == ["10%", "30%", "whole", "40%", "no end", "last words"]
+    assert written.sent == b'{"event": 1}\n{"event": 2}\n'
 
 
-def test_a_pipe_that_is_not_read_keeps_what_comes(written):
+def test_pipes_are_not_read_while_there_is_no_room(written):
     async def read():
-        stdout, out = os.pipe()
-        os.set_blocking(stdout, False)
-        os.set_blocking(out, False)
-        loop = asyncio.get_running_loop()
-        rank = RankOutput(loop, {Stream.STDOUT: stdout}, lambda *cut: written.add(cut), is_limited=False)
-        rank.pause()
+        written.has_room = False
+        pipes = Pipes(written)
         with contextlib.suppress(BlockingIOError):
             while True:
-                os.write(out, b"a line\n" * 100)
-        await asyncio.sleep(0.05)
-        assert written.texts == []
-        rank.resume()
-        os.close(out)
-        while rank._open:  # noqa: ASYNC110 - the end of a pipe has no event
+                os.write(pipes.out, b"a line\n" * 100)
+        os.write(pipes.events, b"{}\n")
+        await asyncio.sleep(0.25)
+        assert (written.texts, written.sent) == ([], b"")
+        written.has_room = True
+        while len(written.texts) < 100:  # noqa: ASYNC110 - what is written has no event
             await asyncio.sleep(0.01)
-        rank.close()
-        os.close(stdout)
+        written.has_room = False
+        await asyncio.sleep(0.05)
+        before = len(written.texts)
+        os.write(pipes.out, b"more\n")
+        await asyncio.sleep(0.25)
+        assert len(written.texts) == before
+        # The rank has ended: what is in the pipes counts, room or not.
+        pipes.rank.read_rest()
+        pipes.rank.finish()
+        pipes.rank.close()
+        pipes.close()
 
     asyncio.run(read())
+    assert written.sent == b"{}\n"
     assert len(written.texts) > 5000
-    assert "".join(written.texts).replace("a line", "") == ""
+    assert "".join(written.texts).replace("a line", "").replace("more", "") == ""
