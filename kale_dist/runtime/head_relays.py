@@ -106,6 +106,7 @@ class HeadsRelays:
         self._say = say
         self._refusals = 0
         self._has_blobs = False
+        self._has_room = True
         self._is_over = False
         self._relays = {
             agent: _Relay(agent, pod_name(order, agent), order.ranks_of(agent)) for agent in range(1, order.agents)
@@ -148,10 +149,11 @@ class HeadsRelays:
 
     def limit(self, *, has_room: bool) -> None:
         """Have relays send lines and events only while there is room for them."""
-        for relay in self._relays.values():
-            if relay.channel is not None and relay.channel.may_send != has_room:
-                relay.channel.may_send = has_room
-                relay.channel.say(Op.ROOM, is_there=has_room)
+        if has_room != self._has_room:
+            self._has_room = has_room
+            for relay in self._relays.values():
+                if relay.channel is not None:
+                    relay.channel.say(Op.ROOM, is_there=has_room)
 
     def spawn(self, run: RankRun, attempt: int, port: int, seed: int) -> None:
         """Have the rank's relay start it."""
@@ -222,6 +224,8 @@ class HeadsRelays:
             return None
         relay.has_joined, relay.channel = True, channel
         channel.say(Op.WELCOME)
+        if not self._has_room:
+            channel.say(Op.ROOM, is_there=False)
         if self._has_blobs:
             channel.say(Op.FETCH)
         return relay

@@ -91,7 +91,7 @@ class Channel:
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=1 << 20)
         self.may_send = True
-        """Whether the peer has room for lines and events."""
+        """Whether the head has room for lines and events, as it has said."""
         self.peer_host = str(writer.get_extra_info("peername")[0])
         connection: socket.socket = writer.get_extra_info("socket")
         for level, name, value in (
