@@ -6,9 +6,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     GET  /stream?line=N&event=M   blocks (`contract`) from the record with line N (or an older one) and from event M on, as
                                   they come, and empty lines where none comes for long; ends after the last one of a job that has ended.
                                   No Content-Length
-    GET  /status                  state ("waiting-for-input", "running" or "ended"), missing (digests that have to come),
-                                  verdict ({state, reason} or None), outcomes (bytes by "attempt-rank"), checkpoint
-                                  (bytes or None), next_line, next_event
+    GET  /missing                 digests of the blobs that the notebook has to send
     GET  /blobs/<digest>          the bytes
     GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
     PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come. 409 with
@@ -51,7 +49,7 @@ GATHER_S = 0.02
 
 _MAX_BODY_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
-_OUTCOME = re.compile(r"outcome-(\d{1,6}-\d{1,6})", re.ASCII)
+_OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
 
 class ByteServer:
@@ -64,7 +62,7 @@ class ByteServer:
         files: The job's folder.
         store: Where blobs go and come from.
         writer: What writes that folder.
-        status: Gives what the head says of itself: state, missing, verdict.
+        missing: Gives the digests of the blobs that the notebook has to send.
         cancel: Ends the job, with a grace in seconds.
         acknowledge: The notebook has all it wants.
 
@@ -81,7 +79,7 @@ class ByteServer:
         files: JobFiles,
         store: FolderStore,
         writer: JobWriter,
-        status: Callable[[], dict[str, Any]],
+        missing: Callable[[], list[str]],
         cancel: Callable[[float], None],
         acknowledge: Callable[[], None],
     ) -> None:
@@ -91,7 +89,7 @@ class ByteServer:
         self.writer = writer
         self.cancel = cancel
         self.acknowledge = acknowledge
-        self._status = status
+        self.missing = missing
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
         self.upload_locks: dict[str, threading.Lock] = {}
@@ -110,21 +108,6 @@ class ByteServer:
         with contextlib.suppress(OSError):
             return _part(self.store.path(digest)).stat().st_size
         return 0
-
-    def status(self) -> dict[str, Any]:
-        """What `GET /status` answers."""
-        outcomes = {}
-        for path in self.files.folder.glob("outcome-*"):
-            if (named := _OUTCOME.fullmatch(path.name)) is not None:
-                outcomes[named[1]] = path.stat().st_size
-        checkpoint, written = self.files.checkpoint, self.writer.written
-        return {
-            "outcomes": outcomes,
-            "checkpoint": checkpoint.stat().st_size if checkpoint.exists() else None,
-            "next_line": written.next_line,
-            "next_event": written.events,
-            **self._status(),
-        }
 
     def close(self) -> None:
         """Stop listening. Replies under way are cut when the process ends."""
@@ -230,8 +213,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 self._reply(200, {"received": received, "complete": is_whole})
             case "GET", "stream":
                 self._stream(owner.writer, int(query.get("line", "0")), int(query.get("event", "0")))
-            case "GET", "status":
-                self._reply(200, owner.status())
+            case "GET", "missing":
+                self._reply(200, owner.missing())
             case "PUT", "blobs", digest:
                 self._take(digest, int(query.get("offset", "0")))
             case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
@@ -333,7 +316,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             self.connection.sendfile(file)
 
-    def _reply(self, code: int, answer: dict[str, Any]) -> None:
+    def _reply(self, code: int, answer: Any) -> None:
         data = json.dumps(answer).encode()
         self._head(code, len(data))
         self.wfile.write(data)

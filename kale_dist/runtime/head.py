@@ -80,7 +80,7 @@ class Head:
             files=pod.files,
             store=pod.store,
             writer=self.writer,
-            status=self._status,
+            missing=self._missing,
             cancel=self._cancel,
             acknowledge=self._acknowledged,
         )
@@ -220,16 +220,9 @@ class Head:
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
-    def _status(self) -> dict[str, Any]:
-        """What the server says of this run."""
-        verdict = self._job.verdict if self._written.done() else None
-        state = "ended" if verdict is not None else "running" if self._has_blobs else "waiting-for-input"
-        is_streamed = self._pod.order.source is Source.STREAM and not self._has_blobs
-        return {
-            "state": state,
-            "missing": pod_input.missing(self._pod) if is_streamed else [],
-            "verdict": None if verdict is None else {"state": str(verdict.state), "reason": verdict.reason},
-        }
+    def _missing(self) -> list[str]:
+        """Digests of the blobs that the notebook has to send."""
+        return pod_input.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
     def _cancel(self, grace_s: float) -> None:
         """The notebook wants the job to end."""
@@ -287,9 +280,7 @@ class Head:
                     else ("They are lost; give a store with store='pvc://...' to keep them")
                 )
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
-                body = contract.body_of(contract.Stream.AGENT, [text.encode()])
-                now = time.time_ns() // 1_000_000
-                self._stdout.offer(contract.encode_lines(None, now, 0, None, body, 1), always=True)
+                self._stdout.say(text)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

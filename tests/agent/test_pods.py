@@ -247,7 +247,7 @@ def test_who_does_not_hold_the_key_is_not_let_in(make_bare, tmp_path):
 def test_noise_at_the_agents_port_harms_nobody(make_bare):
     job = make_bare(rank, ranks=2).put_input()
     head = job.start(0)
-    job.until(lambda: _status(head))
+    job.until(lambda: _missing(head) == [])
     with contextlib.ExitStack() as connections:
         for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000):
             noise = connections.enter_context(socket.create_connection(("127.0.0.1", job.order.port + 1)))
@@ -313,18 +313,17 @@ def test_streamed_bytes_reach_all_pods(make):
     data = large_tensor()
     job = make(sum_of_tensor, data, ranks=3, processes_per_agent=2, source=Source.STREAM).put_input().start_all()
     head = job.pods[0]
-    job.until(lambda: not head.process.poll() and _status(head))
-    assert _status(head)["state"] == "waiting-for-input"
-    assert sorted(_status(head)["missing"]) == sorted(job.order.blobs)
+    job.until(lambda: _missing(head))
+    assert sorted(_missing(head)) == sorted(job.order.blobs)
     for digest in job.order.blobs:
         assert head.ask("PUT", f"/blobs/{digest}?offset=0", bytes(job.store.open(digest)))[0] == 201
     assert job.end() == [0, 0]
     assert [job.outcome(rank).value for rank in range(3)] == [float(data.sum()) + rank for rank in range(3)]
 
 
-def _status(pod):
+def _missing(pod):
     try:
-        return json.loads(pod.ask("GET", "/status")[1])
+        return json.loads(pod.ask("GET", "/missing")[1])
     except OSError:
         return None
 
@@ -369,9 +368,7 @@ def test_the_head_keeps_results_until_they_are_fetched(make_bare, on_stdout):
     job = make_bare(function, ranks=3, outcomes_on_stdout=on_stdout).put_input().start_all()
     assert [job.pods[number].end() for number in (1, 2)] == [0, 0]
     head = job.pods[0]
-    status = job.until(lambda: _status(head)["state"] == "ended" and _status(head))
-    assert status["verdict"] == {"state": "succeeded", "reason": ""}
-    assert sorted(status["outcomes"]) == ["0-0", "0-1", "0-2"]
+    job.until(lambda: job.state()["state"] == "succeeded")
     for number in range(3):
         value = job.read_outcome(number, head.ask("GET", f"/files/outcome-0-{number}")[1]).value
         assert value == (bytes([number]) * 800_000 if on_stdout else number)

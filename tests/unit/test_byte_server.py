@@ -30,8 +30,8 @@ class Agent:
         self.told = []
         self.writer = None
 
-    def status(self):
-        return {"state": "running", "missing": ["d"], "verdict": None}
+    def missing(self):
+        return ["d"]
 
     def cancel_requested(self, grace_s):
         self.told.append(("cancel", grace_s))
@@ -49,7 +49,7 @@ class Place:
         self.loop = asyncio.new_event_loop()
         self.agent.writer = JobWriter(self.files, self.loop, self.notify, limit_bytes=limit_bytes)
         self.server = ByteServer(
-            host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, status=self.agent.status,
+            host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, missing=self.agent.missing,
             cancel=self.agent.cancel_requested, acknowledge=self.agent.acknowledged,
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ def place(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/status"), ("GET", "/nothing"), ("PUT", "/blobs/00?offset=0"), ("POST", "/cancel"), ("POST", "/ack")],
+    [("GET", "/missing"), ("GET", "/nothing"), ("PUT", "/blobs/00?offset=0"), ("POST", "/cancel"), ("POST", "/ack")],
 )
 def test_a_wrong_key_is_told_nothing(place, method, path):
     assert place.ask(method, path, b'{"grace_s": 0}' if method != "GET" else None, key=b"x" * 32) == (403, b"")
@@ -141,12 +141,12 @@ def test_a_wrong_key_is_told_nothing(place, method, path):
 @pytest.mark.parametrize(
     "request_bytes",
     [
-        b"GET /status HTTP/1.1\r\n\r\n",
-        b"GET /status HTTP/1.1\r\nX-Kale-Dist-Mac: \xff\r\n\r\n",
-        b"BREW /status HTTP/1.1\r\n\r\n",
-        b"GET /status HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"GET /missing HTTP/1.1\r\n\r\n",
+        b"GET /missing HTTP/1.1\r\nX-Kale-Dist-Mac: \xff\r\n\r\n",
+        b"BREW /missing HTTP/1.1\r\n\r\n",
+        b"GET /missing HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         b"POST /ack HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
-        b"GET /status HTTP/7\r\n\r\n",
+        b"GET /missing HTTP/7\r\n\r\n",
         b"nonsense\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n",
         b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
@@ -161,7 +161,7 @@ def test_what_is_no_signed_request_is_refused_without_a_word(place, request_byte
         except ConnectionResetError:
             answer = b""
     assert answer in {b"", b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"}
-    assert place.ask("GET", "/status")[0] == 200
+    assert place.ask("GET", "/missing")[0] == 200
 
 
 def test_a_body_that_was_not_signed_is_refused(place):
@@ -194,7 +194,7 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("POST", "/cancel", b"no json", 400),
         ("POST", "/cancel", b'{"grace_s": NaN}', 400),
         ("POST", "/cancel", b'{"grace_s": -1}', 400),
-        ("POST", "/status", b"", 404),
+        ("POST", "/missing", b"", 404),
     ],
 )
 def test_signed_nonsense_is_answered_and_does_nothing(place, method, path, body, status):
@@ -214,25 +214,8 @@ def test_a_put_has_to_say_how_large_the_whole_is(place, size):
 # -- what comes ------------------------------------------------------------------------------------------------------
 
 
-def test_status_tells_what_lies_in_the_pod(place):
-    place.files.outcome(1, 12).write_bytes(b"12345")
-    (place.files.folder / ".outcome-1-13.part").write_bytes(b"x")
-    place.write(0, 2)
-    for _ in range(3):
-        place.agent.writer.event(EventKind.NOTE, text="x")
-    place.run()
-    status = {
-        "state": "running",
-        "missing": ["d"],
-        "outcomes": {"1-12": 5},
-        "checkpoint": None,
-        "next_line": 2,
-        "next_event": 3,
-        "verdict": None,
-    }
-    assert json.loads(place.ask("GET", "/status")[1]) == status
-    place.files.checkpoint.write_bytes(b"123")
-    assert json.loads(place.ask("GET", "/status")[1])["checkpoint"] == 3
+def test_the_notebook_learns_which_blobs_are_missing(place):
+    assert json.loads(place.ask("GET", "/missing")[1]) == ["d"]
 
 
 def test_the_notebook_can_acknowledge_and_cancel(place):
@@ -328,9 +311,9 @@ def test_an_empty_file_is_a_file(place):
 
 def test_requests_share_a_connection(place):
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    headers = {contract.MAC_HEADER: contract.sign_request(KEY, "GET", "/status")}
+    headers = {contract.MAC_HEADER: contract.sign_request(KEY, "GET", "/missing")}
     for _ in range(3):
-        connection.request("GET", "/status", headers=headers)
+        connection.request("GET", "/missing", headers=headers)
         assert connection.getresponse().read().startswith(b"{")
         used = connection.sock
     assert connection.sock is used
@@ -430,9 +413,9 @@ def test_a_silent_connection_is_closed(place, monkeypatch):
 
 def test_every_address_is_listened_on(tmp_path):
     place = Place(tmp_path, host="")
-    assert place.ask("GET", "/status")[0] == 200
+    assert place.ask("GET", "/missing")[0] == 200
     if socket.has_dualstack_ipv6():
-        assert place.ask("GET", "/status", host="::1")[0] == 200
+        assert place.ask("GET", "/missing", host="::1")[0] == 200
     place.close()
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import http.client
 import itertools
-import json
 import socket
 import threading
 import time
@@ -142,8 +141,6 @@ class ScriptedHead:
                 self._answer(peer, 403, b"")
             elif path.startswith("/stream"):
                 self._stream(peer, path)
-            elif path == "/status":
-                self._answer(peer, 200, json.dumps({"state": "running"}).encode())
             elif path.startswith("/files/"):
                 data = self.files.get(path.removeprefix("/files/"))
                 self._answer(peer, 404 if data is None else 200, data or b"")
