@@ -100,6 +100,18 @@ def test_lines_are_here_while_the_job_runs(backend, submit):
     assert list(follow) == []
 
 
+def test_the_status_says_while_the_ranks_wait_for_the_heads_disk(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.event(EventKind.DISK, problem="The job's folder cannot be written")
+    wait_for(lambda: backend.status(ref).reason == "The job's folder cannot be written")
+    assert backend.status(ref).state is StateName.RUNNING
+    head.event(EventKind.DISK, problem="")
+    wait_for(lambda: backend.status(ref).reason == "")
+    head.succeed()
+    assert wait_for_end(backend, ref).reason == ""
+
+
 def test_the_end_is_shown_when_the_results_are_here(backend, submit):
     ref, head = submit()
     head.run()
