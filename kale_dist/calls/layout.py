@@ -8,16 +8,16 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist import backends, config
-from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
-from kale_dist.backends.base import Backend
+from kale_dist import config, places
 from kale_dist.calls import image_checks
 from kale_dist.calls.options import Options
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import kind_of
-from kale_dist.spec import names, places
-from kale_dist.spec.job_spec import JobSpec, Topology
-from kale_dist.spec.places import Docker, Kubernetes, Local, Place
+from kale_dist.job.backend import Backend
+from kale_dist.job.spec import names, place_settings
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
+from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
+from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
 from kale_dist.wording import closest
 
@@ -97,7 +97,7 @@ def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int 
         ConfigError: The first thing that is wrong.
     """
     backend, place = _where(options.on)
-    place = places.filled(place, config.load().place(places.word_of(place)))
+    place = place_settings.filled(place, config.load().place(place_settings.word_of(place)))
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     spec = JobSpec(
         name=options.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
@@ -118,18 +118,18 @@ def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int 
 def _where(on: Any) -> tuple[Backend, Place]:
     """What starts jobs, and where, before what is configured is added."""
     if isinstance(on, Backend) and not isinstance(on, type):
-        return on, places.KINDS.get(on.name, Local)()
-    place = on if isinstance(on, Local | Docker | Kubernetes) else places.KINDS[_word(on)]()
-    return backends.get(places.word_of(place)), place
+        return on, place_settings.KINDS.get(on.name, Local)()
+    place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
+    return places.get(place_settings.word_of(place)), place
 
 
 def _word(on: Any) -> str:
     if on is None:
         return config.load().on or "local"
-    if isinstance(on, str) and on in backends.NAMES:
+    if isinstance(on, str) and on in places.NAMES:
         return on
-    known = ", ".join(repr(name) for name in backends.NAMES)
-    remedy = f"{closest(on, backends.NAMES)}Use one of: {known}, or kd.Local(), kd.Docker(...), kd.Kubernetes(...)"
+    known = ", ".join(repr(name) for name in places.NAMES)
+    remedy = f"{closest(on, places.NAMES)}Use one of: {known}, or kd.Local(), kd.Docker(...), kd.Kubernetes(...)"
     raise ConfigError("on", f"there is no place {on!r}", remedy)
 
 
@@ -138,7 +138,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
         name = next(iter(settings))
         problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
         raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
-    return places.KINDS[word](**settings)
+    return place_settings.KINDS[word](**settings)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

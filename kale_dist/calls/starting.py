@@ -15,25 +15,24 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import records, tracking
-from kale_dist.backends.base import Backend, JobRef
-from kale_dist.blobs import FolderStore, Store
 from kale_dist.calls.layout import Run
 from kale_dist.errors import BackendError, SnapshotError, say, warn
-from kale_dist.job import weights
+from kale_dist.job import records, tracking, weights
+from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
+from kale_dist.job.spec import names
+from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.notebook import live
-from kale_dist.runtime.given_models import models_in, together
-from kale_dist.runtime.reducers import References
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
+from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.modules import Script
-from kale_dist.spec import names
-from kale_dist.spec.job_spec import JobSpec
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire.blobs import FolderStore, Store
 
 if TYPE_CHECKING:
-    from kale_dist.training.result import TrainingResult
+    from kale_dist.worker.training.result import TrainingResult
 
 SUFFIX_LENGTH = 5
 _GIB = 1 << 30
@@ -58,7 +57,7 @@ class Call:
 
 
 def _training_loop() -> Callable[..., TrainingResult]:
-    from kale_dist.training import loop
+    from kale_dist.worker.training import loop
 
     return loop.train
 

@@ -1,6 +1,6 @@
 """How ranks share a training: `strategy="ddp"` in a call, or an object of one of these classes with its settings.
 
-Settings are frozen and check themselves. What a strategy does is in `kale_dist.training.strategies`, in a module of its
+Settings are frozen and check themselves. What a strategy does is in `kale_dist.worker.parallel`, in a module of its
 own, which only ranks import.
 """
 

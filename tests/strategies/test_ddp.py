@@ -52,7 +52,7 @@ def digits():
 
 def accuracies(strategies, x, y):
     """Runs in each rank: accuracy on held-out digits and bytes sent, for each strategy."""
-    from kale_dist.training.loop import train
+    from kale_dist.worker.training.loop import train
 
     found = []
     for strategy in strategies:

@@ -90,7 +90,7 @@ def loader(samples=22):
 
 def fit(step, strategy, model=None, **options):
     """In a rank: train a model by a step."""
-    from kale_dist.training.loop import train
+    from kale_dist.worker.training.loop import train
 
     model = model or Stack(spare=True)
     return train(

@@ -177,7 +177,7 @@ def test_the_notebooks_own_objects_come_back_equal():
 
 def fit(plan, misuse):
     """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
-    from kale_dist.training.loop import train
+    from kale_dist.worker.training.loop import train
 
     torch.manual_seed(7)
     model = Transformer()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kale_dist.contract import FailureCause, StateName, Verdict
-from kale_dist.runtime import ending, usage
-from kale_dist.runtime.processes import _cores_of_quota
+from kale_dist.wire import FailureCause, StateName, Verdict
+from kale_dist.worker.agent import ending, usage
+from kale_dist.worker.agent.processes import _cores_of_quota
 
 SUCCESS = Verdict(StateName.SUCCEEDED, None, "")
 FAILURE = Verdict(StateName.FAILED, FailureCause.ERROR, "Rank 1 failed: ValueError", rank=1)

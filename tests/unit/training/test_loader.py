@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from kale_dist.errors import ConfigError
-from kale_dist.training.loop import train
+from kale_dist.worker.training.loop import train
 
 
 class Numbers(Dataset):

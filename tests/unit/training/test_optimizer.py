@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import FSDP, Pipeline, Tensor
-from kale_dist.training.loop import train
+from kale_dist.worker.training.loop import train
 
 
 def data(samples=20):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import KaleDistError
-from kale_dist.training.loop import train
+from kale_dist.worker.training.loop import train
 
 
 class Stream(IterableDataset):
