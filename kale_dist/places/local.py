@@ -79,8 +79,10 @@ class LocalBackend(FolderBackend):
         return ref
 
     def status(self, ref: JobRef) -> JobStatus:
-        """What the job's files say now."""
-        return self._reader(ref).status()
+        """What the job's files say now, and why they cannot be written."""
+        status, client = self._reader(ref).status(), self._client
+        problem = client.disk_problems.get(ref.name) if client is not None else ""
+        return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
         """End a job's ranks. If its agent is gone, so are they."""

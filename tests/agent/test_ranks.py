@@ -11,10 +11,10 @@ import sys
 import time
 
 import pytest
-from agent_jobs import add_ranks, descriptors
+from agent_jobs import RunningJob, add_ranks, descriptors
 
 from kale_dist import wire
-from kale_dist.wire import EventKind
+from kale_dist.wire import BlockReader, EventKind
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -157,6 +157,47 @@ def test_a_flood_of_lines_is_whole(jobs):
     for rank in (0, 1):
         numbers = [int(line.text[:7]) for line in job.log() if line.rank == rank]
         assert numbers == list(range(200_000))
+
+
+def test_a_disk_that_hangs_stops_the_ranks_and_costs_no_line(jobs, tmp_path):
+    def talk(folder):
+        from kale_dist.wire import context
+
+        rank = context.context().rank
+        for number in range(100_000):
+            print(f"{number:07d} {'x' * 100}")
+            if number % 1000 == 0:
+                (folder / f"{rank}").write_text(f"{number}")
+
+    def at():
+        return [int((tmp_path / f"{rank}").read_text() or 0) for rank in (0, 1)]
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 100
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    order = jobs.order(talk, tmp_path, stall_timeout_s=2.0)
+    job = RunningJob(order)
+    # A disk whose cache is full: it takes what fits into a pipe.
+    os.mkfifo(job.files.log)
+    disk = os.open(job.files.log, os.O_RDWR)
+    jobs.client.take(order)
+    wait_for(lambda: jobs.client.disk_problems.get(order.job))
+    stopped_at = at()
+    time.sleep(3)
+    assert at() == stopped_at
+    assert max(stopped_at) < 99_000
+    assert job.state()["state"] in ("starting", "running")
+    blocks, numbers = BlockReader(), {0: [], 1: [], None: []}
+    while min(map(len, (numbers[0], numbers[1]))) < 100_000:
+        for block in blocks.feed(os.read(disk, 1 << 20)):
+            numbers[block.rank] += [line.text[:7] for line in block.lines()]
+    assert job.wait()["state"] == "succeeded"
+    os.close(disk)
+    assert numbers[0] == numbers[1] == [f"{number:07d}" for number in range(100_000)]
+    assert jobs.client.disk_problems[order.job] == ""
 
 
 def test_a_line_before_a_kill_is_kept(jobs):

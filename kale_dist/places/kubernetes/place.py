@@ -90,7 +90,7 @@ class KubernetesPlace:
         def show(done: int, total: int) -> None:
             on_progress(f"Sending the snapshot: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
-        missing = [digest for digest in head.status()["missing"] if store.exists(digest)]
+        missing = [digest for digest in head.missing() if store.exists(digest)]
         if missing:
             head.upload(store, missing, show)
 

@@ -18,10 +18,10 @@ from kale_dist.wire import (
     Order,
     RankStateName,
     StateName,
+    Verdict,
     context,
 )
 from kale_dist.worker.agent import ending
-from kale_dist.worker.agent.ending import Verdict
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
 from kale_dist.worker.agent.rank_run import Rank
@@ -151,7 +151,7 @@ class RunningAttempt:
         for rank in self._near:
             rank.process = process = site.pool.take()
             assignment = Assignment(order=site.order, attempt=attempt, rank=rank.rank)
-            process.start(rank, assignment, listener if rank.rank == 0 else None, is_held=site.is_limited)
+            process.start(rank, assignment, listener if rank.rank == 0 else None, is_limited=site.is_limited)
         if site.mpirun is not None:
             site.mpirun.start(attempt)
 

@@ -16,10 +16,9 @@ import socket
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import Attempt, EventKind, FailureCause, JobFiles, StateName
+from kale_dist.wire import Attempt, EventKind, FailureCause, JobFiles, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent.attempt import RunningAttempt, Site
-from kale_dist.worker.agent.ending import Verdict
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 
 
@@ -96,14 +95,8 @@ class JobRun:
             reason = f"{reason}. This was attempt {writer.attempt + 1} of {most + 1}"
         if reason:
             writer.say(reason)
-        writer.event(
-            EventKind.STATE,
-            state=str(verdict.state),
-            reason=reason,
-            cause=str(verdict.cause or ""),
-            failed_rank=verdict.rank,
-            lost=[] if self._running is None else [rank.rank for rank in self._running.lost],
-        )
+        lost = () if self._running is None else tuple(rank.rank for rank in self._running.lost)
+        writer.event(EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=lost).fields())
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import http.client
 import itertools
-import json
 import socket
 import threading
 import time
@@ -145,8 +144,6 @@ class ScriptedHead:
                 self._answer(peer, 403, b"")
             elif path.startswith("/stream"):
                 self._stream(peer, path)
-            elif path == "/status":
-                self._answer(peer, 200, json.dumps({"state": "running"}).encode())
             elif path.startswith("/files/"):
                 data = self.files.get(path.removeprefix("/files/"))
                 self._answer(peer, 404 if data is None else 200, data or b"")
@@ -273,7 +270,12 @@ class ScriptedPlace:
         heads = run.heads if run is not None else ()
         if not heads:
             raise BackendError("There is no such pod.")
-        yield self._output(heads[-1], follow)
+        kept = (
+            []
+            if follow
+            else [self.kept[handle.run, name] for name in ("log", "events") if (handle.run, name) in self.kept]
+        )
+        yield itertools.chain(kept, self._output(heads[-1], follow))
 
     @staticmethod
     def _output(head, follow):
