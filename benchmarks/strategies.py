@@ -78,6 +78,7 @@ def ways(name: str) -> Iterator[tuple[str, list[float]]]:
     from kale_dist.strategies import DDP
     from kale_dist.training.group import Group
     from kale_dist.training.loop import train
+    from kale_dist.training.settings import Training
     from kale_dist.training.strategies.shared_memory import SharedMemory
 
     shared = SharedMemory(Group(torch.device("cpu")), 1, 1)
@@ -101,12 +102,14 @@ def ways(name: str) -> Iterator[tuple[str, list[float]]]:
 
         with contextlib.redirect_stdout(io.StringIO()):
             train(
-                model=model,
-                train_data_loader=DataLoader(TensorDataset(*arrays), batch),
-                criterion=None,
-                optimizer=torch.optim.AdamW(model.parameters()),
-                train_step=step,
-                strategy=strategy,
+                Training(
+                    model=model,
+                    train_data_loader=DataLoader(TensorDataset(*arrays), batch),
+                    criterion=None,
+                    optimizer=torch.optim.AdamW(model.parameters()),
+                    train_step=step,
+                    strategy=strategy,
+                )
             )
         yield f"kd {strategy.compress or strategy.exchange or 'shared memory'}", times
 

@@ -212,7 +212,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         ("detach", options.detach or None),
     ):
         if value is not None:
-            given[name] = tuple(value.items()) if name == "environment" else value
+            given[name] = value
     return given
 
 

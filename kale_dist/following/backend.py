@@ -16,7 +16,8 @@ from kale_dist.following import verdict
 from kale_dist.following.follower import Follower, handle_of
 from kale_dist.following.reader import FolderBackend
 from kale_dist.records import Record, Run
-from kale_dist.spec.job_spec import JobSpec
+from kale_dist.spec.job_spec import JobSpec, Request, Settled
+from kale_dist.spec.recipe import Recipe
 from kale_dist.status import JobStatus
 
 WAIT_S = 0.5
@@ -41,9 +42,9 @@ class FollowedBackend(FolderBackend):
         """The word that `on=` takes."""
         return self.place.name
 
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Fill in what a specification leaves open, and check whether the job could run."""
-        return self.place.prepare(spec, submit=submit)
+    def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+        """Have the place look up what a request leaves open."""
+        return self.place.settle(request, name=name, image=image, recipe=recipe, submit=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
         """What would be created."""

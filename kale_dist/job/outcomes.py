@@ -27,6 +27,7 @@ from kale_dist.status import JobStatus
 
 if TYPE_CHECKING:
     from kale_dist.runtime.reducers import References
+    from kale_dist.training.settings import Training
 
 _TIME_CAUSES = (FailureCause.TIMEOUT, FailureCause.STALLED)
 
@@ -161,15 +162,14 @@ class OutcomeReader:
             ResultUnavailableError: Bytes of the snapshot are gone.
         """
         try:
-            arguments = self._load().kwargs
+            training: Training = self._load().args[0]
         except StoreError as error:
             raise ResultUnavailableError(
                 f"The model of {self._ref} cannot be built, for bytes of its snapshot are gone ({error}). "
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
-        given = (arguments[name] for name in ("model", "optimizer", "scheduler", "state"))
-        return weights.remember(*given)
+        return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
         if self.key is None:

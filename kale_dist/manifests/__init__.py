@@ -10,7 +10,7 @@ from kale_dist.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
 from kale_dist.manifests.settings import RunSettings, claim_of, input_secret_name, object_name
 from kale_dist.manifests.train_job import TrainJob
 from kale_dist.manifests.yaml_text import to_yaml
-from kale_dist.spec.job_spec import JobSpec
+from kale_dist.spec.job_spec import Request
 
 __all__ = [
     "KINDS",
@@ -31,6 +31,6 @@ KINDS: Mapping[str, Kind] = {kind.word: kind for kind in (PyTorchJob(), TrainJob
 """By their words, in the order in which one is chosen for a cluster."""
 
 
-def kind_of(spec: JobSpec) -> Kind:
+def kind_of(spec: Request) -> Kind:
     """The kind of a job; the first one while that is not settled."""
     return KINDS[spec.cluster.kind] if spec.cluster.kind else next(iter(KINDS.values()))

@@ -132,8 +132,8 @@ class JobRun:
             self._loop,
             self._writer,
             has_far_ranks=self._relays is not None,
-            stall_warn_s=self.order.stall_warn_s,
-            stall_timeout_s=self.order.stall_timeout_s,
+            stall_warn_s=self.order.policy.stall_warn_s,
+            stall_timeout_s=self.order.policy.stall_timeout_s,
             fail=self.fail,
         )
 
@@ -196,7 +196,7 @@ class JobRun:
     def _time_is_up(self) -> None:
         self.fail(
             FailureCause.TIMEOUT,
-            f"The job ran longer than its timeout_s of {self.order.timeout_s:g} s. "
+            f"The job ran longer than its timeout_s of {self.order.policy.timeout_s:g} s. "
             "Give it more time, or leave timeout_s out",
         )
 
@@ -217,8 +217,8 @@ class JobRun:
             self._all_forked = True
             self._pool.refill(REFILL_AFTER_S)
             # The time of all attempts together is limited.
-            if self.order.timeout_s is not None and self._deadline is None:
-                self._deadline = self._loop.call_later(self.order.timeout_s, self._time_is_up)
+            if self.order.policy.timeout_s is not None and self._deadline is None:
+                self._deadline = self._loop.call_later(self.order.policy.timeout_s, self._time_is_up)
         if not is_ending:
             self._judge(run)
         elif run.done is not None and run.end is None:
@@ -270,7 +270,7 @@ class JobRun:
 
     def _conclude(self, verdict: Verdict, grace_s: float = FAILURE_GRACE_S) -> None:
         """The end of the job, or of its attempt, is decided: let those go that are done, end the others."""
-        if verdict.may_restart and self._restart_reason is None and self.attempt < self.order.max_restarts:
+        if verdict.may_restart and self._restart_reason is None and self.attempt < self.order.policy.max_restarts:
             self._restart_reason = verdict
         else:
             self.verdict = verdict
@@ -322,7 +322,7 @@ class JobRun:
         self._dispensable.clear()
         self._all_forked = False
         self.attempt += 1
-        count = f"attempt {self.attempt + 1} of {self.order.max_restarts + 1}"
+        count = f"attempt {self.attempt + 1} of {self.order.policy.max_restarts + 1}"
         self._writer.begin_attempt(self.attempt)
         self._writer.say(f"{loss.reason}. All ranks are started again: {count}")
         self._writer.event(
@@ -338,8 +338,8 @@ class JobRun:
             self._deadline.cancel()
         self._before_end()
         reason = verdict.reason
-        if verdict.may_restart and self.order.max_restarts:
-            reason = f"{reason}. This was attempt {self.attempt + 1} of {self.order.max_restarts + 1}"
+        if verdict.may_restart and self.order.policy.max_restarts:
+            reason = f"{reason}. This was attempt {self.attempt + 1} of {self.order.policy.max_restarts + 1}"
         if reason:
             self._writer.say(reason)
         self._writer.event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import secrets
 import time
@@ -11,7 +12,7 @@ from typing import Any
 from kale_dist import contract
 from kale_dist.backends.agent_client import AgentClient
 from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles, LogLine, Order, StateName
+from kale_dist.contract import EventKind, JobFiles, LogLine, Order, Policy, StateName
 from kale_dist.following.reader import LogReader
 from kale_dist.runtime import outcome
 from kale_dist.runtime.process_state import capture as capture_process
@@ -80,7 +81,9 @@ class Jobs:
         folder = self.root / "jobs" / name
         folder.mkdir(parents=True, mode=0o700)
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__).digest
+        limits = {field.name: options.pop(field.name) for field in dataclasses.fields(Policy) if field.name in options}
         return Order(
+            policy=Policy(**limits),
             job=name,
             world_size=ranks,
             processes_per_agent=ranks,

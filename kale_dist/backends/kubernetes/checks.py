@@ -30,7 +30,7 @@ from kale_dist.errors import BackendError
 from kale_dist.manifests import Kind, PodGroup, RunSettings, kind_of
 from kale_dist.manifests.kubeflow_jobs import INIT_REQUESTS
 from kale_dist.spec import quantities
-from kale_dist.spec.job_spec import JobSpec
+from kale_dist.spec.job_spec import Settled
 
 _TIMEOUT_S = 10.0
 _AT_ONCE = 8
@@ -125,7 +125,7 @@ def look_at_namespace(cluster: Cluster, kind: Kind) -> Namespace:
     )
 
 
-def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Finding, ...]:
+def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Finding, ...]:
     """Look whether a job could run.
 
     Args:
@@ -234,7 +234,7 @@ def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Ite
 # -- dry runs ------------------------------------------------------------------------------------------------------------
 
 
-def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) -> list[Finding]:
+def _dry_runs(cluster: Cluster, spec: Settled, kind: Kind, job: dict[str, Any]) -> list[Finding]:
     """The object and its Secret, as they would be created."""
     namespace, settings = cluster.namespace, RunSettings()
     secret: Any = manifests.input_secret(spec, settings, {}, {InputFiles.KEY: b"0" * 32})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from kale_dist.errors import BackendError, ConfigError
 from kale_dist.manifests import KINDS, Kind, kind_of
 from kale_dist.manifests.settings import OBJECT_LABEL
 from kale_dist.manifests.train_job import TrainJob
-from kale_dist.spec.job_spec import JobSpec
+from kale_dist.spec.job_spec import Settled
 
 _POLL_S = 0.3
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
@@ -76,24 +75,23 @@ def choose(cluster: Cluster, word: str) -> Kind:
     raise ConfigError("kind", problem, remedy)
 
 
-def with_runtime_field(cluster: Cluster, spec: JobSpec) -> JobSpec:
-    """A TrainJob's specification with the field by which this cluster's version of Trainer changes a runtime's pods.
+def runtime_field(cluster: Cluster, spec: Settled) -> str:
+    """The field by which this cluster's version of Trainer changes a runtime's pods; empty for what is no TrainJob.
 
-    A dry run tells: an API server drops fields that it does not know. Where even that is refused, nothing is settled, and
-    the checks that follow say why.
+    A dry run tells: an API server drops fields that it does not know. Where even that is refused, it is empty, too, and the
+    checks that follow say why.
     """
-    if not isinstance(kind_of(spec), TrainJob) or spec.cluster.runtime_field:
-        return spec
     kind = kind_of(spec)
+    if not isinstance(kind, TrainJob):
+        return ""
     taken: Any = {}
     with contextlib.suppress(Exception):
         taken = cluster.custom.create_namespaced_custom_object(
             *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec), dry_run="All"
         )  # fmt: skip
     if not taken:
-        return spec
-    field = "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
-    return dataclasses.replace(spec, cluster=dataclasses.replace(spec.cluster, runtime_field=field))
+        return ""
+    return "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
 
 
 def runtimes(cluster: Cluster) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.runtime import context
 from kale_dist.strategies import DDP, FSDP, LocalSGD, ParameterServer, Pipeline, Tensor
 from kale_dist.training.loop import train
+from kale_dist.training.settings import Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 
@@ -43,11 +44,11 @@ def fit(callbacks, scores=None, epochs=4, batch=4, strategy=None, **options):
     model = net()
     if scores is not None:
         options |= {"eval_data_loader": DataLoader(data(), 8), "eval_step": Scripted(scores)}
-    return train(
+    return train(Training(
         model=model, train_data_loader=DataLoader(data(), batch), criterion=nn.CrossEntropyLoss(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), epochs=epochs, callbacks=callbacks,
-        strategy=strategy, **options,
-    )  # fmt: skip
+        strategy=strategy or DDP(), **options,
+    ))  # fmt: skip
 
 
 def ends_after(ranks, callback, scores):

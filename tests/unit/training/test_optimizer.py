@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import FSDP, Pipeline, Tensor
 from kale_dist.training.loop import train
+from kale_dist.training.settings import Training
 
 
 def data(samples=20):
@@ -30,12 +31,14 @@ def fit(step=None, model=None, optimizer=None, loader=None, **options):
     model = model or net()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     result = train(
-        model=model,
-        train_data_loader=DataLoader(data(), 4) if loader is None else loader,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        train_step=step,
-        **options,
+        Training(
+            model=model,
+            train_data_loader=DataLoader(data(), 4) if loader is None else loader,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=optimizer,
+            train_step=step,
+            **options,
+        )
     )
     return result, model
 
@@ -372,10 +375,10 @@ def rates(make, samples, world_batch, epochs=2, **options):
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train(
+        train(Training(
             model=model, train_data_loader=loader, criterion=nn.MSELoss(), optimizer=optimizer, train_step=step,
             epochs=epochs, **options,
-        )  # fmt: skip
+        ))  # fmt: skip
     return scheduler.last_epoch, optimizer.param_groups[0]["lr"], said.getvalue()
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kale_dist.runtime import context
 from kale_dist.training import checkpoint
 from kale_dist.training.loop import train
+from kale_dist.training.settings import Training
 
 
 def fit(model, epochs=1, **options):
@@ -18,7 +19,13 @@ def fit(model, epochs=1, **options):
     data = TensorDataset(torch.randn(12, 3), torch.zeros(12, dtype=torch.long))
     options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
     return train(
-        model=model, train_data_loader=DataLoader(data, 4), criterion=nn.CrossEntropyLoss(), epochs=epochs, **options
+        Training(
+            model=model,
+            train_data_loader=DataLoader(data, 4),
+            criterion=nn.CrossEntropyLoss(),
+            epochs=epochs,
+            **options,
+        )
     )
 
 

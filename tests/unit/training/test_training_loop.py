@@ -18,6 +18,7 @@ from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.runtime import context, sources
 from kale_dist.training import checkpoint
 from kale_dist.training.loop import train
+from kale_dist.training.settings import Training
 
 
 def data(samples=21):
@@ -35,7 +36,9 @@ def fit(model=None, loader=None, **options):
     model = model or net()
     options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
     options.setdefault("criterion", nn.CrossEntropyLoss())
-    return train(model=model, train_data_loader=DataLoader(data(), 4) if loader is None else loader, **options)
+    return train(
+        Training(model=model, train_data_loader=DataLoader(data(), 4) if loader is None else loader, **options)
+    )
 
 
 def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
