@@ -59,7 +59,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         label=label,
         script=None if in_place else files,
     )
-    checked = request.of_function(function, given)
+    checked = request.checked(given, function)
     if not in_place:
         _warn_of_paths(arguments, [volume.mount_path for volume in checked.request.volumes])
     return starting.start(checked)

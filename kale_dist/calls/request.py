@@ -18,7 +18,6 @@ from kale_dist.manifests import kind_of
 from kale_dist.spec import names, places
 from kale_dist.spec.job_spec import Request, Settled, Topology
 from kale_dist.spec.places import Docker, Kubernetes, Local, Place
-from kale_dist.spec.volumes import Volume
 from kale_dist.trackers import Tracker
 from kale_dist.training.settings import Training
 from kale_dist.wording import closest
@@ -110,11 +109,12 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
 
 
-def of_training(given: Mapping[str, Any], machine: Machine | None = None) -> Call:
-    """The call of `distribute`. Nothing is written or started.
+def checked(given: Mapping[str, Any], function: Function | None = None, machine: Machine | None = None) -> Call:
+    """A call of `distribute`, or of `launch` with a function. Nothing is written or started.
 
     Args:
-        given: All arguments, by name.
+        given: Arguments of the verb, by name.
+        function: What `launch` runs, checked.
         machine: In place of this one.
 
     Raises:
@@ -122,27 +122,43 @@ def of_training(given: Mapping[str, Any], machine: Machine | None = None) -> Cal
     """
     options = Options.of(given)
     backend, place = where(options.on)
-    target, volumes = save_to.find(given["save_to"], _volumes(place), backend.name)
-    fields = {field.name: given[field.name] for field in dataclasses.fields(Training)}
-    training = Training(**{**fields, "strategy": strategies.resolve(given["strategy"]), "save_to": target})
-    training_checks.check(training)
-    return _call(training, options, backend, place, volumes, machine)
-
-
-def of_function(function: Function, given: Mapping[str, Any], machine: Machine | None = None) -> Call:
-    """The call of `launch`. Nothing is written or started.
-
-    Args:
-        function: What runs, checked.
-        given: Arguments of `launch` for where and how, by name.
-        machine: In place of this one.
-
-    Raises:
-        ConfigError: The first thing that is wrong.
-    """
-    options = Options.of(given)
-    backend, place = where(options.on)
-    return _call(function, options, backend, place, _volumes(place), machine)
+    volumes = () if isinstance(place, Local) else place.volumes
+    what: Training | Function
+    if function is not None:
+        what, training, label = function, None, function.label
+    else:
+        target, volumes = save_to.find(given["save_to"], volumes, backend.name)
+        settled = {"strategy": strategies.resolve(given["strategy"]), "save_to": target}
+        what = training = Training(
+            **{**{field.name: given[field.name] for field in dataclasses.fields(Training)}, **settled}
+        )
+        training_checks.check(training)
+        model = training.model
+        label = f"train {' '.join(model) if isinstance(model, dict) else type(model).__name__}"
+    _check_variables(options.environment, in_pods=not isinstance(place, Local))
+    wanted = image_checks.ImageWanted()
+    of_pods: dict[str, Any] = {}
+    if isinstance(place, Local):
+        weights = 0 if training is None else training_checks.rank_bytes(training)
+        ranks = _on_machine(options, machine or _this_machine(options.cuda), weights)
+    else:
+        ranks = _in_pods(options, place)
+        wanted = image_checks.check(place.image, place.packages, place.requirements)
+        of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
+    if isinstance(place, Kubernetes):
+        of_pods |= {"store": place.store, "cluster": place.options}
+    request = Request(
+        name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
+        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
+        strategy=strategies.DDP() if training is None else training.strategy, **of_pods,
+    )  # fmt: skip
+    if isinstance(place, Kubernetes):
+        _check_manifest(request)
+    notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
+    return Call(
+        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
+        notes=(*ranks.notes, *notes), track=options.track,
+    )  # fmt: skip
 
 
 def where(on: Any) -> tuple[Backend, Place]:
@@ -160,55 +176,6 @@ def where(on: Any) -> tuple[Backend, Place]:
         place = on if isinstance(on, Local | Docker | Kubernetes) else places.KINDS[_word(on)]()
         backend = backends.get(places.word_of(place))
     return backend, places.filled(place, config.load().place(places.word_of(place)))
-
-
-def _volumes(place: Place) -> tuple[Volume, ...]:
-    return () if isinstance(place, Local) else place.volumes
-
-
-def _call(
-    what: Training | Function,
-    options: Options,
-    backend: Backend,
-    place: Place,
-    volumes: tuple[Volume, ...],
-    machine: Machine | None,
-) -> Call:
-    """Lay the ranks out and make the request."""
-    _check_variables(options.environment, in_pods=not isinstance(place, Local))
-    training = what if isinstance(what, Training) else None
-    if isinstance(place, Local):
-        weights = 0 if training is None else training_checks.rank_bytes(training)
-        ranks = _on_machine(options, machine or _this_machine(options.cuda), weights)
-    else:
-        ranks = _in_pods(options, place)
-    of_pods: dict[str, Any] = {}
-    wanted = image_checks.ImageWanted()
-    if not isinstance(place, Local):
-        wanted = image_checks.check(place.image, place.packages, place.requirements)
-        of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
-    if isinstance(place, Kubernetes):
-        of_pods |= {"store": place.store, "cluster": place.options}
-    request = Request(
-        name=options.name, label=_label(what), kind="call" if training is None else "training", topology=ranks.topology,
-        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
-        strategy=strategies.DDP() if training is None else training.strategy, **of_pods,
-    )  # fmt: skip
-    if isinstance(place, Kubernetes):
-        _check_manifest(request)
-    notes: tuple[str, ...] = ()
-    if training is not None:
-        notes = training_checks.check_on(training, request, is_local=backend.name == "local")
-    return Call(
-        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
-        notes=(*ranks.notes, *notes), track=options.track,
-    )  # fmt: skip
-
-
-def _label(what: Training | Function) -> str:
-    if isinstance(what, Function):
-        return what.label
-    return f"train {' '.join(what.model) if isinstance(what.model, dict) else type(what.model).__name__}"
 
 
 def _word(on: Any) -> str:

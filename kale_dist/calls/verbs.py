@@ -276,10 +276,10 @@ def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 def _checked(verb: Callable[..., Any], given: Mapping[str, Any]) -> Call:
     if verb.__name__ == "distribute":
-        return request.of_training(given)
+        return request.checked(given)
     fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
     checks.check_function(fn, args, kwargs, verb)
-    return request.of_function(Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)), given)
+    return request.checked(given, Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)))
 
 
 @short_refusals

@@ -56,6 +56,7 @@ from kale_dist.contract.order import (
     ProcessState,
     Source,
     socket_address,
+    with_tuples,
 )
 from kale_dist.contract.requests import MAC_HEADER, SIZE_HEADER, check_request, sign_request
 
@@ -109,4 +110,5 @@ __all__ = [
     "prefix_of",
     "sign_request",
     "socket_address",
+    "with_tuples",
 ]

@@ -40,6 +40,13 @@ class Op(enum.StrEnum):
     """From the agent, to every connection: the files of a job have changed. Field `job`."""
 
 
+def with_tuples(value: Any) -> Any:
+    """What `json.loads` gives, with tuples for lists, as frozen values have them."""
+    if isinstance(value, Mapping):
+        return {key: with_tuples(one) for key, one in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list | tuple) else value
+
+
 def socket_address(name: str) -> str:
     """Address of an agent's socket by its name. It lies in no folder: the kernel forgets it with the agent."""
     return f"\0{name}"
@@ -223,24 +230,12 @@ class Order:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
-        values = dict(data)
-        values["blobs"] = tuple(data["blobs"])
-        values["source"] = Source(data["source"])
-        values["policy"] = Policy(**data["policy"])
-        values["ends_with"] = EndsWith(data["ends_with"])
-        values["torch_flags"] = tuple((name, value) for name, value in data["torch_flags"])
-        process = values["process"]
-        if process is not None:
-            values["process"] = ProcessState(
-                environment=tuple((name, value) for name, value in process["environment"]),
-                cwd=process["cwd"],
-                sys_path=tuple(process["sys_path"]),
-                argv=tuple(process["argv"]),
-                umask=process["umask"],
-                limits=tuple((number, soft, hard) for number, soft, hard in process["limits"]),
-                torch_flags=tuple((name, value) for name, value in process["torch_flags"]),
-            )
+        """The inverse of `to_json`."""
+        values = with_tuples(data)
+        values |= {"source": Source(data["source"]), "ends_with": EndsWith(data["ends_with"])}
+        values["policy"] = Policy(**values["policy"])
+        if values["process"] is not None:
+            values["process"] = ProcessState(**values["process"])
         return cls(**values)
 
 

@@ -11,7 +11,7 @@ import math
 from typing import Any, Self
 
 from kale_dist import strategies
-from kale_dist.contract import Policy
+from kale_dist.contract import Policy, with_tuples
 from kale_dist.spec import names
 from kale_dist.spec.places import ClusterOptions
 from kale_dist.spec.recipe import Recipe
@@ -91,17 +91,9 @@ class Settled(Request):
         store: str | None = None,
         cluster: ClusterOptions | None = None,
     ) -> Settled:
-        """Settle a request.
+        """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
 
-        Args:
-            request: What the call asked for.
-            name: The job's.
-            image: Pinned; None for the request's, as for all that follows.
-            recipe: What that image is made of; None if it is not made for this job.
-            volumes: All that the pods mount.
-            resources: What each rank asks for.
-            store: Where bytes are stored.
-            cluster: Where and how pods run.
+        An image that is made has a `recipe`; that of the request is only what was asked for.
         """
         found = {"image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster}
         settled = {key: value for key, value in found.items() if value is not None}
@@ -131,30 +123,16 @@ class JobSpec(Settled):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
-        values = dict(data)
-        values["blobs"] = tuple(data["blobs"])
-        values["topology"] = Topology(**data["topology"])
-        values["volumes"] = tuple(Volume(**volume) for volume in data["volumes"])
-        values["resources"] = Resources(**_with_tuples(data["resources"]))
-        values["cluster"] = ClusterOptions(**_with_tuples(data["cluster"]))
-        values["environment"] = tuple((name, value) for name, value in data["environment"])
-        values["strategy"] = strategies.from_json(data["strategy"])
-        values["recipe"] = Recipe.from_json(data["recipe"]) if data.get("recipe") is not None else None
-        values["policy"] = Policy(**data["policy"])
+        """The inverse of `to_json`."""
+        values = with_tuples(data)
+        classes = {"topology": Topology, "resources": Resources, "cluster": ClusterOptions, "policy": Policy}
+        values |= {name: made(**values[name]) for name, made in classes.items()}
+        values["volumes"] = tuple(Volume(**volume) for volume in values["volumes"])
+        values["strategy"] = strategies.from_json(values["strategy"])
+        values["recipe"] = Recipe.from_json(values["recipe"]) if values.get("recipe") is not None else None
         return cls(**values)
 
 
 def _fields(stage: Request, kind: type[Request]) -> dict[str, Any]:
     """Field to value, of the fields that a stage has."""
     return {field.name: getattr(stage, field.name) for field in dataclasses.fields(kind)}
-
-
-def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
-    """What `json.loads` gave as lists, as tuples, two levels deep."""
-    return {
-        name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
-        if isinstance(value, list)
-        else value
-        for name, value in data.items()
-    }

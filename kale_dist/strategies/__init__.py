@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 from typing import Any
 
+from kale_dist.contract import with_tuples
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings
 from kale_dist.strategies.ddp import DDP
@@ -87,8 +88,4 @@ def from_json(data: dict[str, Any]) -> Settings:
     """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
     options = dict(data)
     settings = _CLASSES[options.pop("strategy")]
-    return settings(**{name: _with_tuples(value) for name, value in options.items()})
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    return settings(**with_tuples(options))

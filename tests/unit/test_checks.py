@@ -54,7 +54,7 @@ def refused_training(**changes):
 
 
 def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return request.of_function(Function(fn=print, label="print"), changes, machine)
+    return request.checked(changes, Function(fn=print, label="print"), machine)
 
 
 def asked(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
@@ -437,9 +437,9 @@ def test_processes_that_the_memory_cannot_hold_are_refused():
     defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
     large = {**defaults, **given}
     with pytest.raises(ConfigError, match="at most 7, or run on a cluster"):
-        request.of_training(large, small)
+        request.checked(large, machine=small)
     with_gpus = Machine(cores=8, gpus=8, memory_bytes=8 << 30)
-    assert request.of_training(large, with_gpus).request.cuda
+    assert request.checked(large, machine=with_gpus).request.cuda
 
 
 def test_cuda_needs_gpus_and_one_for_each_process():

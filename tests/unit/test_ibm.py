@@ -10,7 +10,7 @@ from kale_dist.ibm import arguments, train_comp
 
 
 def spec(options):
-    return request.of_function(Function(fn=print, label="print"), {"name": "x", **options}).request
+    return request.checked({"name": "x", **options}, Function(fn=print, label="print")).request
 
 
 def test_a_dictionary_says_what_the_own_call_says():

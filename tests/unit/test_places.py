@@ -20,7 +20,7 @@ def run(machine=None, **changes):
 
 
 def checked(machine=None, **given):
-    return request.of_function(Function(fn=print, label="print"), given, machine)
+    return request.checked(given, Function(fn=print, label="print"), machine)
 
 
 def asked(**changes):

@@ -53,7 +53,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
     # What the rank sees may differ from what the call saw.
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "model.pt"
-    started = request.of_training
+    started = request.checked
 
     def replaced(*given):
         found = started(*given)
@@ -62,7 +62,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request, "of_training", replaced)
+        patch.setattr(request, "checked", replaced)
         job = kd.distribute(model, loader, criterion, optimizer, train_step, number_of_processes=1, save_to=target)
     with pytest.raises(JobFailedError, match="The model cannot be saved to"):
         job.result()

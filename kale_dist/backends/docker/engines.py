@@ -77,13 +77,8 @@ def disconnect() -> None:
 def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
     """Settle the image and have it on the engine, made now if it has a recipe; look whether the job could run.
 
-    Args:
-        request: As the call gave it, or the specification of a job that is submitted again.
-        name: The job's.
-        image: The call's; empty for the configured one.
-        recipe: What goes on top of it.
-        submit: Whether a submission follows. Otherwise an engine that cannot be reached is done without, and no image is
-            pulled.
+    Arguments as for `Backend.settle`. Without a submission an engine that cannot be reached is done without, and no image is
+    pulled.
 
     Raises:
         ConfigError: There is no image and no way to one, or the engine's machine has less than was asked for.

@@ -43,13 +43,8 @@ _NOT_MADE_YET = "made-first"
 def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
     """Settle namespace, image, kind and form of a job, its volumes, user and store; look whether it could run.
 
-    Args:
-        request: As the call gave it, or the specification of a job that is submitted again.
-        name: The job's.
-        image: The call's; empty for the configured one, or that of this process's own pod.
-        recipe: What goes on top of it.
-        submit: Whether a submission follows. Otherwise the request is also settled where no cluster can be reached, and no
-            image is made.
+    Arguments as for `Backend.settle`. Without a submission a request is also settled where no cluster can be reached, and no
+    image is made.
 
     Raises:
         ConfigError: There is no image, or the cluster does not serve the kind.
