@@ -10,6 +10,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -70,26 +71,16 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     volumes = (*request.volumes, *self_pod.own_volumes(request.volumes, own, namespace))
     options = dataclasses.replace(options, affinity=self_pod.affinity_of(options, volumes, own))
     resources, cores = request.resources, request.resources.cpu or DEFAULT_CPU
-    if (
-        found is not None
-        and resources.cpu_limit is None
-        and cores * request.topology.processes_per_pod > found.free_cores
-    ):
+    free_cores = found.free_cores if found is not None else math.inf
+    if resources.cpu_limit is None and cores * request.topology.processes_per_pod > free_cores:
         resources = dataclasses.replace(resources, cpu_limit=cores)
     store = request.store or configured.store or self_pod.own_store(own)
     image = _image(image, recipe, configured, own, cuda=request.cuda)
 
     def settled(image: str) -> Settled:
         return Settled.of(
-            request,
-            name=name,
-            image=image,
-            recipe=recipe,
-            volumes=volumes,
-            resources=resources,
-            store=store,
-            cluster=options,
-        )
+            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options
+        )  # fmt: skip
 
     # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
     draft = settled(image or (recipe.base if recipe is not None else "") or _NOT_MADE_YET)
