@@ -28,7 +28,7 @@ import torch
 
 import kale_dist as kd
 from kale_dist import config
-from kale_dist.backends.kubernetes import client
+from kale_dist.places.kubernetes import client
 
 PLACE = kd.Kubernetes(resources={"cpu": 0.1, "memory_gib": 1})
 RESOURCES = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}

@@ -26,7 +26,7 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
     """Give the control numbers a tensor on the CPU, which gloo sums in every step."""
     import torch
 
-    from kale_dist.training.strategies import buckets, ddp
+    from kale_dist.worker.parallel import buckets, ddp
 
     original = buckets.fill_buckets
 
@@ -50,8 +50,8 @@ def step_ms(device: Any) -> float:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.manual_seed(0)
     layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]

@@ -34,10 +34,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 
 import kale_dist as kd
-from kale_dist import engine, records
-from kale_dist.blobs import FolderStore
+from kale_dist.image import engine
 from kale_dist.image.resolve import resolve
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.recipe import ImageFile, Recipe
+from kale_dist.wire.blobs import FolderStore
 
 HOST = os.environ.get("REGISTRY", "localhost:5000")
 BASE = os.environ.get("KALE_DIST_IMAGE", f"{HOST}/kale-dist/torch-cpu:2.13.0")

@@ -18,8 +18,8 @@ from typing import Any
 
 import kale_dist as kd
 from kale_dist import config
-from kale_dist.backends.kubernetes import client, objects
-from kale_dist.manifests import KINDS, Kind
+from kale_dist.places.kubernetes import client, objects
+from kale_dist.places.manifests import KINDS, Kind
 
 RESOURCES = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
 

@@ -14,13 +14,13 @@ import sys
 import tempfile
 import time
 
-from kale_dist import contract
-from kale_dist.contract import BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
-from kale_dist.runtime.head_relays import HeadsRelays
-from kale_dist.runtime.job_run import open_port
-from kale_dist.runtime.rank_run import RankRun
-from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, sign
-from kale_dist.runtime.writer import POD_LOG_BYTES, JobWriter
+from kale_dist import wire
+from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
+from kale_dist.worker.agent.job_run import open_port
+from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter
+from kale_dist.worker.pod.head_relays import HeadsRelays
+from kale_dist.worker.pod.relay_protocol import COUNT, Channel, Op, sign
 
 KEY = b"k" * 32
 BYTES_PER_S = 1_000_000
@@ -79,7 +79,7 @@ async def send(number: int, relays: int, seconds: float, port: int) -> None:
 async def relay(agent: int, seconds: float, port: int) -> None:
     """Play one relay: join, wait for the spawn, send lines, say that the rank has ended."""
     channel = await Channel.connect("127.0.0.1", port + 1)
-    channel.say(Op.HELLO, agent=agent, version=contract.VERSION, nonce="n")
+    channel.say(Op.HELLO, agent=agent, version=wire.VERSION, nonce="n")
     challenge = await channel.read_from_stranger()
     channel.say(Op.PROOF, mac=sign(KEY, "relay", agent, "n", str(challenge["nonce"])))
     while (message := await channel.read_from_stranger())["op"] != Op.SPAWN:

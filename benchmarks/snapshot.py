@@ -78,9 +78,9 @@ def measure(way: str, megabytes: int) -> dict[str, float]:
 
 def kale_dist_way(fn: Any, model: Any, folder: pathlib.Path) -> tuple[Callable[[], None], Callable[[], Any]]:
     """Capture into a folder store, load from it."""
-    from kale_dist import blobs
-    from kale_dist.runtime import loading
+    from kale_dist.snapshot import loading
     from kale_dist.snapshot.capture import capture
+    from kale_dist.wire import blobs
 
     store, taken = blobs.FolderStore(folder), list[Any]()
 

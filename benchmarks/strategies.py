@@ -76,10 +76,10 @@ def ways(name: str) -> Iterator[tuple[str, list[float]]]:
     from torch.utils.data.distributed import DistributedSampler
 
     from kale_dist.strategies import DDP
-    from kale_dist.training.group import Group
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
-    from kale_dist.training.strategies.shared_memory import SharedMemory
+    from kale_dist.worker.parallel.shared_memory import SharedMemory
+    from kale_dist.worker.training.group import Group
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     shared = SharedMemory(Group(torch.device("cpu")), 1, 1)
     for way in ("limit", "DDP of torch"):

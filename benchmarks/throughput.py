@@ -41,8 +41,8 @@ def run_rank(rank: int, store: str, rounds: int) -> None:
     from torch.utils.data import DataLoader, TensorDataset
     from torch.utils.data.distributed import DistributedSampler
 
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)  # type: ignore[attr-defined] # torch does not list it

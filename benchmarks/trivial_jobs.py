@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 
-from kale_dist import contract
-from kale_dist.backends.agent_client import AgentClient
-from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles, Order, StateName
-from kale_dist.runtime.process_state import capture as capture_process
+from kale_dist import wire
+from kale_dist.places.agent_client import AgentClient
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import EventKind, JobFiles, Order, StateName
+from kale_dist.wire.blobs import FolderStore
+from kale_dist.worker.rank.process_state import capture as capture_process
 
 RANKS = 2
 LIMIT_S = 30.0
@@ -55,7 +55,7 @@ def last_state(files: JobFiles) -> dict[str, str]:
     """The job's last state event."""
     if not files.events.exists():
         return {"state": "pending"}
-    events = contract.decode_json_lines(files.events.read_bytes())
+    events = wire.decode_json_lines(files.events.read_bytes())
     states = [event for event in events if event["event"] == EventKind.STATE]
     return states[-1] if states else {"state": "pending"}
 

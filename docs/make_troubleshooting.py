@@ -1,6 +1,6 @@
 """Make docs/troubleshooting.md from the table of sentences by which jobs on a cluster explain themselves.
 
-Run it with `.venv/bin/python docs/make_troubleshooting.py` after a change to kale_dist/backends/kubernetes/explain/table.py.
+Run it with `.venv/bin/python docs/make_troubleshooting.py` after a change to kale_dist/places/kubernetes/explain/table.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 import string
 from collections.abc import Iterable
 
-from kale_dist.backends.kubernetes.explain import table
-from kale_dist.backends.kubernetes.explain.table import Entry, Seen
+from kale_dist.places.kubernetes.explain import table
+from kale_dist.places.kubernetes.explain.table import Entry, Seen
 
 PAGE = pathlib.Path(__file__).parent / "troubleshooting.md"
 

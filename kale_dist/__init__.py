@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kale_dist import callbacks, strategies
+    from kale_dist.calls.form import form
     from kale_dist.calls.verbs import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job.handle import Job
-    from kale_dist.launcher import form
-    from kale_dist.notebook_runner.execution import run_notebook
-    from kale_dist.runtime.context import context, report
-    from kale_dist.spec.places import Docker, Kubernetes, Local
-    from kale_dist.spec.recipe import Recipe
-    from kale_dist.spec.resources import Resources
-    from kale_dist.spec.volumes import Volume
+    from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local
+    from kale_dist.job.spec.recipe import Recipe
+    from kale_dist.job.spec.resources import Resources
+    from kale_dist.job.spec.volumes import Volume
+    from kale_dist.runner.execution import run_notebook
     from kale_dist.sweeps import sweep
-    from kale_dist.training.lazy_dataset import dataset
+    from kale_dist.wire.context import context, report
+    from kale_dist.worker.training.data.lazy_dataset import dataset
 
 __version__ = "0.1.0"
 
@@ -58,25 +58,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Docker": "spec.places",
+    "Docker": "job.spec.place_settings",
     "Job": "job.handle",
     "KaleDistError": "errors",
-    "Kubernetes": "spec.places",
-    "Local": "spec.places",
-    "Recipe": "spec.recipe",
-    "Resources": "spec.resources",
-    "Volume": "spec.volumes",
+    "Kubernetes": "job.spec.place_settings",
+    "Local": "job.spec.place_settings",
+    "Recipe": "job.spec.recipe",
+    "Resources": "job.spec.resources",
+    "Volume": "job.spec.volumes",
     "attach": "calls.verbs",
     "callbacks": "",
-    "context": "runtime.context",
-    "dataset": "training.lazy_dataset",
+    "context": "wire.context",
+    "dataset": "worker.training.data.lazy_dataset",
     "distribute": "calls.verbs",
-    "form": "launcher",
+    "form": "calls.form",
     "jobs": "calls.verbs",
     "launch": "calls.verbs",
     "render": "calls.verbs",
-    "report": "runtime.context",
-    "run_notebook": "notebook_runner.execution",
+    "report": "wire.context",
+    "run_notebook": "runner.execution",
     "strategies": "",
     "sweep": "sweeps",
 }

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.spec import names
-from kale_dist.spec.places import KINDS, ClusterOptions, Docker, Kubernetes, Local, Place, settings_of
+from kale_dist.job.spec import names
+from kale_dist.job.spec.place_settings import KINDS, ClusterOptions, Docker, Kubernetes, Local, Place, settings_of
 from kale_dist.wording import closest, shorten, show
 
 FILE_VARIABLE = "KALE_DIST_CONFIG"

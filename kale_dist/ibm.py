@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from kale_dist.calls import checks, verbs
 from kale_dist.errors import ConfigError, short_refusals
 from kale_dist.job.handle import Job
-from kale_dist.spec import names
-from kale_dist.spec.places import Kubernetes
-from kale_dist.spec.resources import Resources
-from kale_dist.spec.volumes import Volume, VolumeKind
+from kale_dist.job.spec import names
+from kale_dist.job.spec.place_settings import Kubernetes
+from kale_dist.job.spec.resources import Resources
+from kale_dist.job.spec.volumes import Volume, VolumeKind
 from kale_dist.wording import closest, show
 
 R = TypeVar("R")
@@ -230,9 +230,9 @@ def _merged(place: Kubernetes, settings: Mapping[str, Any]) -> Kubernetes:
     """A place with what the dict says; what both say is a mistake."""
     import dataclasses
 
-    from kale_dist.spec import places
+    from kale_dist.job.spec import place_settings
 
-    for name in places.settings_of(place):
+    for name in place_settings.settings_of(place):
         if name in settings:
             raise ConfigError("place", f"{name} is in the dict, too", "Leave it out of one of them")
     return dataclasses.replace(place, **settings)

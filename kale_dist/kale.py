@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist import config, records
+from kale_dist import config
 from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
+from kale_dist.job import records
 from kale_dist.job.handle import Job
-from kale_dist.spec.places import Kubernetes
+from kale_dist.job.spec.place_settings import Kubernetes
 from kale_dist.wording import show
 
 _POLICIES = {"activeDeadlineSeconds": "timeout_s", "backoffLimit": "max_restarts"}

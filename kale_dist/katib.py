@@ -22,15 +22,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import blobs, kfp
+from kale_dist import kfp
 from kale_dist.errors import ConfigError
-from kale_dist.manifests.pod_template import CONTAINER_SECURITY, identity_of, pod_security
-from kale_dist.manifests.settings import INPUT_BYTES
-from kale_dist.manifests.yaml_text import to_yaml
-from kale_dist.runtime import loading
+from kale_dist.job.spec.resources import resources as resources_of
+from kale_dist.job.status import JobStatus, values_of
+from kale_dist.places.manifests.pod_template import CONTAINER_SECURITY, identity_of, pod_security
+from kale_dist.places.manifests.settings import INPUT_BYTES
+from kale_dist.places.manifests.yaml_text import to_yaml
+from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec.resources import resources as resources_of
-from kale_dist.status import JobStatus, values_of
+from kale_dist.wire import blobs
 
 if TYPE_CHECKING:
     import optuna

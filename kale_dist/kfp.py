@@ -139,8 +139,8 @@ def _terminate(number: int, _frame: Any) -> NoReturn:
 
 def _delete_since(begun: float) -> None:
     """Delete the jobs that this process has started since then, all at once: it may be killed at any moment."""
-    from kale_dist import records
     from kale_dist.calls import verbs
+    from kale_dist.job import records
 
     def delete(ref: str) -> None:
         try:

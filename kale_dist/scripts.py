@@ -13,12 +13,12 @@ from typing import Any
 
 from kale_dist.calls import checks, request, starting, verbs
 from kale_dist.calls.request import Function
-from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, warn
 from kale_dist.job.handle import Job
-from kale_dist.runtime import script as on_a_rank
 from kale_dist.snapshot import datasets, modules
+from kale_dist.wire import StateName
 from kale_dist.wording import closest, parse
+from kale_dist.worker.rank import script as on_a_rank
 
 _FAILED = 1
 _BY_SIGNAL = 128

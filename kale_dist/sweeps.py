@@ -17,15 +17,15 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import katib, records
+from kale_dist import katib
 from kale_dist.calls import checks, verbs
-from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
-from kale_dist.job import interrupts, watch
+from kale_dist.job import interrupts, records, watch
 from kale_dist.job.handle import Job
-from kale_dist.spec import names
-from kale_dist.status import JobStatus, values_of
-from kale_dist.view.sweep import SweepPicture, TrialRow, sentence
+from kale_dist.job.spec import names
+from kale_dist.job.status import JobStatus, values_of
+from kale_dist.job.view.sweep import SweepPicture, TrialRow, sentence
+from kale_dist.wire import StateName
 from kale_dist.wording import show
 
 if TYPE_CHECKING:

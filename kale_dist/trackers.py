@@ -16,9 +16,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError
-from kale_dist.status import MetricRow
+from kale_dist.job.status import MetricRow
+from kale_dist.wire import StateName
 from kale_dist.wording import closest, show
 
 _MLFLOW_BATCH = 1000

@@ -18,7 +18,7 @@ from on_cluster import IMAGE, run_kubectl
 _RUN_NAME = "KALE_DIST_TEST_RUN"
 """Every process that a test starts inherits this variable, however it was started."""
 
-_OURS = (b"kale_dist.runtime", b"kale_dist.cli", b"ipykernel_launcher")
+_OURS = (b"kale_dist.worker", b"kale_dist.cli", b"ipykernel_launcher")
 """What the command line of a process says that must not outlive the tests."""
 
 _ENDS_WITHIN_S = 15.0
@@ -50,7 +50,7 @@ def _of_this_run():
 def no_process_is_left(request):
     """After the last test this process's own agent is let go; whatever is there a little later has no right to be."""
     yield
-    local = sys.modules.get("kale_dist.backends.local")
+    local = sys.modules.get("kale_dist.places.local")
     if local is not None:
         local.shared().close()
     # A process that was started a moment ago has no command line yet.
@@ -89,7 +89,7 @@ def a_failed_test_gives_its_names_back(request):
     yield
     if request.node.stash.get(_FAILED, False):
         import kale_dist
-        from kale_dist import records
+        from kale_dist.job import records
 
         for name in _job_folders() - before:
             with contextlib.suppress(kale_dist.KaleDistError):
@@ -141,7 +141,7 @@ def make_namespace(kubeconfig):
 @pytest.fixture(scope="session")
 def engine():
     """A connection to the engine; skips where none answers."""
-    module = pytest.importorskip("kale_dist.engine")
+    module = pytest.importorskip("kale_dist.image.engine")
     from kale_dist.errors import BackendError
 
     try:
@@ -157,8 +157,8 @@ def engine():
 @pytest.fixture(scope="session")
 def image(engine):
     """An image with this Python's minor version and torch, which the engine has."""
-    from kale_dist.engine import ensure_image
     from kale_dist.errors import BackendError
+    from kale_dist.image.engine import ensure_image
 
     try:
         ensure_image(engine, IMAGE, say=print)

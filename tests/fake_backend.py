@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kale_dist import records
-from kale_dist.backends.base import Backend, JobRef, Plan
-from kale_dist.blobs import MemoryStore
-from kale_dist.contract import EventKind, FailureCause, JobFiles, LogLine, RankStateName, StateName, Stream
 from kale_dist.errors import ConfigError, JobExistsError, JobNotFoundError
-from kale_dist.runtime import outcome
-from kale_dist.runtime.reducers import References
-from kale_dist.spec.job_spec import JobSpec
-from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
+from kale_dist.job import records
+from kale_dist.job.backend import Backend, JobRef, Plan
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
+from kale_dist.snapshot import outcome
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire import EventKind, FailureCause, JobFiles, LogLine, RankStateName, StateName, Stream
+from kale_dist.wire.blobs import MemoryStore
 
 __all__ = ["BackendConformance", "FakeBackend", "FakeRun", "MemoryStore"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kale_dist import strategies
 from kale_dist.errors import ConfigError
-from kale_dist.spec.places import Docker, Kubernetes
+from kale_dist.job.spec.place_settings import Docker, Kubernetes
 from kale_dist.wording import closest, show
 
 _PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"

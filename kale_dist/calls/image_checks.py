@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.spec import names
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.job.spec import names
+from kale_dist.job.spec.recipe import ImageFile, Recipe
 from kale_dist.wording import needing, shorten, show
 
 if TYPE_CHECKING:

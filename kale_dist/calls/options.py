@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from kale_dist import trackers
-from kale_dist.backends.base import Backend
 from kale_dist.calls.checks import check_count, check_flag
-from kale_dist.contract import Policy
 from kale_dist.errors import ConfigError
-from kale_dist.spec import names
-from kale_dist.spec.places import Place
+from kale_dist.job.backend import Backend
+from kale_dist.job.spec import names
+from kale_dist.job.spec.place_settings import Place
+from kale_dist.wire import Policy
 from kale_dist.wording import show
 
 _OWN_PREFIX = "KALE_DIST_"

@@ -8,19 +8,19 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import backends, config, strategies
-from kale_dist.backends.agent_client import LOAD_ONLY_PREFIXES
-from kale_dist.backends.base import Backend
+from kale_dist import config, places, strategies
 from kale_dist.calls import image_checks, save_to, training_checks
 from kale_dist.calls.options import Options
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import kind_of
-from kale_dist.spec import names, places
-from kale_dist.spec.job_spec import Request, Settled, Topology
-from kale_dist.spec.places import Docker, Kubernetes, Local, Place
+from kale_dist.job.backend import Backend
+from kale_dist.job.spec import names, place_settings
+from kale_dist.job.spec.job_spec import Request, Settled, Topology
+from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
+from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
+from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
-from kale_dist.training.settings import Training
 from kale_dist.wording import closest
+from kale_dist.worker.training.settings import Training
 
 if TYPE_CHECKING:
     from kale_dist.snapshot.modules import Script
@@ -171,20 +171,20 @@ def where(on: Any) -> tuple[Backend, Place]:
         ConfigError: There is no such place.
     """
     if isinstance(on, Backend) and not isinstance(on, type):
-        backend, place = on, places.KINDS.get(on.name, Local)()
+        backend, place = on, place_settings.KINDS.get(on.name, Local)()
     else:
-        place = on if isinstance(on, Local | Docker | Kubernetes) else places.KINDS[_word(on)]()
-        backend = backends.get(places.word_of(place))
-    return backend, places.filled(place, config.load().place(places.word_of(place)))
+        place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
+        backend = places.get(place_settings.word_of(place))
+    return backend, place_settings.filled(place, config.load().place(place_settings.word_of(place)))
 
 
 def _word(on: Any) -> str:
     if on is None:
         return config.load().on or "local"
-    if isinstance(on, str) and on in backends.NAMES:
+    if isinstance(on, str) and on in places.NAMES:
         return on
-    known = ", ".join(repr(name) for name in backends.NAMES)
-    remedy = f"{closest(on, backends.NAMES)}Use one of: {known}, or kd.Local(), kd.Docker(...), kd.Kubernetes(...)"
+    known = ", ".join(repr(name) for name in places.NAMES)
+    remedy = f"{closest(on, places.NAMES)}Use one of: {known}, or kd.Local(), kd.Docker(...), kd.Kubernetes(...)"
     raise ConfigError("on", f"there is no place {on!r}", remedy)
 
 
@@ -193,7 +193,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
         name = next(iter(settings))
         problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
         raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
-    return places.KINDS[word](**settings)
+    return place_settings.KINDS[word](**settings)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import urllib.parse
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.spec import names
-from kale_dist.spec.volumes import Volume, VolumeKind
+from kale_dist.job.spec import names
+from kale_dist.job.spec.volumes import Volume, VolumeKind
 from kale_dist.wording import closest, shorten, show
 
 MOUNT = "/kale-dist/save-to"

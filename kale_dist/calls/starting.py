@@ -14,22 +14,21 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from kale_dist import records, tracking
-from kale_dist.backends.base import Backend, JobRef
-from kale_dist.blobs import FolderStore, Store
 from kale_dist.calls.request import Call, Function
 from kale_dist.errors import BackendError, SnapshotError, say, warn
-from kale_dist.job import weights
+from kale_dist.job import records, tracking, weights
+from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
+from kale_dist.job.spec import names
+from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.notebook import live
-from kale_dist.runtime.given_models import models_in, together
-from kale_dist.runtime.reducers import References
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
-from kale_dist.spec import names
-from kale_dist.spec.job_spec import JobSpec
-from kale_dist.training.settings import Training
+from kale_dist.snapshot.given_models import models_in, together
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire.blobs import FolderStore, Store
+from kale_dist.worker.training.settings import Training
 
 SUFFIX_LENGTH = 5
 _GIB = 1 << 30
@@ -118,7 +117,7 @@ def _capture(what: Training | Function, label: str, store: Store) -> Snapshot:
     if isinstance(what, Function):
         return capture(what.fn, what.args, dict(what.kwargs), store=store, label=label, script=what.script)
     # Its import takes long, and so begins after the agent's start.
-    from kale_dist.training import loop
+    from kale_dist.worker.training import loop
 
     return capture(loop.train, (what,), {}, store=store, label=label, roots=what.arguments())
 

@@ -10,10 +10,10 @@ from typing import Any
 from kale_dist import callbacks, strategies
 from kale_dist.calls.checks import check_count, check_flag, check_returns, describe, title
 from kale_dist.errors import ConfigError
+from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
-from kale_dist.spec.job_spec import Request
-from kale_dist.training.settings import Training
 from kale_dist.wording import closest, show
+from kale_dist.worker.training.settings import Training
 
 STEP_ARGUMENTS = {
     "train_step": ("model", "data_loader", "criterion", "optimizer", "device", "args"),

@@ -9,23 +9,24 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from kale_dist import backends, records, strategies
-from kale_dist.backends.base import Backend, JobRef, Plan
-from kale_dist.blobs import MemoryStore
+from kale_dist import places, strategies
 from kale_dist.calls import checks, options, request, starting
 from kale_dist.calls.request import Call, Function
-from kale_dist.contract import STALL_WARN_S
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
+from kale_dist.job import records
+from kale_dist.job.backend import Backend, JobRef, Plan
 from kale_dist.job.handle import Job, inside
-from kale_dist.spec import names
-from kale_dist.spec.places import Kubernetes, Place, word_of
+from kale_dist.job.spec import names
+from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
+from kale_dist.wire import STALL_WARN_S
+from kale_dist.wire.blobs import MemoryStore
 from kale_dist.wording import closest, show
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
 
-    from kale_dist.training.result import TrainingResult
+    from kale_dist.worker.training.result import TrainingResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -348,11 +349,11 @@ def jobs(
 
 
 def _named_backend(argument: str, name: Any) -> Backend:
-    if not isinstance(name, str) or name not in backends.NAMES:
-        near = closest(name, backends.NAMES)
-        example = "Write it as 'local://name'" if argument == "ref" else "Use one of: " + ", ".join(backends.NAMES)
+    if not isinstance(name, str) or name not in places.NAMES:
+        near = closest(name, places.NAMES)
+        example = "Write it as 'local://name'" if argument == "ref" else "Use one of: " + ", ".join(places.NAMES)
         raise ConfigError(argument, f"there is no backend {show(name)}", f"{near}{example}")
-    return backends.get(name)
+    return places.get(name)
 
 
 SETTABLE = (*sorted(options.NAMES), *request.PLACE_SETTINGS)

@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 
-from kale_dist import records
 from kale_dist.cli.list_commands import add_place
 from kale_dist.errors import ConfigError, StoreError
-from kale_dist.view import facts
+from kale_dist.job import records
+from kale_dist.job.view import facts
 from kale_dist.wording import install
 
 _GIB = 1 << 30
@@ -114,11 +114,11 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
     here = (_python(), _state_folder())
     try:
         if on == "docker":
-            from kale_dist.backends.docker import engines as engine
+            from kale_dist.places.docker import engines as engine
 
             found = engine.examine()
         else:
-            from kale_dist.backends.kubernetes import doctor as cluster
+            from kale_dist.places.kubernetes import doctor as cluster
 
             found = cluster.examine(namespace, context)
     except ModuleNotFoundError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from kale_dist import config, records
-from kale_dist.blobs import FolderStore
+from kale_dist import config
 from kale_dist.calls import image_checks
 from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
-from kale_dist.runtime import loading
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.snapshot import loading
+from kale_dist.wire.blobs import FolderStore
 from kale_dist.wording import needing
 
 

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist import backends, records, view, wording
-from kale_dist.backends.base import Backend, JobRef
+from kale_dist import places, wording
 from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
-from kale_dist.contract import LogLine
 from kale_dist.errors import BackendError, ConfigError
+from kale_dist.job import records, view
+from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, check_lines
-from kale_dist.status import JobStatus
-from kale_dist.view import facts, plain
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts, plain
+from kale_dist.wire import LogLine
 
 _CANCEL_WAIT_S = 10.0
 
@@ -60,10 +61,10 @@ def find(text: str) -> tuple[Backend, JobRef]:
         JobNotFoundError: There is no such job.
     """
     ref = JobRef.parse(text)
-    if ref.backend not in backends.NAMES:
-        near = wording.closest(ref.backend, backends.NAMES)
+    if ref.backend not in places.NAMES:
+        near = wording.closest(ref.backend, places.NAMES)
         raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
-    backend = backends.get(ref.backend)
+    backend = places.get(ref.backend)
     ref = backend.adopt(ref, trust=None)
     backend.status(ref)
     return backend, ref

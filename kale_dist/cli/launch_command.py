@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kale_dist import backends, scripts, wording
+from kale_dist import places, scripts, wording
 from kale_dist.calls import verbs
-from kale_dist.contract import LogLine, StateName, Stream
 from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
 from kale_dist.job.handle import Job
-from kale_dist.view import facts
+from kale_dist.job.view import facts
+from kale_dist.wire import LogLine, StateName, Stream
 
 _END_S = 15.0
 """Seconds that a cancelled job gets to end before the command does."""
@@ -54,7 +54,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     made.add_argument(
         "-n", "--processes", type=int, metavar="N", help="in all (here one for each GPU or core, elsewhere two)"
     )
-    made.add_argument("--on", choices=backends.NAMES, help="where (the configured place, else this machine)")
+    made.add_argument("--on", choices=places.NAMES, help="where (the configured place, else this machine)")
     made.add_argument("--name", metavar="NAME", help="the job's (made from the script's)")
     made.add_argument(
         "--env",

@@ -12,19 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from kale_dist import backends, records
-from kale_dist.backends.base import Backend, JobRef
+from kale_dist import places
 from kale_dist.cli import job_commands
 from kale_dist.errors import ConfigError, JobNotFoundError
-from kale_dist.following.reader import JobReader
-from kale_dist.records import Record
-from kale_dist.status import JobStatus
-from kale_dist.view import facts, plain
+from kale_dist.job import records
+from kale_dist.job.backend import Backend, JobRef
+from kale_dist.job.reader import JobReader
+from kale_dist.job.records import Record
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts, plain
 
 _NEWEST = 20
 """So many jobs are listed without `--all`."""
 
-_ELSEWHERE = tuple(name for name in backends.NAMES if name != "local")
+_ELSEWHERE = tuple(name for name in places.NAMES if name != "local")
 _MIB = 1 << 20
 
 
@@ -73,13 +74,13 @@ def add_place(made: argparse.ArgumentParser, on: str, namespace: str, default: s
         namespace: Help of `--namespace`.
         default: Of `--on`.
     """
-    made.add_argument("--on", choices=backends.NAMES, default=default, help=on)
+    made.add_argument("--on", choices=places.NAMES, default=default, help=on)
     made.add_argument("--namespace", metavar="NAME", help=namespace)
 
 
 def _sweeps(options: argparse.Namespace) -> int:
     from kale_dist import sweeps
-    from kale_dist.view.sweep import sentence
+    from kale_dist.job.view.sweep import sentence
 
     if options.name:
         picture = sweeps.read(options.name)
@@ -213,7 +214,7 @@ def _look(
     on: str, namespace: str | None, labels: Mapping[str, str] | None, limit: int | None = None
 ) -> tuple[list[JobStatus], int]:
     """How the newest jobs of a place are now, oldest first, and how many others there are."""
-    backend = backends.get(on)
+    backend = places.get(on)
     known = list(backend.survey(namespace=namespace, labels=labels))
     statuses = known[-limit:] if limit else known
     return [_better(backend, status) for status in statuses], len(known) - len(statuses)
@@ -258,7 +259,7 @@ def _delete(options: argparse.Namespace) -> int:
             raise ConfigError("REF", f"{text} belongs to another user", remedy)
     chosen = {ref: backend for _, backend, ref in found}
     if options.finished:
-        chosen |= dict.fromkeys(_finished(options.on, options.namespace), backends.get(options.on))
+        chosen |= dict.fromkeys(_finished(options.on, options.namespace), places.get(options.on))
     if options.json and not options.yes:
         raise ConfigError("--json", "nothing can be asked then", "Add --yes")
     if not chosen:
@@ -306,7 +307,7 @@ def _agreed(chosen: Iterable[JobRef], *, yes: bool) -> bool:
 
 def _finished(on: str, namespace: str | None) -> list[JobRef]:
     """This user's jobs that have ended."""
-    backend = backends.get(on)
+    backend = places.get(on)
     mine = [ref for ref in map(JobRef.parse, records.refs(on)) if _is_mine(ref)]
     if namespace:
         mine = [ref for ref in mine if ref.name.startswith(f"{namespace}/")]

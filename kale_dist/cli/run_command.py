@@ -9,7 +9,7 @@ import pathlib
 import sys
 from typing import Any
 
-from kale_dist import backends, wording
+from kale_dist import places, wording
 from kale_dist.cli import launch_command
 from kale_dist.errors import ConfigError
 
@@ -37,7 +37,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     run.add_argument("-p", "--parameters", **value, help="a value for the cell tagged `parameters`")
     run.add_argument("--kernel", metavar="NAME", help="an installed kernel (the Python that runs this command)")
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a cell may take (no limit)")
-    run.add_argument("--on", choices=backends.NAMES, help="where jobs run whose calls do not say so")
+    run.add_argument("--on", choices=places.NAMES, help="where jobs run whose calls do not say so")
     run.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write a summary as JSON")
     run.add_argument("--in-cluster", action="store_true", help="run the notebook itself in a pod of the cluster")
     pod = run.add_argument_group("with --in-cluster")
@@ -53,7 +53,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(options: argparse.Namespace) -> int:
     with wording.needing("notebook", "run", "to run a notebook"):
-        from kale_dist.notebook_runner import documents, execution, in_cluster
+        from kale_dist.runner import documents, execution, in_cluster
     pod = {name: wording.parse(value) for name, value in options.pod.items()}
     pod |= {name: getattr(options, name) for name in ("image", "packages", "namespace") if getattr(options, name)}
     if options.in_cluster:

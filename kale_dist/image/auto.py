@@ -14,7 +14,7 @@ from importlib.metadata import Distribution
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 
 _NEVER_IMPORTS = frozenset({"__main__", "__mp_main__", "kale_dist", "torch", "functorch", "torchgen", "cloudpickle"})
 """Top-level names that are in every rank, or in every image that ranks can run in."""

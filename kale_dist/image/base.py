@@ -20,10 +20,10 @@ from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError,
 from kale_dist.image import auth, cache
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kale_dist.engine import Engine
+    from kale_dist.image.engine import Engine
 
 BASE_LABEL = "org.opencontainers.image.base.name"
 BASE_DIGEST_LABEL = "org.opencontainers.image.base.digest"
@@ -208,7 +208,7 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
     if named.digest:
         return pinned(named.digest)
     if in_engine or recipe.apt:
-        from kale_dist.engine import find_image
+        from kale_dist.image.engine import find_image
 
         with connected(recipe) as engine:
             there = find_image(engine, str(reachable))
@@ -329,7 +329,7 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
         ImageError: No engine answers, and the recipe's Debian packages need one.
         BackendUnavailableError: No engine answers.
     """
-    from kale_dist import engine
+    from kale_dist.image import engine
 
     try:
         made = engine.connect()
@@ -357,7 +357,7 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
     Raises:
         ImageError: There is no engine, or it cannot run the image.
     """
-    from kale_dist import engine as engines
+    from kale_dist.image import engine as engines
 
     try:
         with connected() as engine, engines.explained(f"asking the image {image} what it has"):
@@ -402,7 +402,7 @@ def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str],
     Raises:
         BackendError: It cannot be pulled.
     """
-    from kale_dist.engine import ensure_image
+    from kale_dist.image.engine import ensure_image
 
     reference = Reference.parse(image)
     shown = auth.find(reference.registry, repository=reference.repository)

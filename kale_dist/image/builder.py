@@ -20,8 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kale_dist import records
-from kale_dist.blobs import FolderStore
 from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
 from kale_dist.image import base as bases
@@ -29,10 +27,12 @@ from kale_dist.image.base import Base, Facts
 from kale_dist.image.layer import Entry, Layer, ahead, in_order, packed, tar
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.wire.blobs import FolderStore
 
 if TYPE_CHECKING:
-    from kale_dist.engine import Engine
+    from kale_dist.image.engine import Engine
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -140,7 +140,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
         ImageError: The packages cannot be installed; for Debian packages with apt-get's last lines.
         BackendError: The engine refuses.
     """
-    from kale_dist.engine import explained
+    from kale_dist.image.engine import explained
 
     with _working_folder() as folder, explained(f"making the image {tag}"):
         contents, facts = _contents(recipe, facts, folder, say)
@@ -176,7 +176,7 @@ def push(engine: Engine, target: Reference, say: Say) -> str:
     """
     import docker.errors
 
-    from kale_dist import engine as engines
+    from kale_dist.image import engine as engines
 
     shown = auth.find(target.registry, repository=target.repository)
     say(f"Pushing {target}.")

@@ -12,9 +12,9 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator
 
-from kale_dist.blobs import fresh
 from kale_dist.errors import ImageError
 from kale_dist.image.reference import Reference
+from kale_dist.wire.blobs import fresh
 
 
 def folder(name: str = "") -> pathlib.Path:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from kale_dist.blobs import Store, map_file
 from kale_dist.config import Config
 from kale_dist.errors import ConfigError
-from kale_dist.runtime import loading
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.snapshot import loading
+from kale_dist.wire.blobs import Store, map_file
 from kale_dist.wording import needing
 
 if TYPE_CHECKING:

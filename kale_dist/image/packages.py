@@ -32,7 +32,7 @@ from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.base import FOLDER, Distribution, Facts
 from kale_dist.image.layer import Entry
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 
 PTH = "kale_dist.pth"
 SCRIPTS = f"{FOLDER}/bin"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from kale_dist import records
 from kale_dist.errors import ConfigError
 from kale_dist.image import auth, builder, cache
 from kale_dist.image import base as bases
@@ -16,7 +15,8 @@ from kale_dist.image.base import Ask
 from kale_dist.image.builder import Progress, Say
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.recipe import Recipe
 
 NAME = "kale-dist"
 """Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
@@ -113,7 +113,7 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
         ImageError: The image cannot be made.
         BackendError: The engine cannot be used.
     """
-    from kale_dist.engine import find_image
+    from kale_dist.image.engine import find_image
 
     named = bases.name_of(recipe, base)
     with _opened(named) as registry:

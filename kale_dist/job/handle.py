@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kale_dist import trackers
-from kale_dist.backends.base import Backend, JobRef, PlaceEvent
-from kale_dist.blobs import fresh
-from kale_dist.contract import MEASURED_SOURCES, JobFiles, LogLine, RankStateName, StateName
 from kale_dist.errors import (
     BackendError,
     ConfigError,
@@ -28,11 +25,14 @@ from kale_dist.errors import (
     warn,
 )
 from kale_dist.job import interrupts, watch, weights
+from kale_dist.job.backend import Backend, JobRef, PlaceEvent
 from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.profiles import Profile
-from kale_dist.runtime.given_models import Returned
-from kale_dist.spec.job_spec import JobSpec
-from kale_dist.status import JobStatus
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus
+from kale_dist.snapshot.given_models import Returned
+from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, RankStateName, StateName
+from kale_dist.wire.blobs import fresh
 from kale_dist.wording import show
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ class Job(Generic[R]):
 
     def stream_logs(self) -> None:
         """Print the log until the job has ended, each line after its rank, and a line for the metrics of each epoch."""
-        from kale_dist.view import plain
+        from kale_dist.job.view import plain
 
         printing = threading.Lock()
         shown = 0
@@ -503,7 +503,7 @@ class Job(Generic[R]):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """A picture of the job as it is now, as text and as HTML."""
-        from kale_dist import view
+        from kale_dist.job import view
 
         try:
             status = self.status

@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from kale_dist import tracebacks
-from kale_dist.errors import KaleDistError
+from kale_dist.errors import KaleDistError, tracebacks
 
 SECOND_WITHIN_S = 10.0
 

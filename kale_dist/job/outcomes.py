@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import blobs, records
-from kale_dist.contract import FailureCause, JobFiles, StateName
 from kale_dist.errors import (
     JobCancelledError,
     JobError,
@@ -19,15 +17,16 @@ from kale_dist.errors import (
     ResultUnavailableError,
     StoreError,
 )
-from kale_dist.job import weights
-from kale_dist.runtime import loading, outcome
-from kale_dist.runtime.given_models import Returned
-from kale_dist.spec.job_spec import JobSpec
-from kale_dist.status import JobStatus
+from kale_dist.job import records, weights
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus
+from kale_dist.snapshot import loading, outcome
+from kale_dist.snapshot.given_models import Returned
+from kale_dist.wire import FailureCause, JobFiles, StateName, blobs
 
 if TYPE_CHECKING:
-    from kale_dist.runtime.reducers import References
-    from kale_dist.training.settings import Training
+    from kale_dist.snapshot.reducers import References
+    from kale_dist.worker.training.settings import Training
 
 _TIME_CAUSES = (FailureCause.TIMEOUT, FailureCause.STALLED)
 
@@ -136,7 +135,7 @@ class OutcomeReader:
         Raises:
             ResultUnavailableError: There is none.
         """
-        from kale_dist.training import checkpoint
+        from kale_dist.worker.training import checkpoint
 
         self._bring(self.files.checkpoint)
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]

@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist import view
 from kale_dist.errors import ConfigError, ResultUnavailableError
-from kale_dist.status import JobStatus
+from kale_dist.job import view
+from kale_dist.job.status import JobStatus
 
 
 class Profile:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist.backends.base import Backend, JobRef
-from kale_dist.contract import StateName
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError
-from kale_dist.status import JobStatus
+from kale_dist.job.backend import Backend, JobRef
+from kale_dist.job.status import JobStatus
+from kale_dist.wire import StateName
 from kale_dist.wording import show
 
 _LOOK_S = 0.3

@@ -95,7 +95,7 @@ def remember(model: Any, optimizer: Any, scheduler: Any = None, state: Sequence[
         scheduler: A learning-rate scheduler, or None.
         state: Other objects that come back.
     """
-    from kale_dist.training.result import one_model, one_optimizer
+    from kale_dist.worker.training.result import one_model, one_optimizer
 
     model = one_model(model)
     return Targets(
@@ -168,7 +168,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 def _load_state(target: Any, state: Mapping[str, Any]) -> str:
     """Why `load_state_dict`, which may be the user's own, has failed, as a clause; empty if it has not."""
-    from kale_dist.training.result import load_state
+    from kale_dist.worker.training.result import load_state
 
     try:
         load_state(target, state)

@@ -13,11 +13,11 @@ import time
 import uuid
 from typing import Any
 
-from kale_dist import contract, view
-from kale_dist.contract import EventKind
+from kale_dist import wire
 from kale_dist.errors import JobNotFoundError
-from kale_dist.job import interrupts
+from kale_dist.job import interrupts, view
 from kale_dist.job.handle import Job, inside
+from kale_dist.wire import EventKind
 
 
 def show(job: Job[Any]) -> None:
@@ -84,6 +84,6 @@ class Pictures:
             file.seek(self._read)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._read += len(whole) + len(newline)
-        for event in contract.decode_json_lines(whole):
+        for event in wire.decode_json_lines(whole):
             if event.get("event") == EventKind.DISPLAY:
                 display(event["data"], raw=True)  # type: ignore[no-untyped-call]

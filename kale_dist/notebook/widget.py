@@ -22,13 +22,13 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import view
-from kale_dist.contract import LogLine
 from kale_dist.errors import JobNotFoundError, KaleDistError
-from kale_dist.following.reader import LogReader
+from kale_dist.job import view
 from kale_dist.job.handle import Job, inside
-from kale_dist.status import JobStatus
-from kale_dist.view import facts
+from kale_dist.job.reader import LogReader
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
+from kale_dist.wire import LogLine
 
 KEPT_LINES = 5000
 """Lines of the log's end that pages can have; all are in the job's log."""

@@ -14,12 +14,12 @@ from typing import Any, Self
 
 import cloudpickle
 
-from kale_dist import blobs, contract
-from kale_dist.runtime import loading, unpicklable
-from kale_dist.runtime.reducers import References
-from kale_dist.runtime.sources import cell_label, files_of_class
-from kale_dist.snapshot import modules
+from kale_dist import wire
+from kale_dist.snapshot import loading, modules, unpicklable
 from kale_dist.snapshot.pickler import CapturePickler, without_file
+from kale_dist.snapshot.reducers import References
+from kale_dist.snapshot.sources import cell_label, files_of_class
+from kale_dist.wire import blobs
 
 PACKED_BYTES = 64 << 10
 """Smaller buffers share blobs, which are files on most stores."""
@@ -90,7 +90,7 @@ def capture(
         pickled = writer.put((file.getbuffer(),))
         main = sys.modules["__main__"]
         manifest = {
-            "contract": contract.VERSION,
+            "contract": wire.VERSION,
             "python": loading.python_version(),
             "torch": loading.torch_version(),
             "cloudpickle": cloudpickle.__version__,

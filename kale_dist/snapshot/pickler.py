@@ -11,8 +11,8 @@ from typing import IO, Any
 
 from cloudpickle import cloudpickle as internals
 
-from kale_dist.runtime import reducers
-from kale_dist.runtime.pickling import TensorPickler
+from kale_dist.snapshot import reducers
+from kale_dist.snapshot.pickling import TensorPickler
 
 _CLASS_TRACKER = {internals._make_skeleton_class: 4, internals._make_skeleton_enum: 5}  # noqa: SLF001
 """Where cloudpickle's class makers take the id by which they find a class that this process has already."""

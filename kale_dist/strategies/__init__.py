@@ -1,6 +1,6 @@
 """How ranks share a training: `strategy="ddp"` in a call, or an object of one of these classes with its settings.
 
-Settings are frozen and check themselves. What a strategy does is in `kale_dist.training.strategies`, in a module of its
+Settings are frozen and check themselves. What a strategy does is in `kale_dist.worker.parallel`, in a module of its
 own, which only ranks import.
 """
 
@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 from typing import Any
 
-from kale_dist.contract import with_tuples
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import Conditions, Layout, Settings
 from kale_dist.strategies.ddp import DDP
@@ -22,6 +21,7 @@ from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
+from kale_dist.wire import with_tuples
 
 __all__ = [
     "ALL",

@@ -78,7 +78,7 @@ class Settings(abc.ABC):
     word: ClassVar[str] = ""
     """What a call may say instead of the object: `strategy="ddp"`."""
     home: ClassVar[str] = ""
-    """Module in `kale_dist.training.strategies` and the class in it that does the work, as `ddp.DataParallel`.
+    """Module in `kale_dist.worker.parallel` and the class in it that does the work, as `ddp.DataParallel`.
 
     It is imported in the ranks only, and made with the settings and the rank's layout.
     """

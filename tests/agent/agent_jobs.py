@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist import contract
-from kale_dist.backends.agent_client import AgentClient
-from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, JobFiles, LogLine, Order, Policy, StateName
-from kale_dist.following.reader import LogReader
-from kale_dist.runtime import outcome
-from kale_dist.runtime.process_state import capture as capture_process
+from kale_dist import wire
+from kale_dist.job.reader import LogReader
+from kale_dist.places.agent_client import AgentClient
+from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import EventKind, JobFiles, LogLine, Order, Policy, StateName
+from kale_dist.wire.blobs import FolderStore
+from kale_dist.worker.rank.process_state import capture as capture_process
 
 FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
@@ -31,7 +31,7 @@ class RunningJob:
     def events(self, kind: EventKind | None = None) -> list[dict[str, Any]]:
         if not self.files.events.exists():
             return []
-        found = contract.decode_json_lines(self.files.events.read_bytes())
+        found = wire.decode_json_lines(self.files.events.read_bytes())
         return [event for event in found if kind is None or event["event"] == kind]
 
     def state(self) -> dict[str, Any]:

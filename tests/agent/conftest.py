@@ -13,7 +13,7 @@ from agent_jobs import Jobs, is_alive
 from pod_jobs import PodJob
 
 import kale_dist
-from kale_dist.backends.agent_client import AgentClient
+from kale_dist.places.agent_client import AgentClient
 
 
 @pytest.fixture(scope="session")

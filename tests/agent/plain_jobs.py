@@ -41,7 +41,7 @@ def large_result():
 
 
 def reports_and_waits(folder):
-    from kale_dist.runtime import context
+    from kale_dist.wire import context
 
     kd.report(lr=0.5)
     step = {"epoch": 1, "epochs": 2, "step": 1, "steps": 1, "samples": 8, "samples_per_s": 2.0, "loss": 0.75}

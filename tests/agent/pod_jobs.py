@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist import contract
-from kale_dist.blobs import FolderStore, pack_blobs
-from kale_dist.contract import (
+from kale_dist import wire
+from kale_dist.snapshot import outcome
+from kale_dist.snapshot.capture import capture
+from kale_dist.wire import (
     BlockReader,
     EventBlock,
     EventKind,
@@ -33,9 +34,8 @@ from kale_dist.contract import (
     Policy,
     Source,
 )
-from kale_dist.runtime import outcome
-from kale_dist.runtime.pod import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE
-from kale_dist.snapshot.capture import capture
+from kale_dist.wire.blobs import FolderStore, pack_blobs
+from kale_dist.worker.pod.pod import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE
 
 
 def free_ports() -> int:
@@ -71,7 +71,7 @@ class Pod:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         self.process = subprocess.Popen(
-            [job.python, "-P", "-m", "kale_dist.runtime", "pod"],
+            [job.python, "-P", "-m", "kale_dist.worker", "pod"],
             env=os.environ | told | environment,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -93,9 +93,9 @@ class Pod:
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """A signed request to the pod's server."""
         digest = "" if method != "POST" else contract_digest(body or b"")
-        headers = {contract.MAC_HEADER: contract.sign_request(self.job.key, method, path, digest)}
+        headers = {wire.MAC_HEADER: wire.sign_request(self.job.key, method, path, digest)}
         if method == "PUT":
-            headers[contract.SIZE_HEADER] = str(len(body))
+            headers[wire.SIZE_HEADER] = str(len(body))
         peer = http.client.HTTPConnection(self.address, self.job.order.port + 2, timeout=30)
         try:
             peer.request(method, path, body, headers)
@@ -114,7 +114,7 @@ class Pod:
 
 
 def contract_digest(body: bytes) -> str:
-    from kale_dist.blobs import digest_of
+    from kale_dist.wire.blobs import digest_of
 
     return digest_of([body])
 

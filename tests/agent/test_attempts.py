@@ -12,8 +12,8 @@ from agent_jobs import gone_within
 from plain_jobs import speak_and_sleep
 
 import kale_dist as kd
-from kale_dist.backends.agent_client import cancel_message, send
-from kale_dist.contract import EventKind
+from kale_dist.places.agent_client import cancel_message, send
+from kale_dist.wire import EventKind
 
 
 def told(job):

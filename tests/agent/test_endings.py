@@ -10,8 +10,8 @@ import time
 import pytest
 from agent_jobs import RunningJob, add_ranks, all_running, gone_within
 
-from kale_dist.backends.agent_client import cancel_message, send
-from kale_dist.contract import EventKind, JobFiles
+from kale_dist.places.agent_client import cancel_message, send
+from kale_dist.wire import EventKind, JobFiles
 
 
 def fail_on_one():
@@ -151,7 +151,7 @@ def test_a_stall_shows_all_stacks_and_who_waits_then_fails(jobs):
 
 def test_progress_keeps_a_stall_away(jobs):
     def slow():
-        from kale_dist.runtime import context
+        from kale_dist.wire import context
 
         for _ in range(16):
             time.sleep(0.5)

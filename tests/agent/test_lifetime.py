@@ -11,7 +11,7 @@ import time
 
 from agent_jobs import RunningJob, gone_within, is_alive
 
-from kale_dist.backends.agent_client import cancel_message, send
+from kale_dist.places.agent_client import cancel_message, send
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -44,7 +44,7 @@ def start_kernel(python, root, *, detach, seconds):
 
 
 def read_job(root):
-    from kale_dist.contract import Order
+    from kale_dist.wire import Order
 
     return RunningJob(
         Order(

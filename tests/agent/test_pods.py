@@ -13,9 +13,9 @@ import pytest
 from agent_jobs import add_ranks, gone_within
 from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of
 
-from kale_dist import contract
-from kale_dist.contract import EventBlock, EventKind, LineBlock, Source
-from kale_dist.runtime.relay_protocol import FRAME
+from kale_dist import wire
+from kale_dist.wire import EventBlock, EventKind, LineBlock, Source
+from kale_dist.worker.pod.relay_protocol import FRAME
 
 
 def surroundings():
@@ -231,7 +231,7 @@ def test_noise_at_the_agents_port_harms_nobody(make_bare):
         for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000):
             noise = connections.enter_context(socket.create_connection(("127.0.0.1", job.order.port + 1)))
             sent = garbage
-            for message in ({"op": "hello", "agent": 1, "version": contract.VERSION, "nonce": ""}, {"op": "proof"}):
+            for message in ({"op": "hello", "agent": 1, "version": wire.VERSION, "nonce": ""}, {"op": "proof"}):
                 data = json.dumps(message).encode()
                 sent += FRAME.pack(len(data), b"M", 0) + data
             noise.sendall(sent)

@@ -14,8 +14,8 @@ import pytest
 from plain_jobs import reports_and_waits
 from prometheus_client.parser import text_string_to_metric_families
 
-from kale_dist.contract import EventKind
-from kale_dist.runtime.prometheus import Gauges
+from kale_dist.wire import EventKind
+from kale_dist.worker.pod.prometheus import Gauges
 
 
 def parsed(text):

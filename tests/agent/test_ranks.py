@@ -13,8 +13,8 @@ import time
 import pytest
 from agent_jobs import add_ranks, descriptors
 
-from kale_dist import contract
-from kale_dist.contract import EventKind
+from kale_dist import wire
+from kale_dist.wire import EventKind
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -145,7 +145,7 @@ def test_output_of_python_c_and_children_in_whole_lines(jobs):
 
 def test_a_flood_of_lines_is_whole(jobs):
     def flood():
-        from kale_dist.runtime import context
+        from kale_dist.wire import context
 
         block = b"".join(b"%07d %s\n" % (number, b"x" * 71) for number in range(200_000))
         for start in range(0, len(block), 1 << 16):
@@ -172,7 +172,7 @@ def test_a_line_before_a_kill_is_kept(jobs):
 
 def test_reports_and_progress_of_every_rank(jobs):
     def train():
-        from kale_dist.runtime import context
+        from kale_dist.wire import context
 
         for step in range(1, 101):
             context.emit(
@@ -188,7 +188,7 @@ def test_reports_and_progress_of_every_rank(jobs):
         "event": "metrics", "time": 0, "rank": 0, "attempt": 0, "values": {"loss": 0.5}, "source": "report", "epoch": 1,
     }  # fmt: skip
     assert job.events(EventKind.PROGRESS) == []
-    (progress,) = contract.decode_json_lines(job.files.progress.read_bytes())
+    (progress,) = wire.decode_json_lines(job.files.progress.read_bytes())
     assert {rank: progress[rank]["step"] for rank in "01"} == {"0": 100, "1": 100}
 
 
@@ -298,8 +298,8 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
-        from kale_dist.training.loop import train
-        from kale_dist.training.settings import Training
+        from kale_dist.worker.training.loop import train
+        from kale_dist.worker.training.settings import Training
 
         def step(model, loader, criterion, optimizer, device, args):
             init_process_group("gloo")

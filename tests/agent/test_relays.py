@@ -11,16 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from kale_dist import contract
-from kale_dist.contract import BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
-from kale_dist.runtime import relay
-from kale_dist.runtime.head_relays import HeadsRelays
-from kale_dist.runtime.job_run import open_port
-from kale_dist.runtime.near_rank import End
-from kale_dist.runtime.rank_run import RankRun
-from kale_dist.runtime.relay import Relay, _Forwarder
-from kale_dist.runtime.relay_protocol import COUNT, Channel, Op, is_signed, sign
-from kale_dist.runtime.writer import JobWriter
+from kale_dist import wire
+from kale_dist.wire import BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
+from kale_dist.worker.agent.job_run import open_port
+from kale_dist.worker.agent.near_rank import End
+from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.writer import JobWriter
+from kale_dist.worker.pod import relay
+from kale_dist.worker.pod.head_relays import HeadsRelays
+from kale_dist.worker.pod.relay import Relay, _Forwarder
+from kale_dist.worker.pod.relay_protocol import COUNT, Channel, Op, is_signed, sign
 
 KEY = b"k" * 32
 ENDED = {"exit_code": 0, "signal": None, "reason": "", "memory_limit": "", "tail": ["last"]}
@@ -90,7 +90,7 @@ class PlayedRelay:
     async def join(self, head):
         self.channel = await Channel.connect("127.0.0.1", head.order.port + 1)
         head.played.append(self.channel)
-        self.channel.say(Op.HELLO, agent=self.agent, version=contract.VERSION, nonce="mine")
+        self.channel.say(Op.HELLO, agent=self.agent, version=wire.VERSION, nonce="mine")
         challenge = await self.next()
         assert is_signed(challenge["mac"], KEY, "head", self.agent, "mine", challenge["nonce"])
         self.channel.say(Op.PROOF, mac=sign(self.key, "relay", self.agent, "mine", challenge["nonce"]))
@@ -337,12 +337,12 @@ def test_a_rank_event_travels_as_it_is(tmp_path):
         played = await joined(head, 1)
         head.spawn(1)
         event = {"event": str(EventKind.METRICS), "rank": 1, "attempt": 0, "values": {"loss": 0.5}}
-        played.channel.send(b"E", 1, contract.encode_json(event))
+        played.channel.send(b"E", 1, wire.encode_json(event))
         usage = {"event": str(EventKind.USAGE), "rank": 1, "memory_bytes": 5}
-        played.channel.send(b"E", 1, contract.encode_json(usage))
+        played.channel.send(b"E", 1, wire.encode_json(usage))
         await until(lambda: head.writer.written.events)
         await head.close()
-        assert list(contract.decode_json_lines(head.files.events.read_bytes())) == [event]
+        assert list(wire.decode_json_lines(head.files.events.read_bytes())) == [event]
         assert json.loads(head.files.progress.read_bytes()) == {"usage 1": usage}
 
     play(tmp_path, 2, scene)

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
 import kale_dist as kd
-from kale_dist.training import supervised
+from kale_dist.worker.training import supervised
 
 EPOCHS = 5
 

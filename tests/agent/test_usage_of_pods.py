@@ -2,7 +2,7 @@
 
 from plain_jobs import be_steady
 
-from kale_dist.contract import EventBlock, EventKind, PodVariable, ProgressBlock
+from kale_dist.wire import EventBlock, EventKind, PodVariable, ProgressBlock
 
 
 def test_usage_of_near_and_far_ranks_is_told(make_bare):

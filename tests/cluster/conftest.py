@@ -12,8 +12,8 @@ collect_ignore_glob = [] if HAS_CLIENT else ["test_*.py"]
 if HAS_CLIENT:
     from on_cluster import IMAGE, PLAIN_IMAGE, grant, pods_in, run_kubectl, write_kubeconfig
 
-    from kale_dist import backends
-    from kale_dist.backends.kubernetes import client
+    from kale_dist import places
+    from kale_dist.places.kubernetes import client
 
 _SERVER = """
 import http.server
@@ -65,7 +65,7 @@ def plain(namespace, plain_image):
 def jobs_end(namespace):
     """When a module is through, this process follows none of its jobs any more."""
     yield
-    backends.get("kubernetes").close()
+    places.get("kubernetes").close()
 
 
 @pytest.fixture(scope="module")

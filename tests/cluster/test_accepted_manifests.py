@@ -11,9 +11,9 @@ import zipfile
 import pytest
 import yaml
 
-from kale_dist import manifests
-from kale_dist.manifests import KINDS, RunSettings
-from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
+from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
+from kale_dist.places import manifests
+from kale_dist.places.manifests import KINDS, RunSettings
 
 GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("*.yaml"))
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
@@ -178,8 +178,8 @@ def a_runtime():
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as packed:
         packed.writestr("kale_dist/__init__.py", "")
-        packed.writestr("kale_dist/runtime/__init__.py", "")
-        packed.writestr("kale_dist/runtime/__main__.py", _AGENT)
+        packed.writestr("kale_dist/worker/__init__.py", "")
+        packed.writestr("kale_dist/worker/__main__.py", _AGENT)
     return buffer.getvalue()
 
 

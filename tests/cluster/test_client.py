@@ -12,11 +12,11 @@ import pytest
 from fake_api import FakeApi, status
 from on_cluster import write_kubeconfig
 
-from kale_dist.backends.kubernetes import client
-from kale_dist.backends.kubernetes.explain import api as answers
-from kale_dist.backends.kubernetes.explain.api import Doing
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError
+from kale_dist.places.kubernetes import client
+from kale_dist.places.kubernetes.explain import api as answers
+from kale_dist.places.kubernetes.explain.api import Doing
 
 
 @pytest.fixture

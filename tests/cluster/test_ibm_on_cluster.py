@@ -8,9 +8,9 @@ from on_cluster import IMAGE, make_claim
 from tensorflow_work import mirrored
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import objects as kinds
 from kale_dist.ibm import train_comp
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import objects as kinds
+from kale_dist.places.manifests import KINDS
 
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 

@@ -13,9 +13,7 @@ from on_cluster import pods_in, run_kubectl
 from rank_work import dies_on_1, fails_on_1, prints_much, rank_and, summed, waits
 
 import kale_dist as kd
-from kale_dist import backends
-from kale_dist.backends.base import JobRef
-from kale_dist.contract import FailureCause, StateName
+from kale_dist import places
 from kale_dist.errors import (
     ConfigError,
     JobCancelledError,
@@ -24,6 +22,8 @@ from kale_dist.errors import (
     JobNotFoundError,
     KaleDistWarning,
 )
+from kale_dist.job.backend import JobRef
+from kale_dist.wire import FailureCause, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
@@ -86,7 +86,7 @@ def test_a_model_of_30_mb_is_trained_by_two_pods_and_comes_back(on, namespace):
     assert losses[-1] < losses[0]
     assert [replica.rank for replica in job.status.replicas] == [0, 1]
     # As Kale's monitor loop reads it: `job.get()["status"]["replicaStatuses"]["Master"]`.
-    run = backends.get("kubernetes").describe(JobRef.parse(job.ref))
+    run = places.get("kubernetes").describe(JobRef.parse(job.ref))
     assert run["kind"] == "PyTorchJob"
     assert "Master" in run["status"]["replicaStatuses"]
     job.delete()

@@ -21,10 +21,10 @@ from rank_work import (
 )
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import client, objects, roles
-from kale_dist.contract import StateName
 from kale_dist.errors import JobCancelledError, JobFailedError, KaleDistWarning
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import client, objects, roles
+from kale_dist.places.manifests import KINDS
+from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 

@@ -8,7 +8,7 @@ from on_cluster import make_claim, pods_in, run_kubectl, wait_for
 from rank_work import dying_sgd, fills_memory, train_slowly, waits, waits_in_its_first_run
 
 import kale_dist as kd
-from kale_dist.contract import FailureCause, RankStateName, StateName
+from kale_dist.wire import FailureCause, RankStateName, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 

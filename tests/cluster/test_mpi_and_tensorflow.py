@@ -11,8 +11,8 @@ from on_cluster import pods_in
 from tensorflow_work import mirrored, served
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import objects as kinds
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import objects as kinds
+from kale_dist.places.manifests import KINDS
 
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 

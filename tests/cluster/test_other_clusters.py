@@ -9,8 +9,8 @@ from on_cluster import pods_in, run_kubectl, write_kubeconfig
 from rank_work import rank_and, summed
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import client
 from kale_dist.errors import BackendError, ConfigError
+from kale_dist.places.kubernetes import client
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 

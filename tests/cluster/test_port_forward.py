@@ -10,11 +10,11 @@ import time
 import pytest
 from on_cluster import run_kubectl
 
-from kale_dist.backends.kubernetes import client, port_forward, roles
 from kale_dist.config import Config
 from kale_dist.errors import BackendError
-from kale_dist.following.client import HttpSocket
-from kale_dist.manifests import KINDS
+from kale_dist.places.following.client import HttpSocket
+from kale_dist.places.kubernetes import client, port_forward, roles
+from kale_dist.places.manifests import KINDS
 
 SIZE = 200_000_000
 PORT = 8000

@@ -9,10 +9,10 @@ from rank_work import summed, waits_the_first_time
 
 import kale_dist as kd
 from kale_dist import cli
-from kale_dist.backends.kubernetes import objects
-from kale_dist.contract import StateName
 from kale_dist.errors import KaleDistWarning
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import objects
+from kale_dist.places.manifests import KINDS
+from kale_dist.wire import StateName
 
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 

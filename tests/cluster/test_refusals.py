@@ -8,9 +8,9 @@ from on_cluster import pods_in, run_kubectl
 from rank_work import rank_and, summed
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import client, objects
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, KaleDistWarning
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import client, objects
+from kale_dist.places.manifests import KINDS
 
 
 def apply(namespace, kind, name, **rest):

@@ -5,10 +5,10 @@ from on_cluster import pods_in, run_kubectl
 from rank_work import bytes_of, hang, noise, waits_in_its_first_run
 
 import kale_dist as kd
-from kale_dist.backends.kubernetes import roles
-from kale_dist.contract import StateName
 from kale_dist.errors import BackendError, JobCancelledError, KaleDistWarning, ResultUnavailableError, StoreError
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import roles
+from kale_dist.places.manifests import KINDS
+from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 

@@ -7,8 +7,8 @@ import kubernetes
 import pytest
 from on_cluster import IMAGE, grant, run_kubectl
 
-from kale_dist.backends.kubernetes import roles
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import roles
+from kale_dist.places.manifests import KINDS
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PACKAGES = pathlib.Path(kubernetes.__file__).parents[1]

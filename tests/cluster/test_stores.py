@@ -15,8 +15,8 @@ from on_cluster import make_claim, pods_in, run_kubectl
 from rank_work import backwards, last_of, size_and_more
 
 import kale_dist as kd
-from kale_dist.contract import StateName
 from kale_dist.errors import KaleDistWarning, StoreError
+from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 

@@ -7,12 +7,12 @@ import pytest
 from fake_backend import BackendConformance, FakeBackend
 
 import kale_dist
-from kale_dist import records
-from kale_dist.backends.local import LocalBackend
-from kale_dist.blobs import FolderStore
-from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.job import records
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.places.local import LocalBackend
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.wire.blobs import FolderStore
 
 _numbers = itertools.count()
 

@@ -24,10 +24,11 @@ def plain_image(engine, image):
 def nothing_is_left():
     """After the last test the engine has no container of a job that this session has made."""
     yield
-    from kale_dist import backends, records
-    from kale_dist.backends.base import JobRef
+    from kale_dist import places
+    from kale_dist.job import records
+    from kale_dist.job.backend import JobRef
 
-    backend = backends.get("docker")
+    backend = places.get("docker")
     # Jobs of others on the same engine are left alone.
     for ref in map(JobRef.parse, records.refs("docker")):
         backend.delete(ref)

@@ -6,12 +6,12 @@ import pytest
 from container_work import exit_with_3, fail, hang, succeed
 from fake_backend import BackendConformance
 
-from kale_dist import records
-from kale_dist.backends.docker.place import DockerPlace
-from kale_dist.blobs import FolderStore
-from kale_dist.following.backend import FollowedBackend
+from kale_dist.job import records
+from kale_dist.job.spec.job_spec import JobSpec, Resources, Topology
+from kale_dist.places.docker.place import DockerPlace
+from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec.job_spec import JobSpec, Resources, Topology
+from kale_dist.wire.blobs import FolderStore
 
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
 PREFIX = f"test-{uuid.uuid4().hex[:6]}"

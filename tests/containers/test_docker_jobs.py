@@ -27,10 +27,7 @@ from container_work import (
 )
 
 import kale_dist as kd
-from kale_dist import records
-from kale_dist.backends.docker import containers
 from kale_dist.cli import main
-from kale_dist.contract import FailureCause, StateName
 from kale_dist.errors import (
     BackendError,
     ConfigError,
@@ -39,6 +36,9 @@ from kale_dist.errors import (
     JobFailedError,
     JobNotFoundError,
 )
+from kale_dist.job import records
+from kale_dist.places.docker import containers
+from kale_dist.wire import FailureCause, StateName
 
 
 @pytest.fixture

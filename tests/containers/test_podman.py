@@ -10,9 +10,9 @@ import flat
 import pytest
 from container_work import fails_on_1, hang, user_and_bytes, writes_where_it_must
 
-from kale_dist import backends
-from kale_dist import engine as engines
+from kale_dist import places
 from kale_dist.errors import BackendError, JobCancelledError, JobFailedError
+from kale_dist.image import engine as engines
 
 pytestmark = pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed")
 
@@ -47,9 +47,9 @@ def _wait_for(url):
 @pytest.fixture
 def on(podman, plain_image, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", podman)
-    backends.get("docker").close()
+    places.get("docker").close()
     yield {"on": "docker", "image": plain_image, "name": f"test-{uuid.uuid4().hex[:8]}"}
-    backends.get("docker").close()
+    places.get("docker").close()
 
 
 def left_on(url, job):

@@ -12,7 +12,7 @@ import flat
 import pytest
 from container_work import user_and_bytes, waits_a_little
 
-from kale_dist import backends
+from kale_dist import places
 from kale_dist.errors import BackendUnavailableError, ConfigError
 
 
@@ -69,7 +69,7 @@ def relay(engine, monkeypatch):
     made = Relay(engine.url.removeprefix("unix://"))
     monkeypatch.setenv("DOCKER_HOST", made.url)
     yield made
-    backends.get("docker").close()
+    places.get("docker").close()
     made.close()
 
 
@@ -131,7 +131,7 @@ def test_a_folder_of_this_machine_is_refused_there(relay, plain_image, tmp_path)
 def test_an_engine_that_goes_away_is_told_and_its_job_is_found_again(relay, plain_image):
     name = f"test-{uuid.uuid4().hex[:8]}"
     job = flat.launch(waits_a_little, 1.0, number_of_processes=1, on="docker", image=plain_image, name=name)
-    backends.get("docker").close()
+    places.get("docker").close()
     relay.close()
     with pytest.raises(BackendUnavailableError, match="No Docker engine answers"):
         flat.launch(waits_a_little, 0, number_of_processes=1, on="docker", image=plain_image)
@@ -141,4 +141,4 @@ def test_an_engine_that_goes_away_is_told_and_its_job_is_found_again(relay, plai
     with contextlib.closing(Relay(relay.path, relay.port)):
         assert job.result(timeout=60) == 0
         job.delete()
-        backends.get("docker").close()
+        places.get("docker").close()

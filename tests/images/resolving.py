@@ -11,7 +11,7 @@ import bases
 from kale_dist.image import manifest as manifests
 from kale_dist.image.registry import Registry
 from kale_dist.image.resolve import resolve
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 
 DIGEST = r"sha256:[0-9a-f]{64}"
 MODE = Recipe(environment={"MODE": "x"})

@@ -13,7 +13,7 @@ from resolving import MODE, use_own_folders, with_base
 
 from kale_dist.errors import ImageError
 from kale_dist.image import base
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,15 @@ from registries import registry_program
 from resolving import MODE, Place, use_own_folders, with_base
 from wheelhouse import Wheelhouse
 
-from kale_dist import config, records
-from kale_dist.blobs import FolderStore
+from kale_dist import config
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import for_job
 from kale_dist.image.for_job import keep_files
 from kale_dist.image.registry import Registry
-from kale_dist.runtime import loading
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.recipe import ImageFile, Recipe
+from kale_dist.snapshot import loading
+from kale_dist.wire.blobs import FolderStore
 
 from on_cluster import IMAGE, run_kubectl  # isort: skip
 

@@ -6,13 +6,13 @@ import bases
 import pytest
 from resolving import DIGEST, use_own_folders, with_base
 
-from kale_dist import records
-from kale_dist.blobs import FolderStore
 from kale_dist.cli import main
 from kale_dist.image import base, for_job
 from kale_dist.image.for_job import keep_files
-from kale_dist.spec.job_spec import JobSpec, Topology
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.wire.blobs import FolderStore
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from wheelhouse import Wheelhouse
 
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import base, packages
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job.spec.recipe import Recipe
 
 FOLDER = "/opt/kale-dist/site-packages"
 ODD = (installed("kdodd", "unknown"), installed("kdbad", "1.0", "not a requirement!"))

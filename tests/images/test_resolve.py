@@ -16,8 +16,6 @@ import pytest
 from registries import PASSWORD, USER
 from resolving import DIGEST, MODE, Place, raw_manifest, use_own_folders, with_base
 
-from kale_dist import records
-from kale_dist.blobs import FolderStore
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.auth import Credentials
@@ -25,7 +23,9 @@ from kale_dist.image.for_job import keep_files
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.image.resolve import resolve, resolve_in_engine, standard_recipe
-from kale_dist.spec.recipe import Recipe
+from kale_dist.job import records
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.wire.blobs import FolderStore
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from liveness import alive
 
 import kale_dist as kd
-from kale_dist import records
 from kale_dist.errors import ResultUnavailableError
+from kale_dist.job import records
 
 PIDS = "print(*[replica.pid for replica in job.status.replicas])"
 

@@ -15,7 +15,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 def said(kernel):
     """What the form sends besides its state is kept in the kernel."""
     kernel.good(
-        "from kale_dist.launcher import LauncherForm\n"
+        "from kale_dist.calls.form import LauncherForm\n"
         "said = []\n"
         "class Spoken(LauncherForm):\n"
         "    def send(self, content, buffers=None): said.append(content['said'])\n"

@@ -180,8 +180,8 @@ def alone(case, shards):
 
 def on_ranks(strategy, names, shards, cases=None):
     """Runs in each rank of a job: for each case its losses with their samples, and rank 0's result."""
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     found = {}
     for name in names:

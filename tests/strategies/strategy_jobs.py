@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
 from kale_dist.strategies import DDP
-from kale_dist.training import supervised
+from kale_dist.worker.training import supervised
 
 
 class _LossOfRank:
@@ -64,8 +64,8 @@ def assert_resumes(strategy, number_of_processes, lost):
 
 
 def _fail(strategy, step):
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -104,8 +104,8 @@ def leave_early(model, loader, criterion, optimizer, device, args):
 
 def _digits(strategies, epochs, step, optimizer):
     """Runs in each rank: accuracy and the strategy's numbers of each, by name."""
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

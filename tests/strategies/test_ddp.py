@@ -52,8 +52,8 @@ def digits():
 
 def accuracies(strategies, x, y):
     """Runs in each rank: accuracy on held-out digits and bytes sent, for each strategy."""
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     found = []
     for strategy in strategies:

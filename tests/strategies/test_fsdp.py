@@ -90,8 +90,8 @@ def loader(samples=22):
 
 def fit(step, strategy, model=None, **options):
     """In a rank: train a model by a step."""
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     model = model or Stack(spare=True)
     return train(

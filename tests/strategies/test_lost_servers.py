@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.contract import RankStateName, StateName
 from kale_dist.strategies import ParameterServer
+from kale_dist.wire import RankStateName, StateName
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 PRIMARY, BACKUP = 2, 3

@@ -177,8 +177,8 @@ def test_the_notebooks_own_objects_come_back_equal():
 
 def fit(plan, misuse):
     """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
-    from kale_dist.training.loop import train
-    from kale_dist.training.settings import Training
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.manual_seed(7)
     model = Transformer()

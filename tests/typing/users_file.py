@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.training.result import TrainingResult
+from kale_dist.worker.training.result import TrainingResult
 
 
 def add(one: int, other: int) -> int:

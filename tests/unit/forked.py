@@ -2,12 +2,12 @@
 
 import multiprocessing
 
-from kale_dist.runtime.forkserver import PRELOADED
+from kale_dist.worker.rank.forkserver import PRELOADED
 
 
 def context():
     """Where such processes come from: `context().Process(target=..., args=...)`."""
     context = multiprocessing.get_context("forkserver")
     # The names of our runtime would make the server look like an agent that outlives the tests.
-    context.set_forkserver_preload([name for name in PRELOADED if not name.startswith("kale_dist.runtime")])
+    context.set_forkserver_preload([name for name in PRELOADED if not name.startswith("kale_dist.worker")])
     return context

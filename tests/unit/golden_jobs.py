@@ -3,9 +3,9 @@
 import dataclasses
 import json
 
-from kale_dist import manifests
-from kale_dist.manifests import RunSettings
-from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+from kale_dist.places import manifests
+from kale_dist.places.manifests import RunSettings
 
 SETTINGS = RunSettings()
 IMAGE = "registry.example.com/team/train:1"

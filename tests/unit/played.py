@@ -16,7 +16,7 @@ import warnings
 
 import forked
 
-from kale_dist import blobs
+from kale_dist.wire import blobs
 
 KEY = b"k" * 32
 
@@ -68,7 +68,7 @@ def _begin(name, folder, printed, environment, *args):
 
 
 def notebook(connection, state, cells, after, args, kwargs):
-    from kale_dist.runtime import outcome
+    from kale_dist.snapshot import outcome
     from kale_dist.snapshot.capture import capture
 
     main = sys.modules["__main__"].__dict__
@@ -95,7 +95,7 @@ def run_cell(main, cell, filename):
 
 
 def rank(state, digest):
-    from kale_dist.runtime import loading, outcome
+    from kale_dist.snapshot import loading, outcome
 
     store = blobs.FolderStore(state)
     loading.stage_modules(store, digest, state / "modules")

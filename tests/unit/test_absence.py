@@ -32,7 +32,7 @@ def test_every_module_imports_without(package, request):
     top = importlib.import_module("kale_dist")
     found = {module.name for module in pkgutil.walk_packages(top.__path__, "kale_dist.")}
     own = {name for name in found if package in name.split(".")}
-    for name in found - own - {"kale_dist.runtime.__main__"}:
+    for name in found - own - {"kale_dist.worker.__main__"}:
         importlib.import_module(name)
-    assert {"kale_dist.calls.verbs", "kale_dist.job.handle", "kale_dist.runtime.rank_main"} <= found
+    assert {"kale_dist.calls.verbs", "kale_dist.job.handle", "kale_dist.worker.rank.rank_main"} <= found
     assert package not in sys.modules

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from kale_dist.backends.agent_client import AgentClient, Fingerprint, agent_environment, cancel_message, send
-from kale_dist.contract import Order
 from kale_dist.errors import BackendUnavailableError
-from kale_dist.runtime import processes
+from kale_dist.places.agent_client import AgentClient, Fingerprint, agent_environment, cancel_message, send
+from kale_dist.wire import Order
+from kale_dist.worker.agent import processes
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 from fake_backend import FakeBackend
 
 import kale_dist as kd
-from kale_dist import backends
-from kale_dist.blobs import MemoryStore
+from kale_dist import places
 from kale_dist.errors import KaleDistWarning
 from kale_dist.image import auto
+from kale_dist.job.spec.recipe import Recipe
 from kale_dist.snapshot.capture import capture
-from kale_dist.spec.recipe import Recipe
+from kale_dist.wire.blobs import MemoryStore
 
 
 class Cluster(FakeBackend):
@@ -113,7 +113,7 @@ def test_what_every_rank_has_is_left_out():
             import os.path, cloudpickle, setuptools
             return torch.nn.Linear
         """
-    report = auto.find([*imports_of(cell(text)), "functorch", "kale_dist.training.loop", "__main__"])
+    report = auto.find([*imports_of(cell(text)), "functorch", "kale_dist.worker.training.loop", "__main__"])
     assert (report.packages, report.notes) == ((), ())
     assert "found no installed package" in report.lines[0]
 
@@ -197,7 +197,7 @@ def test_what_the_recipe_names_itself_stays():
 @pytest.fixture
 def cluster(monkeypatch):
     backend = Cluster()
-    monkeypatch.setattr(backends, "get", lambda name: backend)
+    monkeypatch.setattr(places, "get", lambda name: backend)
 
 
 def test_a_call_gets_what_it_imports_and_the_user_is_told(site, capsys, cluster):

@@ -14,8 +14,8 @@ import zipfile
 
 import pytest
 
-from kale_dist import blobs
 from kale_dist.errors import SnapshotDamagedError, StoreError
+from kale_dist.wire import blobs
 
 
 def names_in(folder):

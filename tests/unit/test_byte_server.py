@@ -13,12 +13,12 @@ import time
 
 import pytest
 
-from kale_dist import contract
-from kale_dist.blobs import FolderStore, digest_of
-from kale_dist.contract import BlockReader, EventBlock, EventKind, JobFiles, LineBlock, ProgressBlock, Stream, body_of
-from kale_dist.runtime import byte_server
-from kale_dist.runtime.byte_server import ByteServer
-from kale_dist.runtime.writer import JobWriter
+from kale_dist import wire
+from kale_dist.wire import BlockReader, EventBlock, EventKind, JobFiles, LineBlock, ProgressBlock, Stream, body_of
+from kale_dist.wire.blobs import FolderStore, digest_of
+from kale_dist.worker.agent.writer import JobWriter
+from kale_dist.worker.pod import byte_server
+from kale_dist.worker.pod.byte_server import ByteServer
 
 KEY = b"k" * 32
 
@@ -90,9 +90,9 @@ class Place:
     def ask(self, method, path, body=None, *, size=None, key=KEY, host="127.0.0.1", **headers):
         connection = http.client.HTTPConnection(host, self.server.port, timeout=60)
         digest = hashlib.sha256(body or b"").hexdigest() if method == "POST" else ""
-        headers[contract.MAC_HEADER] = contract.sign_request(key, method, path, digest)
+        headers[wire.MAC_HEADER] = wire.sign_request(key, method, path, digest)
         if size is not None:
-            headers[contract.SIZE_HEADER] = str(size)
+            headers[wire.SIZE_HEADER] = str(size)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -107,10 +107,10 @@ class Place:
     def send_half(self, path, half, size):
         """Start a PUT that brings only its first bytes; gives the open connection."""
         connection = socket.create_connection(("127.0.0.1", self.server.port))
-        mac = contract.sign_request(KEY, "PUT", path)
+        mac = wire.sign_request(KEY, "PUT", path)
         head = (
-            f"PUT {path} HTTP/1.1\r\nHost: x\r\n{contract.MAC_HEADER}: {mac}\r\n"
-            f"{contract.SIZE_HEADER}: {size}\r\nContent-Length: {size}\r\n\r\n"
+            f"PUT {path} HTTP/1.1\r\nHost: x\r\n{wire.MAC_HEADER}: {mac}\r\n"
+            f"{wire.SIZE_HEADER}: {size}\r\nContent-Length: {size}\r\n\r\n"
         )
         connection.sendall(head.encode() + half)
         return connection
@@ -165,9 +165,9 @@ def test_what_is_no_signed_request_is_refused_without_a_word(place, request_byte
 
 
 def test_a_body_that_was_not_signed_is_refused(place):
-    mac = contract.sign_request(KEY, "POST", "/cancel", hashlib.sha256(b'{"grace_s": 30}').hexdigest())
+    mac = wire.sign_request(KEY, "POST", "/cancel", hashlib.sha256(b'{"grace_s": 30}').hexdigest())
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    connection.request("POST", "/cancel", b'{"grace_s": 0}', {contract.MAC_HEADER: mac})
+    connection.request("POST", "/cancel", b'{"grace_s": 0}', {wire.MAC_HEADER: mac})
     assert connection.getresponse().status == 403
     connection.close()
     assert place.agent.told == []
@@ -207,7 +207,7 @@ def test_signed_nonsense_is_answered_and_does_nothing(place, method, path, body,
 
 @pytest.mark.parametrize("size", ["", "x", "-1", None])
 def test_a_put_has_to_say_how_large_the_whole_is(place, size):
-    headers = {} if size is None else {contract.SIZE_HEADER: size}
+    headers = {} if size is None else {wire.SIZE_HEADER: size}
     assert place.ask("PUT", f"/blobs/{'0' * 64}?offset=0", b"x", **headers)[0] == 400
 
 
@@ -280,8 +280,8 @@ def test_a_reader_that_has_left_costs_nothing(place, monkeypatch):
     monkeypatch.setattr(byte_server, "SILENCE_LIMIT_S", 0.4)
     before = threading.active_count()
     with socket.create_connection(("127.0.0.1", place.server.port)) as connection:
-        mac = contract.sign_request(KEY, "GET", "/stream")
-        connection.sendall(f"GET /stream HTTP/1.1\r\nHost: x\r\n{contract.MAC_HEADER}: {mac}\r\n\r\n".encode())
+        mac = wire.sign_request(KEY, "GET", "/stream")
+        connection.sendall(f"GET /stream HTTP/1.1\r\nHost: x\r\n{wire.MAC_HEADER}: {mac}\r\n\r\n".encode())
         assert connection.recv(100)
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -307,7 +307,7 @@ def test_an_empty_file_is_a_file(place):
 
 def test_requests_share_a_connection(place):
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    headers = {contract.MAC_HEADER: contract.sign_request(KEY, "GET", "/status")}
+    headers = {wire.MAC_HEADER: wire.sign_request(KEY, "GET", "/status")}
     for _ in range(3):
         connection.request("GET", "/status", headers=headers)
         assert connection.getresponse().read().startswith(b"{")

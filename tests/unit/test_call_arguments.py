@@ -8,10 +8,10 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.calls import options
-from kale_dist.contract import Order, Policy
-from kale_dist.orders import order_of
-from kale_dist.spec.job_spec import JobSpec, Request, Settled, Topology
-from kale_dist.training.settings import Training
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology
+from kale_dist.places.orders import order_of
+from kale_dist.wire import Order, Policy
+from kale_dist.worker.training.settings import Training
 
 OF_BOTH = set(options.NAMES)
 CARRIED = {

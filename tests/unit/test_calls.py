@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist import records
 from kale_dist.errors import (
     ConfigError,
     JobExistsError,
@@ -22,6 +21,7 @@ from kale_dist.errors import (
     NotSerializableError,
     ResultUnavailableError,
 )
+from kale_dist.job import records
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

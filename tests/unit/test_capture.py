@@ -10,9 +10,10 @@ import types
 import pytest
 from played import play
 
-from kale_dist import blobs, contract
-from kale_dist.runtime import context, reducers
+from kale_dist import wire
+from kale_dist.snapshot import reducers
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import blobs, context
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -322,7 +323,7 @@ def test_the_manifest_has_versions_and_label(tmp_path):
     snapshot = capture(len, ([1],), {}, store=store, label="a label")
     manifest = json.loads(bytes(store.open(snapshot.digest)))
     assert manifest["label"] == "a label"
-    assert manifest["contract"] == contract.VERSION
+    assert manifest["contract"] == wire.VERSION
     assert manifest["python"].startswith("3.")
     assert manifest["cloudpickle"]
     assert sum(store.path(blob).stat().st_size for blob in snapshot.blobs) == snapshot.size_bytes

@@ -14,7 +14,7 @@ from kale_dist.calls import checks, request, training_checks
 from kale_dist.calls.request import Function, Machine
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import DDP
-from kale_dist.training.settings import Training
+from kale_dist.worker.training.settings import Training
 
 
 class Net(torch.nn.Linear):

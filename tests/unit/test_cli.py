@@ -12,11 +12,12 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import contract, records
-from kale_dist.backends.base import JobRef
+from kale_dist import wire
 from kale_dist.cli import main
-from kale_dist.contract import EventKind, StateName
 from kale_dist.errors import JobNotFoundError
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef
+from kale_dist.wire import EventKind, StateName
 
 
 def speak(count):
@@ -88,7 +89,7 @@ def elsewhere(job):
         records.write(dataclasses.replace(records.read("speaks"), ref=ref, name=name))
         files.events.write_bytes(
             b"".join(
-                contract.encode_json(
+                wire.encode_json(
                     {
                         "event": EventKind.STATE,
                         "time": 1.0 + second,

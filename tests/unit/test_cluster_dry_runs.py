@@ -10,11 +10,11 @@ pytest.importorskip("kubernetes")
 from fake_api import FakeApi, status
 from golden_jobs import a_spec
 
-from kale_dist import manifests
-from kale_dist.backends.kubernetes import checks, client
-from kale_dist.spec.job_spec import Topology
-from kale_dist.spec.places import ClusterOptions
-from kale_dist.spec.resources import Resources
+from kale_dist.job.spec.job_spec import Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.job.spec.resources import Resources
+from kale_dist.places import manifests
+from kale_dist.places.kubernetes import checks, client
 
 JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
 PODS, SECRETS, NODES = "/api/v1/namespaces/team/pods", "/api/v1/namespaces/team/secrets", "/api/v1/nodes"

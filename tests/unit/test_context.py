@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kale_dist import contract
-from kale_dist.contract import EventKind
+from kale_dist import wire
 from kale_dist.errors import ConfigError
-from kale_dist.runtime import context
+from kale_dist.wire import EventKind, context
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def rank(monkeypatch, tmp_path):
 
     def events():
         try:
-            return list(contract.decode_json_lines(os.read(reader, 1 << 20)))
+            return list(wire.decode_json_lines(os.read(reader, 1 << 20)))
         except BlockingIOError:
             return []
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from kale_dist import contract
-from kale_dist.contract import (
+from kale_dist import wire
+from kale_dist.wire import (
     Assignment,
     BlockReader,
     EventBlock,
@@ -33,7 +33,7 @@ def read(data, step=None):
 
 
 def record(first, *lines, rank=0, attempt=0, ms=1234, stream=Stream.STDOUT):
-    return contract.encode_lines(first, ms, attempt, rank, contract.body_of(stream, lines), len(lines))
+    return wire.encode_lines(first, ms, attempt, rank, wire.body_of(stream, lines), len(lines))
 
 
 @pytest.mark.parametrize("rank", [0, 15, None])
@@ -51,8 +51,8 @@ def test_lines_are_read_as_written(rank, stream, text):
 
 @pytest.mark.parametrize("text", [b"", b"abc", b"| |", b" "])
 def test_parts_of_a_line_are_marked(text):
-    body = contract.body_of(Stream.STDERR, [b"before", text], continued=True)
-    (found,) = read(contract.encode_lines(1, 0, 0, 2, body, 2))
+    body = wire.body_of(Stream.STDERR, [b"before", text], continued=True)
+    (found,) = read(wire.encode_lines(1, 0, 0, 2, body, 2))
     assert [(line.text, line.stream, line.continued) for line in found.lines()] == [
         ("before", Stream.STDERR, False),
         (text.decode(), Stream.STDERR, True),
@@ -77,18 +77,18 @@ def test_a_record_can_be_read_from_any_of_its_lines_on(number, texts):
 
 @pytest.mark.parametrize("data", [b"plain", b"\xff\x00", b"a\r", "é\n".encode(), b"a\nb\0\nc\xc3"])
 def test_what_docker_and_containerd_would_alter_is_escaped(data):
-    cleaned = contract.clean(data)
+    cleaned = wire.clean(data)
     assert cleaned.count(b"\n") == data.count(b"\n")
     assert not {b"\0", b"\r"} & set(cleaned)
     cleaned.decode("utf-8")
-    assert contract.clean(b"\xff\0\r") == rb"\xff\x00\x0d"
+    assert wire.clean(b"\xff\0\r") == rb"\xff\x00\x0d"
 
 
 BLOCKS = [
     record(0, b"a", b"b"),
-    contract.encode_event(0, {"event": "note", "text": "a\nb", "x": 1.5}),
-    contract.encode_progress(b'{"event":"progress"}'),
-    *contract.encode_outcome(0, 1, bytes(range(256)) * 120),
+    wire.encode_event(0, {"event": "note", "text": "a\nb", "x": 1.5}),
+    wire.encode_progress(b'{"event":"progress"}'),
+    *wire.encode_outcome(0, 1, bytes(range(256)) * 120),
     record(2, b"c", rank=None, stream=Stream.AGENT),
 ]
 
@@ -142,9 +142,9 @@ def test_lines_show_their_rank():
 
 
 def test_json_lines_leave_out_what_a_crash_cut_off():
-    good = contract.encode_json({"event": "note", "text": "a\nb", "x": float("nan")})
+    good = wire.encode_json({"event": "note", "text": "a\nb", "x": float("nan")})
     assert good.count(b"\n") == 1
-    found = list(contract.decode_json_lines(good + b'{"event": "sta\n[1]\n"text"\n\n' + good[:-5]))
+    found = list(wire.decode_json_lines(good + b'{"event": "sta\n[1]\n"text"\n\n' + good[:-5]))
     assert [event["text"] for event in found] == ["a\nb"]
 
 
@@ -157,10 +157,10 @@ def test_an_order_survives_its_journey_and_hides_its_key():
             torch_flags=(("default_dtype", "float32"),),
         ),
     )  # fmt: skip
-    assert Order.from_json(json.loads(contract.encode_json(order.to_json()))) == order
+    assert Order.from_json(json.loads(wire.encode_json(order.to_json()))) == order
     assert "secret" not in repr(order)
     given = Assignment(order=order, rank=3, attempt=1, port=5, seed=7)
-    assert Assignment.from_json(json.loads(contract.encode_json(given.to_json()))) == given
+    assert Assignment.from_json(json.loads(wire.encode_json(given.to_json()))) == given
 
 
 def test_ranks_are_dealt_to_agents_in_order():
@@ -184,8 +184,8 @@ def test_files_of_a_job_lie_in_its_folder(tmp_path):
 
 
 def test_a_request_is_refused_if_anything_in_it_was_changed():
-    mac = contract.sign_request(b"key", "GET", "/stream?line=5")
-    assert contract.check_request(b"key", "GET", "/stream?line=5", "", mac)
+    mac = wire.sign_request(b"key", "GET", "/stream?line=5")
+    assert wire.check_request(b"key", "GET", "/stream?line=5", "", mac)
     for changed in (("GET", "/stream?line=6", "", mac), ("PUT", "/stream?line=5", "", mac), ("GET", "/", "", "\xff")):
-        assert not contract.check_request(b"key", *changed)
-    assert not contract.check_request(b"other", "GET", "/stream?line=5", "", mac)
+        assert not wire.check_request(b"key", *changed)
+    assert not wire.check_request(b"other", "GET", "/stream?line=5", "", mac)

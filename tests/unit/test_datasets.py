@@ -9,7 +9,7 @@ from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import places
 from kale_dist.calls import starting
 from kale_dist.errors import KaleDistWarning
 from kale_dist.snapshot import datasets
@@ -90,7 +90,7 @@ def test_both_are_said_before_a_job_starts_elsewhere(folder, monkeypatch, tmp_pa
         name = "kubernetes"
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(backends, "get", lambda name: Cluster())
+    monkeypatch.setattr(places, "get", lambda name: Cluster())
     with pytest.warns(KaleDistWarning, match=r"a\.png.*kd\.Kubernetes\(volumes=") as caught:
         call(DataLoader(Images(folder)))
     assert caught[0].filename == __file__

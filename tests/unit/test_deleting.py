@@ -6,11 +6,12 @@ import secrets
 import pytest
 from fake_backend import FakeBackend, FakeRun
 
-from kale_dist import backends, records
-from kale_dist.backends.base import JobRef
+from kale_dist import places
 from kale_dist.cli import main
-from kale_dist.records import Record
-from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef
+from kale_dist.job.records import Record
+from kale_dist.job.spec.job_spec import JobSpec, Topology
 
 
 class Cluster(FakeBackend):
@@ -55,7 +56,7 @@ class Cluster(FakeBackend):
 @pytest.fixture
 def cluster(monkeypatch):
     made = Cluster()
-    monkeypatch.setattr(backends, "get", {"kubernetes": made}.__getitem__)
+    monkeypatch.setattr(places, "get", {"kubernetes": made}.__getitem__)
     return made
 
 

@@ -7,7 +7,7 @@ import pytest
 import kale_dist as kd
 from kale_dist.calls import request
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.spec.volumes import Volume, VolumeKind, of_containers
+from kale_dist.job.spec.volumes import Volume, VolumeKind, of_containers
 
 pytest.importorskip("docker")
 
@@ -82,8 +82,8 @@ def test_folders_and_volumes_are_told_apart(tmp_path, monkeypatch):
 
 def test_the_same_specification_makes_the_same_containers():
     """What is asked of the engine, without an engine: pods' resources times their ranks, and each GPU once."""
-    from kale_dist.backends.docker import containers
-    from kale_dist.backends.docker.containers import Facts
+    from kale_dist.places.docker import containers
+    from kale_dist.places.docker.containers import Facts
 
     plan = kd.render(
         work, name="job", number_of_processes=5, cuda=True, environment={"HOME": "/x", "A": "b c"},

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("docker")
 
-from kale_dist.backends.docker.explain import End, explain
-from kale_dist.contract import FailureCause
-from kale_dist.manifests.bootstrap import EXIT_CODE
+from kale_dist.places.docker.explain import End, explain
+from kale_dist.places.manifests.bootstrap import EXIT_CODE
+from kale_dist.wire import FailureCause
 
 
 def end(**given):

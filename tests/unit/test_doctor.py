@@ -35,7 +35,7 @@ def test_how_to_look_at_the_engine_is_said(found):
 
 
 def test_without_the_package_nothing_can_be_said_of_an_engine(monkeypatch, no_docker):
-    for name in [name for name in sys.modules if name.startswith("kale_dist.backends.docker")]:
+    for name in [name for name in sys.modules if name.startswith("kale_dist.places.docker")]:
         monkeypatch.delitem(sys.modules, name)
     last = doctor.examine("docker")[-1]
     assert last.verdict is doctor.Verdict.FAILED
@@ -57,7 +57,7 @@ def test_how_to_look_at_the_cluster_is_said(found):
 
 
 def test_without_the_package_nothing_can_be_said_of_a_cluster(monkeypatch, no_kubernetes):
-    for name in [name for name in sys.modules if name.startswith("kale_dist.backends.kubernetes")]:
+    for name in [name for name in sys.modules if name.startswith("kale_dist.places.kubernetes")]:
         monkeypatch.delitem(sys.modules, name)
     last = doctor.examine("kubernetes")[-1]
     assert last.verdict is doctor.Verdict.FAILED

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from kale_dist.contract import FailureCause, RankStateName
-from kale_dist.runtime.ending import blame, rank_state
-from kale_dist.runtime.near_rank import End
+from kale_dist.wire import FailureCause, RankStateName
+from kale_dist.worker.agent.ending import blame, rank_state
+from kale_dist.worker.agent.near_rank import End
 
 
 def failed(rank, error_type="ValueError", error_text="bad", **more):

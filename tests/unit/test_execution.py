@@ -13,10 +13,10 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from kale_dist import records
 from kale_dist.errors import ConfigError
-from kale_dist.notebook_runner.execution import run_notebook
-from kale_dist.notebook_runner.kernel_jobs import Terminal
+from kale_dist.job import records
+from kale_dist.runner.execution import run_notebook
+from kale_dist.runner.kernel_jobs import Terminal
 
 STORY = (
     "import kale_dist as kd\nprint('first cell')\nprint('no newline', end='')",

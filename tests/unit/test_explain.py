@@ -9,22 +9,14 @@ import pytest
 
 kubernetes = pytest.importorskip("kubernetes")
 
-from kale_dist.backends.kubernetes import look  # noqa: E402
-from kale_dist.backends.kubernetes.explain import pods as explain  # noqa: E402
-from kale_dist.backends.kubernetes.explain import sentences, table  # noqa: E402
-from kale_dist.backends.kubernetes.explain.table import Seen  # noqa: E402
-from kale_dist.backends.kubernetes.views import (  # noqa: E402
-    ContainerView,
-    EventView,
-    JobView,
-    PodView,
-    event_view,
-    pod_view,
-    seconds,
-)
-from kale_dist.contract import FailureCause  # noqa: E402
-from kale_dist.spec.job_spec import JobSpec, Topology  # noqa: E402
-from kale_dist.spec.places import ClusterOptions  # noqa: E402
+from kale_dist.job.spec.job_spec import JobSpec, Topology  # noqa: E402
+from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
+from kale_dist.places.kubernetes import look  # noqa: E402
+from kale_dist.places.kubernetes.explain import pods as explain  # noqa: E402
+from kale_dist.places.kubernetes.explain import sentences, table  # noqa: E402
+from kale_dist.places.kubernetes.explain.table import Seen  # noqa: E402
+from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, event_view, pod_view, seconds
+from kale_dist.wire import FailureCause  # noqa: E402
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 ROOT = pathlib.Path(__file__).parents[2]

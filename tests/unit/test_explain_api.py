@@ -9,11 +9,11 @@ kubernetes = pytest.importorskip("kubernetes")
 
 from kubernetes.client import ApiException  # noqa: E402
 
-from kale_dist.backends.kubernetes import roles  # noqa: E402
-from kale_dist.backends.kubernetes.explain import api  # noqa: E402
-from kale_dist.backends.kubernetes.explain.api import Doing  # noqa: E402
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError  # noqa: E402
-from kale_dist.manifests import KINDS  # noqa: E402
+from kale_dist.places.kubernetes import roles  # noqa: E402
+from kale_dist.places.kubernetes.explain import api  # noqa: E402
+from kale_dist.places.kubernetes.explain.api import Doing  # noqa: E402
+from kale_dist.places.manifests import KINDS  # noqa: E402
 
 JOB = Doing(verb="create", resource="pytorchjobs", namespace="team", name="train")
 

@@ -10,10 +10,11 @@ import socket
 
 import pytest
 
-from kale_dist.contract import Assignment, Order
-from kale_dist.runtime import fork_pool, forkserver
-from kale_dist.runtime.fork_pool import ForkPool
-from kale_dist.runtime.forkserver import ForkServer
+from kale_dist.wire import Assignment, Order
+from kale_dist.worker.agent import fork_pool
+from kale_dist.worker.agent.fork_pool import ForkPool
+from kale_dist.worker.rank import forkserver
+from kale_dist.worker.rank.forkserver import ForkServer
 
 MANY = 1000
 

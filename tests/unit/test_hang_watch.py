@@ -6,8 +6,8 @@ import faulthandler
 
 import pytest
 
-from kale_dist.runtime.ending import name_ranks
-from kale_dist.runtime.hang_watch import Frame, Sample, parse_main_thread, waits
+from kale_dist.worker.agent.ending import name_ranks
+from kale_dist.worker.agent.hang_watch import Frame, Sample, parse_main_thread, waits
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 CELL = "/tmp/ipykernel_1/1.py"
@@ -44,8 +44,8 @@ def test_a_dump_without_frames(dump):
     ("before", "after", "expected"),
     [
         (sample(C10D, CELL), sample(C10D, CELL), True),
-        (sample("/x/kale_dist/training/strategies/ddp.py"), sample("/x/kale_dist/training/strategies/ddp.py"), True),
-        (sample("/x/kale_dist/runtime/group.py", CELL), sample("/x/kale_dist/runtime/group.py", CELL), True),
+        (sample("/x/kale_dist/worker/parallel/ddp.py"), sample("/x/kale_dist/worker/parallel/ddp.py"), True),
+        (sample("/x/kale_dist/worker/rank/group.py", CELL), sample("/x/kale_dist/worker/rank/group.py", CELL), True),
         (sample(CELL), sample(CELL), False),
         (sample(C10D, CELL), sample(CELL), False),
         (sample(C10D, CELL), sample(C10D, CELL, ticks=50), False),
@@ -65,7 +65,8 @@ def test_backward_may_wait_in_c():
 
 def test_the_users_frame_is_not_ours_or_torchs():
     assert (
-        sample(C10D, "/usr/lib/python3.11/runpy.py", CELL, "/x/kale_dist/runtime/rank_main.py").user_frame.file == CELL
+        sample(C10D, "/usr/lib/python3.11/runpy.py", CELL, "/x/kale_dist/worker/rank/rank_main.py").user_frame.file
+        == CELL
     )
     assert sample(C10D).user_frame is None
 

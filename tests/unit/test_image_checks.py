@@ -7,11 +7,11 @@ import pytest
 from fake_backend import FakeBackend
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import places
 from kale_dist.calls import image_checks
 from kale_dist.calls.image_checks import ImageWanted
 from kale_dist.errors import ConfigError
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.job.spec.recipe import ImageFile, Recipe
 
 BASE = "registry.example.com/train:1"
 
@@ -337,7 +337,7 @@ def test_what_is_not_installed_is_named():
 
 @pytest.fixture
 def cluster(monkeypatch):
-    monkeypatch.setattr(backends, "get", lambda name: Cluster())
+    monkeypatch.setattr(places, "get", lambda name: Cluster())
 
 
 @pytest.mark.parametrize("argument", ["packages", "requirements", "image"])

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist.contract import EventKind, FailureCause, StateName
 from kale_dist.errors import (
     ConfigError,
     JobCancelledError,
@@ -21,6 +20,7 @@ from kale_dist.errors import (
     WaitTimeoutError,
 )
 from kale_dist.job.handle import inside
+from kale_dist.wire import EventKind, FailureCause, StateName
 
 
 @pytest.fixture(autouse=True)

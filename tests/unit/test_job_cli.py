@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kale_dist as kd
-from kale_dist.backends import base
 from kale_dist.cli import main
 from kale_dist.errors import BackendError, ConfigError, ResultUnavailableError
+from kale_dist.job import backend
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_job_is_submitted_again_from_the_command_line(spoken, capsys):
 
 
 def test_events_of_a_cluster_are_shown(spoken, capsys, monkeypatch):
-    told = base.PlaceEvent(
+    told = backend.PlaceEvent(
         time=0.0, about="pod/x-worker-0", is_warning=True, reason="FailedScheduling", message="0/1 nodes", count=2
     )
     monkeypatch.setattr(type(spoken._backend), "events", lambda self, ref: [told], raising=False)

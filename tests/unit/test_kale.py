@@ -6,7 +6,7 @@ from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist import backends
+from kale_dist import places
 from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
 from kale_dist.kale import DistributedConfig, PyTorchJob, distribute
@@ -23,7 +23,7 @@ class Cluster(FakeBackend):
 def cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     backend = Cluster()
-    monkeypatch.setattr(backends, "get", lambda name: backend)
+    monkeypatch.setattr(places, "get", lambda name: backend)
 
 
 def objects():

@@ -7,14 +7,14 @@ import pytest
 from golden_jobs import SETTINGS, a_spec
 
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import KINDS, kind_of
-from kale_dist.spec import places
-from kale_dist.spec.job_spec import JobSpec, Topology
-from kale_dist.spec.places import ClusterOptions
+from kale_dist.job.spec import place_settings
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.manifests import KINDS, kind_of
 
 
 def test_every_word_has_a_kind_and_the_first_is_kubeflow_s():
-    assert tuple(KINDS) == places.OBJECT_KINDS
+    assert tuple(KINDS) == place_settings.OBJECT_KINDS
     assert kind_of(a_spec()).name == "PyTorchJob"
 
 
@@ -155,14 +155,14 @@ class Cluster:
 )
 def test_the_first_kind_that_a_cluster_serves_is_chosen(words, asked, expected):
     pytest.importorskip("kubernetes")
-    from kale_dist.backends.kubernetes import objects
+    from kale_dist.places.kubernetes import objects
 
     assert objects.choose(Cluster(*words), asked).word == expected
 
 
 def test_a_kind_that_a_cluster_does_not_serve_is_refused_with_those_it_has_and_how_to_install_it():
     pytest.importorskip("kubernetes")
-    from kale_dist.backends.kubernetes import objects
+    from kale_dist.places.kubernetes import objects
 
     with pytest.raises(ConfigError) as caught:
         objects.choose(Cluster("job"), "pytorch")
@@ -183,7 +183,7 @@ class OldMPI(Cluster):
 
 def test_the_other_mpijob_is_told_apart():
     pytest.importorskip("kubernetes")
-    from kale_dist.backends.kubernetes import objects
+    from kale_dist.places.kubernetes import objects
 
     with pytest.raises(
         ConfigError, match=r"serves another MPIJob, of kubeflow.org/v1 .* not that of kubeflow.org/v2beta1"
@@ -210,8 +210,8 @@ def test_a_tfjob_has_a_chief_workers_and_servers():
 
 @pytest.mark.parametrize("word", ["pytorch", "mpi", "tf"])
 def test_an_agent_calls_other_pods_as_their_controller_does(word):
-    from kale_dist.contract import Order
-    from kale_dist.runtime.head_relays import pod_name
+    from kale_dist.wire import Order
+    from kale_dist.worker.pod.head_relays import pod_name
 
     spec = (
         tf(3, 2)

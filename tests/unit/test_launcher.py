@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist import launcher
-from kale_dist.calls import verbs
+from kale_dist.calls import form, verbs
 from kale_dist.errors import ConfigError
 
 
@@ -35,7 +34,7 @@ def namespace():
 
 
 def test_objects_are_found_and_the_likeliest_comes_first(namespace):
-    found = launcher.find(namespace)
+    found = form.find(namespace)
     assert found == {
         "model": ["model", "teacher"],
         "train_data_loader": ["train_loader", "test_loader"],
@@ -45,13 +44,13 @@ def test_objects_are_found_and_the_likeliest_comes_first(namespace):
         "train_step": ["train_one_epoch"],
         "eval_step": ["eval_step"],
     }
-    assert launcher.missing(found) == []
+    assert form.missing(found) == []
 
 
 def test_the_guessed_call_is_one_that_would_run(namespace):
-    choice = launcher.guess(launcher.find(namespace))
-    verbs.check(**launcher.arguments(choice, namespace))
-    text = launcher.code({**choice, "number_of_processes": "2"})
+    choice = form.guess(form.find(namespace))
+    verbs.check(**form.arguments(choice, namespace))
+    text = form.code({**choice, "number_of_processes": "2"})
     assert text == (
         "job = kd.distribute(\n"
         "    model, train_loader, criterion, optimizer, train_one_epoch,\n"
@@ -65,7 +64,7 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
     # The text and the objects make one and the same call.
     given = {}
     exec(text, {**namespace, "kd": type("Recorder", (), {"distribute": lambda *a, **k: given.update(k, positional=a)})})
-    arguments = launcher.arguments({**choice, "number_of_processes": "2"}, namespace)
+    arguments = form.arguments({**choice, "number_of_processes": "2"}, namespace)
     positional = given.pop("positional")
     assert positional == tuple(
         arguments.pop(name) for name in ("model", "train_data_loader", "criterion", "optimizer", "train_step")
@@ -98,7 +97,7 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
     ],
 )
 def test_what_is_filled_in_is_written(choice, written):
-    assert written in launcher.code(choice)
+    assert written in form.code(choice)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +113,15 @@ def test_what_is_filled_in_is_written(choice, written):
     ],
 )
 def test_a_wrong_choice_names_its_field(namespace, changed, argument):
-    choice = {**launcher.guess(launcher.find(namespace)), **changed}
+    choice = {**form.guess(form.find(namespace)), **changed}
     with pytest.raises(ConfigError) as error:
-        verbs.check(**launcher.arguments(choice, namespace))
+        verbs.check(**form.arguments(choice, namespace))
     assert error.value.argument == argument
 
 
 def test_an_empty_notebook_says_what_is_looked_for():
-    assert launcher.missing(launcher.find({})) == ["a model", "a DataLoader", "an optimizer"]
-    assert launcher.guess(launcher.find({}))["model"] == ""
+    assert form.missing(form.find({})) == ["a model", "a DataLoader", "an optimizer"]
+    assert form.guess(form.find({}))["model"] == ""
 
 
 def test_outside_of_a_notebook_there_is_no_form():
@@ -134,8 +133,8 @@ def test_the_form_advises_a_strategy_and_writes_the_chosen_one():
     model = torch.nn.Linear(4, 2)
     namespace = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     choice = {"model": "model", "optimizer": "optimizer", "number_of_processes": "2", "memory": "4Gi"}
-    assert "Do not distribute this, it is too small" in launcher.advice(choice, namespace)
-    assert launcher.advice({**choice, "number_of_processes": "many"}, namespace) == ""
-    assert launcher.advice({**choice, "memory": "4 bananas"}, namespace) == ""
-    assert launcher.advice({}, namespace) == ""
-    assert "strategy='pipeline'" in launcher.code({**choice, "strategy": "pipeline"})
+    assert "Do not distribute this, it is too small" in form.advice(choice, namespace)
+    assert form.advice({**choice, "number_of_processes": "many"}, namespace) == ""
+    assert form.advice({**choice, "memory": "4 bananas"}, namespace) == ""
+    assert form.advice({}, namespace) == ""
+    assert "strategy='pipeline'" in form.code({**choice, "strategy": "pipeline"})

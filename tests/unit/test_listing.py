@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from kale_dist import backends
-from kale_dist.backends.kubernetes import look
-from kale_dist.backends.kubernetes.views import QueuePosition
+from kale_dist import places
 from kale_dist.cli import list_commands, main
-from kale_dist.contract import StateName
-from kale_dist.manifests import KINDS
-from kale_dist.manifests.settings import CANCELLED_ANNOTATION, FAILED_ANNOTATION, SPEC_ANNOTATION
+from kale_dist.places.kubernetes import look
+from kale_dist.places.kubernetes.views import QueuePosition
+from kale_dist.places.manifests import KINDS
+from kale_dist.places.manifests.settings import CANCELLED_ANNOTATION, FAILED_ANNOTATION, SPEC_ANNOTATION
+from kale_dist.wire import StateName
 
 PYTORCH = KINDS["pytorch"]
 
@@ -80,7 +80,7 @@ def crowded(monkeypatch):
     """A cluster with 25 jobs of other users, which have ended in different ways."""
     kinds = ("Succeeded", "Failed", "Running")
     made = Cluster(*(pytorch_job(f"job-{number:02}", kinds[number % 3], number=number) for number in range(25)))
-    monkeypatch.setattr(backends, "get", {"kubernetes": made}.__getitem__)
+    monkeypatch.setattr(places, "get", {"kubernetes": made}.__getitem__)
     return made
 
 
@@ -107,7 +107,7 @@ def test_a_list_says_where_a_job_stands_in_its_queue(monkeypatch, capsys):
     assert runs.queue_position is None
     made = Cluster(*items)
     made.survey = lambda **_: [waits, runs]
-    monkeypatch.setattr(backends, "get", {"kubernetes": made}.__getitem__)
+    monkeypatch.setattr(places, "get", {"kubernetes": made}.__getitem__)
     assert main(["jobs", "--on", "kubernetes"]) == 0
     assert "pending, 2 in queue" in capsys.readouterr().out
     assert main(["jobs", "--on", "kubernetes", "--json"]) == 0

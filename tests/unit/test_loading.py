@@ -7,10 +7,11 @@ import sys
 import pytest
 from played import play
 
-from kale_dist import blobs, contract
+from kale_dist import wire
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
-from kale_dist.runtime import loading
+from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import blobs
 
 
 def names_in(folder):
@@ -30,7 +31,7 @@ def changed_manifest(store, digest, **changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"contract": 999}, f"contract is 999 there and {contract.VERSION} here"),
+        ({"contract": 999}, f"contract is 999 there and {wire.VERSION} here"),
         ({"python": "3.8"}, r"python is 3\.8 there and 3\.\d+ here"),
         ({"torch": "1.13.1"}, r"torch is 1\.13\.1 there"),
     ],

@@ -12,10 +12,10 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import records
-from kale_dist.backends import local
 from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
+from kale_dist.job import records
 from kale_dist.job.handle import inside
+from kale_dist.places import local
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

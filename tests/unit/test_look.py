@@ -8,12 +8,12 @@ kubernetes = pytest.importorskip("kubernetes")
 
 from test_explain import look_of  # noqa: E402
 
-from kale_dist.backends.base import JobRef, RunHandle  # noqa: E402
-from kale_dist.backends.kubernetes import look  # noqa: E402
-from kale_dist.backends.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition, is_about  # noqa: E402
-from kale_dist.contract import FailureCause  # noqa: E402
-from kale_dist.spec.job_spec import JobSpec, Topology  # noqa: E402
-from kale_dist.spec.places import ClusterOptions  # noqa: E402
+from kale_dist.job.backend import JobRef, RunHandle  # noqa: E402
+from kale_dist.job.spec.job_spec import JobSpec, Topology  # noqa: E402
+from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
+from kale_dist.places.kubernetes import look  # noqa: E402
+from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition, is_about  # noqa: E402
+from kale_dist.wire import FailureCause  # noqa: E402
 
 NOW = 1_000_000.0
 CREATED = "1970-01-12T13:46:30Z"  # ten seconds before

@@ -15,13 +15,13 @@ import golden_jobs
 import pytest
 import yaml
 
-from kale_dist import manifests, payload
-from kale_dist.contract import EXIT_TOLD_TO_END
 from kale_dist.errors import ConfigError
-from kale_dist.manifests import KINDS, bootstrap
-from kale_dist.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
-from kale_dist.spec import quantities
-from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
+from kale_dist.job.spec import quantities
+from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
+from kale_dist.places import manifests
+from kale_dist.places.manifests import KINDS, bootstrap
+from kale_dist.places.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
+from kale_dist.wire import EXIT_TOLD_TO_END, payload
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -279,8 +279,8 @@ def start(folder, environment=None, command=None, runtime=None):
 def zipped(path, text):
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("kale_dist/__init__.py", "")
-        packed.writestr("kale_dist/runtime/__init__.py", "")
-        packed.writestr("kale_dist/runtime/__main__.py", text)
+        packed.writestr("kale_dist/worker/__init__.py", "")
+        packed.writestr("kale_dist/worker/__main__.py", text)
     return path.read_bytes()
 
 
@@ -334,8 +334,8 @@ def test_the_runtime_needs_nothing_but_what_it_brings(tmp_path):
         "assert kale_dist.__file__.startswith(sys.argv[1]), kale_dist.__file__\n"
         "assert cloudpickle.__file__.startswith(sys.argv[1])\n"
         "assert callable(kale_dist.report) and kale_dist.context() is not None\n"
-        "import kale_dist.runtime\n"
-        "names = [m.name for m in pkgutil.walk_packages(kale_dist.runtime.__path__, 'kale_dist.runtime.')]\n"
+        "import kale_dist.worker\n"
+        "names = [m.name for m in pkgutil.walk_packages(kale_dist.worker.__path__, 'kale_dist.worker.')]\n"
         "for name in names:\n"
         "    if not name.endswith(('__main__', 'matplotlib_backend')):\n"  # only where matplotlib is
         "        importlib.import_module(name)\n"

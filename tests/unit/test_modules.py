@@ -7,10 +7,10 @@ import sys
 import pytest
 from played import play
 
-from kale_dist import blobs
 from kale_dist.errors import SnapshotError
 from kale_dist.snapshot import modules
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import blobs
 
 
 def names_in(folder):
@@ -82,7 +82,7 @@ def test_installed_packages_and_the_standard_library_stay(local):
     folder = local({"site-packages/installed.py": "", "own.py": ""})
     sys.path.append(str(folder / "site-packages"))
     try:
-        found = modules.collect(["os", "sys", "json", "torch.nn", "numpy", "pytest", "kale_dist.blobs", "cloudpickle",
+        found = modules.collect(["os", "sys", "json", "torch.nn", "numpy", "pytest", "kale_dist.wire.blobs", "cloudpickle",
                                  "installed", "no.such.module", "", "a b", "__main__", "own"])  # fmt: skip
     finally:
         sys.path.remove(str(folder / "site-packages"))
@@ -242,7 +242,7 @@ def test_files_are_read_at_the_call(tmp_path, local):
     store = blobs.FolderStore(tmp_path / "blobs")
     before = capture(mine.f, (), {}, store=store, label="f")
     (folder / "mine.py").write_text("def f():\n    return 2\n")
-    from kale_dist.runtime import loading
+    from kale_dist.snapshot import loading
 
     loading.stage_modules(store, before.digest, tmp_path / "staged")
     assert (tmp_path / "staged" / "mine.py").read_text() == "def f():\n    return 1\n"

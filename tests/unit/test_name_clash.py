@@ -9,10 +9,10 @@ pytest.importorskip("kubernetes")
 
 from kubernetes.client import ApiException
 
-from kale_dist.backends.kubernetes import submit
 from kale_dist.errors import BackendError
-from kale_dist.spec.job_spec import JobSpec, Topology
-from kale_dist.spec.places import ClusterOptions
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.kubernetes import submit
 
 
 def test_the_secret_of_another_users_job_of_the_same_name_stays():

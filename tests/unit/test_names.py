@@ -6,7 +6,7 @@ import pytest
 
 from kale_dist import wording
 from kale_dist.errors import ConfigError
-from kale_dist.spec import names
+from kale_dist.job.spec import names
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 

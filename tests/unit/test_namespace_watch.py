@@ -15,9 +15,9 @@ pytest.importorskip("kubernetes")
 
 from kubernetes import client
 
-from kale_dist.backends.kubernetes import resource_watch
-from kale_dist.backends.kubernetes import watch as watching
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import resource_watch
+from kale_dist.places.kubernetes import watch as watching
+from kale_dist.places.manifests import KINDS
 
 KIND = KINDS["pytorch"]
 JOBS, PODS, EVENTS, QUOTAS = "pytorchjobs", "pods", "events", "resourcequotas"

@@ -11,12 +11,13 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 import kale_dist as kd
-from kale_dist import backends, payload
-from kale_dist.backends.base import JobRef
+from kale_dist import places
 from kale_dist.errors import ImageError
+from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import inside
-from kale_dist.notebook_runner import in_cluster
-from kale_dist.runtime import notebook_rank
+from kale_dist.runner import in_cluster
+from kale_dist.wire import payload
+from kale_dist.worker.rank import notebook_rank
 
 
 def encoded(*cells):
@@ -73,7 +74,7 @@ def test_a_cancelled_job_leaves_the_notebook_as_far_as_it_came(start):
     job = start("print('here')", "import time\nprint('waiting', flush=True)\ntime.sleep(100)")
     lines = job.logs(follow=True)
     assert any(line.text == "waiting" for line in lines)
-    backends.get("local").cancel(JobRef.parse(job.ref), grace_s=in_cluster.NOTEBOOK_GRACE_S)
+    places.get("local").cancel(JobRef.parse(job.ref), grace_s=in_cluster.NOTEBOOK_GRACE_S)
     began = time.monotonic()
     assert job.exception(60) is not None
     assert time.monotonic() - began < in_cluster.NOTEBOOK_GRACE_S

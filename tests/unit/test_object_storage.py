@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import kale_dist as kd
 from kale_dist.errors import StoreError
-from kale_dist.url_store import UrlStore
+from kale_dist.wire.url_store import UrlStore
 
 pytest.importorskip("moto")
 s3fs = pytest.importorskip("s3fs")

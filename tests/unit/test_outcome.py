@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from kale_dist import blobs
 from kale_dist.errors import NotSerializableError, RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
-from kale_dist.runtime import outcome, sources
-from kale_dist.runtime.reducers import References
+from kale_dist.snapshot import outcome, sources
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire import blobs
 
 WHO = outcome.Signer(key=b"k" * 32, job="digits", attempt=0, rank=1)
 

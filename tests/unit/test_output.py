@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from kale_dist.contract import MAX_LINE_BYTES, LineBlock, Stream
-from kale_dist.runtime import output
-from kale_dist.runtime.output import BAR_INTERVAL_S, FloodGate, LineCutter, RankOutput
+from kale_dist.wire import MAX_LINE_BYTES, LineBlock, Stream
+from kale_dist.worker.agent import output
+from kale_dist.worker.agent.output import BAR_INTERVAL_S, FloodGate, LineCutter, RankOutput
 
 
 class Written:

@@ -10,9 +10,9 @@ import golden_jobs
 from fake_api import FakeApi
 from golden_jobs import a_spec
 
-from kale_dist.backends.kubernetes import client, self_pod
-from kale_dist.manifests import KINDS
-from kale_dist.spec.volumes import Volume, VolumeKind
+from kale_dist.job.spec.volumes import Volume, VolumeKind
+from kale_dist.places.kubernetes import client, self_pod
+from kale_dist.places.manifests import KINDS
 
 CLAIMS = "/api/v1/namespaces/team/persistentvolumeclaims"
 MOUNTS = {

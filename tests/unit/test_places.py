@@ -8,9 +8,9 @@ import kale_dist as kd
 from kale_dist.calls import request
 from kale_dist.calls.request import Function
 from kale_dist.errors import ConfigError
-from kale_dist.spec.places import ClusterOptions
-from kale_dist.spec.resources import Resources
-from kale_dist.spec.volumes import Volume, VolumeKind
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.job.spec.resources import Resources
+from kale_dist.job.spec.volumes import Volume, VolumeKind
 
 pytest.importorskip("kubernetes")
 

@@ -10,7 +10,7 @@ pytest.importorskip("kubernetes")
 
 import websocket
 
-from kale_dist.backends.kubernetes.port_forward import PodConnection
+from kale_dist.places.kubernetes.port_forward import PodConnection
 
 
 def test_shutdown_wakes_a_thread_that_reads_and_leaves_the_closing_to_it():

@@ -10,8 +10,8 @@ import textwrap
 import pytest
 import torch
 
-from kale_dist.runtime import process_state
-from kale_dist.runtime.process_state import capture as capture_process
+from kale_dist.worker.rank import process_state
+from kale_dist.worker.rank.process_state import capture as capture_process
 
 
 def test_environment_folder_path_and_limits_are_as_here(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_torchs_settings_go_over_and_cuda_is_not_initialised():
 
 
 def test_without_torch_there_are_no_flags_and_torch_is_not_imported():
-    script = "import sys\nfrom kale_dist.runtime.process_state import capture\nassert capture(cuda=True).torch_flags == ()\nassert 'torch' not in sys.modules"
+    script = "import sys\nfrom kale_dist.worker.rank.process_state import capture\nassert capture(cuda=True).torch_flags == ()\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

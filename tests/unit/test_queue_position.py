@@ -6,9 +6,9 @@ pytest.importorskip("kubernetes")
 
 from fake_api import FakeApi, status
 
-from kale_dist.backends.kubernetes import client, queue
-from kale_dist.backends.kubernetes.views import QueuePosition
-from kale_dist.manifests import KINDS
+from kale_dist.places.kubernetes import client, queue
+from kale_dist.places.kubernetes.views import QueuePosition
+from kale_dist.places.manifests import KINDS
 
 VISIBLE = "/apis/visibility.kueue.x-k8s.io/v1beta1/namespaces/team/localqueues/gpus%2Fpendingworkloads"
 WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/namespaces/team/workloads"

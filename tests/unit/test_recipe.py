@@ -10,7 +10,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError
-from kale_dist.spec.recipe import ImageFile, Recipe
+from kale_dist.job.spec.recipe import ImageFile, Recipe
 
 BASE = "sha256:" + "a" * 64
 FILE = ImageFile(path="/opt/x", digest="b" * 64)

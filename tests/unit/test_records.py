@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from kale_dist import records
-from kale_dist.blobs import FolderStore
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
-from kale_dist.records import Record
-from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.job import records
+from kale_dist.job.records import Record
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.wire.blobs import FolderStore
 
 KEY = b"k" * 32
 

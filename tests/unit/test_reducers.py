@@ -12,9 +12,9 @@ from played import play
 from torch import nn, optim
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from kale_dist import blobs
-from kale_dist.runtime import loading
+from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import blobs
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_start_methods(travel, method):
 
 
 def test_a_torch_generator_of_an_absent_accelerator_keeps_its_seed():
-    from kale_dist.runtime import reducers
+    from kale_dist.snapshot import reducers
 
     here = reducers.Loading(storage=memoryview, main={}, references=reducers.References(), resolve=len)
     with reducers.loading(here):
@@ -379,7 +379,7 @@ def test_the_maps_go_with_the_tensors(store):
 
 
 def test_memory_of_an_accelerator_is_copied_in_pieces(monkeypatch):
-    from kale_dist.runtime import pickling
+    from kale_dist.snapshot import pickling
 
     monkeypatch.setattr(pickling, "CHUNK_BYTES", 1000)
     storage = torch.arange(300, dtype=torch.int64).untyped_storage()
@@ -393,7 +393,7 @@ def test_memory_of_an_accelerator_is_copied_in_pieces(monkeypatch):
 
 def test_tensors_of_an_accelerator_load_where_there_is_none(store, monkeypatch):
     """The pickle of a CUDA tensor differs from this one only by the flag that its memory was on an accelerator."""
-    from kale_dist.runtime import reducers
+    from kale_dist.snapshot import reducers
 
     make = reducers.make_storage
     monkeypatch.setattr(reducers, "make_storage", lambda index, accelerated: make(index, True))

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.calls import request, save_to
 from kale_dist.errors import ConfigError, JobFailedError, KaleDistWarning
-from kale_dist.spec.volumes import of_containers, of_pods
-from kale_dist.training import saving
+from kale_dist.job.spec.volumes import of_containers, of_pods
+from kale_dist.worker.training import saving
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

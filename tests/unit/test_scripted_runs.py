@@ -12,9 +12,10 @@ from nbformat import v3
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import kale_dist as kd
-from kale_dist import records, wording
+from kale_dist import wording
 from kale_dist.errors import ConfigError
-from kale_dist.notebook_runner import documents
+from kale_dist.job import records
+from kale_dist.runner import documents
 
 TRAINING = """
 import kale_dist as kd

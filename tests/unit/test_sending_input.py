@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("kubernetes")
 
-from kale_dist import records
-from kale_dist.backends.base import JobRef, RunHandle
-from kale_dist.backends.kubernetes import place as places
-from kale_dist.blobs import FolderStore
-from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, RunHandle
+from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.places.kubernetes import place as places
+from kale_dist.wire.blobs import FolderStore
 
 
 @pytest.mark.parametrize("source", ["stream", "input"])

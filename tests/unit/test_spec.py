@@ -4,7 +4,7 @@ import json
 import pytest
 
 from kale_dist.errors import ConfigError
-from kale_dist.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 from kale_dist.strategies import DDP
 
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from kale_dist.contract import FailureCause, RankStateName, StateName
-from kale_dist.status import JobStatus, ReplicaStatus, reduce_events
+from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
+from kale_dist.wire import FailureCause, RankStateName, StateName
 
 
 def status_of(*events, ranks=2):

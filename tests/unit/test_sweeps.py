@@ -13,10 +13,11 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import cli, records, sweeps
+from kale_dist import cli, sweeps
 from kale_dist.errors import BackendError, ConfigError, KaleDistWarning, WaitTimeoutError
+from kale_dist.job import records
+from kale_dist.job.view.sweep import SweepPicture, TrialRow, html, text
 from kale_dist.sweeps import SweepError
-from kale_dist.view.sweep import SweepPicture, TrialRow, html, text
 
 optuna = pytest.importorskip("optuna", reason="needs Optuna")
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from kale_dist.contract import FailureCause, StateName
-from kale_dist.runtime import ending, usage
-from kale_dist.runtime.ending import Verdict
-from kale_dist.runtime.processes import _cores_of_quota
+from kale_dist.wire import FailureCause, StateName
+from kale_dist.worker.agent import ending, usage
+from kale_dist.worker.agent.ending import Verdict
+from kale_dist.worker.agent.processes import _cores_of_quota
 
 SUCCESS = Verdict(StateName.SUCCEEDED, None, "")
 FAILURE = Verdict(StateName.FAILED, FailureCause.ERROR, "Rank 1 failed: ValueError", rank=1, error_type="ValueError")

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from kale_dist import blobs
 from kale_dist.errors import NotSerializableError
 from kale_dist.snapshot.capture import capture
+from kale_dist.wire import blobs
 
 
 def cells(text, **names):

@@ -12,9 +12,9 @@ import uuid
 
 import pytest
 
-from kale_dist.blobs import FolderStore, digest_of
 from kale_dist.errors import StoreError
-from kale_dist.url_store import UrlStore
+from kale_dist.wire.blobs import FolderStore, digest_of
+from kale_dist.wire.url_store import UrlStore
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -164,7 +164,7 @@ def test_what_is_no_store_is_said_without_secrets(url, words):
 )
 def test_fsspec_may_be_missing(environment, words):
     script = (
-        "import sys; sys.modules['fsspec'] = None\nfrom kale_dist.url_store import UrlStore\n"
+        "import sys; sys.modules['fsspec'] = None\nfrom kale_dist.wire.url_store import UrlStore\n"
         "try: UrlStore('memory://x')\nexcept Exception as error: print(type(error).__name__, error)"
     )
     found = subprocess.run(

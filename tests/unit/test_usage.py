@@ -9,12 +9,12 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist import view
-from kale_dist.contract import RankStateName, StateName
-from kale_dist.runtime import usage as uses
-from kale_dist.runtime.usage import Driver, Gpu
-from kale_dist.status import JobStatus, ReplicaStatus, Usage, reduce_events
-from kale_dist.view import facts
+from kale_dist.job import view
+from kale_dist.job.status import JobStatus, ReplicaStatus, Usage, reduce_events
+from kale_dist.job.view import facts
+from kale_dist.wire import RankStateName, StateName
+from kale_dist.worker.agent import usage as uses
+from kale_dist.worker.agent.usage import Driver, Gpu
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from kale_dist import view
-from kale_dist.contract import FailureCause, LogLine, RankStateName, StateName, Stream
-from kale_dist.status import JobStatus, MetricRow, RankProgress, ReplicaStatus
-from kale_dist.view import curves, facts, plain
+from kale_dist.job import view
+from kale_dist.job.status import JobStatus, MetricRow, RankProgress, ReplicaStatus
+from kale_dist.job.view import curves, facts, plain
+from kale_dist.wire import FailureCause, LogLine, RankStateName, StateName, Stream
 
 VOID = {"br", "img", "hr", "meta", "input"}
 HOSTILE = [
@@ -347,7 +347,7 @@ def test_bars_are_equally_wide(fraction):
 
 def test_views_load_without_torch_and_are_pure():
     code = (
-        "import sys, json, kale_dist.view; "
+        "import sys, json, kale_dist.job.view; "
         "print(json.dumps([name for name in ('torch', 'IPython', 'subprocess') if name in sys.modules]))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,11 +5,11 @@ import time
 import pytest
 from fake_backend import FakeBackend
 
-from kale_dist.contract import EventKind, StateName
 from kale_dist.errors import JobNotFoundError, WaitTimeoutError
 from kale_dist.job import watch
+from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.job.watch import Watcher, watcher
-from kale_dist.spec.job_spec import JobSpec, Topology
+from kale_dist.wire import EventKind, StateName
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kale_dist.job import weights
-from kale_dist.training.result import TrainingResult, one_model, one_optimizer, state_of
+from kale_dist.worker.training.result import TrainingResult, one_model, one_optimizer, state_of
 
 
 class Net(torch.nn.Module):

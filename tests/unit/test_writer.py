@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from kale_dist.contract import BlockReader, EventKind, Foreign, JobFiles, LineBlock, Stream, body_of
-from kale_dist.runtime import writer as writer_module
-from kale_dist.runtime.writer import JobWriter, StdoutCopy
+from kale_dist.wire import BlockReader, EventKind, Foreign, JobFiles, LineBlock, Stream, body_of
+from kale_dist.worker.agent import writer as writer_module
+from kale_dist.worker.agent.writer import JobWriter, StdoutCopy
 
 
 class Folder:

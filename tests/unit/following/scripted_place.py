@@ -11,13 +11,14 @@ import threading
 import time
 import uuid
 
-from kale_dist import contract, records
-from kale_dist.backends.base import JobRef, Look, NoConnectionError, Part, RunHandle
-from kale_dist.contract import EventKind, FailureCause, StateName, Stream
+from kale_dist import wire
 from kale_dist.errors import BackendError, JobExistsError
-from kale_dist.following.copy import Clock
-from kale_dist.spec.job_spec import JobSpec, Policy, Settled, Topology
-from kale_dist.spec.places import ClusterOptions
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, Look, NoConnectionError, Part, RunHandle
+from kale_dist.job.spec.job_spec import JobSpec, Policy, Settled, Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.following.copy import Clock
+from kale_dist.wire import EventKind, FailureCause, StateName, Stream
 
 KEY = b"k" * 32
 _numbers = itertools.count()
@@ -72,17 +73,17 @@ class ScriptedHead:
     # -- what a test says -----------------------------------------------------------------------------------------------
 
     def lines(self, rank, *texts, stream=Stream.STDOUT, on_stdout=True):
-        body = contract.body_of(stream, [text.encode() for text in texts])
-        block = contract.encode_lines(self.next_line, 1000, self.attempt, rank, body, len(texts))
+        body = wire.body_of(stream, [text.encode() for text in texts])
+        block = wire.encode_lines(self.next_line, 1000, self.attempt, rank, body, len(texts))
         self._add("line", self.next_line, self.next_line + len(texts), block, on_stdout)
         self.next_line += len(texts)
 
     def event(self, kind, **fields):
         event = {"event": kind, "time": 1.0, "rank": None, "attempt": self.attempt, **fields}
-        if contract.last_name(event) is not None:
-            self._add("progress", 0, 0, contract.encode_progress(event), True)
+        if wire.last_name(event) is not None:
+            self._add("progress", 0, 0, wire.encode_progress(event), True)
             return
-        self._add("event", self.next_event, self.next_event + 1, contract.encode_event(self.next_event, event), True)
+        self._add("event", self.next_event, self.next_event + 1, wire.encode_event(self.next_event, event), True)
         self.next_event += 1
 
     def run(self):
@@ -138,7 +139,7 @@ class ScriptedHead:
             headers = http.client.parse_headers(file)
             body = file.read(int(headers.get("Content-Length") or 0))
             digest = hashlib.sha256(body).hexdigest() if method == "POST" else ""
-            if not contract.check_request(KEY, method, path, digest, headers[contract.MAC_HEADER]):
+            if not wire.check_request(KEY, method, path, digest, headers[wire.MAC_HEADER]):
                 self._answer(peer, 403, b"")
             elif path.startswith("/stream"):
                 self._stream(peer, path)

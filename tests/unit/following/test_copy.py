@@ -5,12 +5,13 @@ import json
 import pytest
 from scripted_place import spec_of
 
-from kale_dist import contract, records
-from kale_dist.contract import BlockReader, EventKind, JobFiles, StateName, Stream
+from kale_dist import wire
 from kale_dist.errors import StoreError
-from kale_dist.following.copy import GapError, RunCopy
-from kale_dist.following.reader import JobReader, LogReader
-from kale_dist.records import Record, Run
+from kale_dist.job import records
+from kale_dist.job.reader import JobReader, LogReader
+from kale_dist.job.records import Record, Run
+from kale_dist.places.following.copy import GapError, RunCopy
+from kale_dist.wire import BlockReader, EventKind, JobFiles, StateName, Stream
 
 
 @pytest.fixture
@@ -26,13 +27,13 @@ def copy(files):
 
 
 def lines(first, rank, *texts, attempt=0, stream=Stream.STDOUT):
-    body = contract.body_of(stream, [text.encode() for text in texts])
-    return contract.encode_lines(first, 1000, attempt, rank, body, len(texts))
+    body = wire.body_of(stream, [text.encode() for text in texts])
+    return wire.encode_lines(first, 1000, attempt, rank, body, len(texts))
 
 
 def state(number, name, attempt=0, **more):
     event = {"event": EventKind.STATE, "time": 1.0, "rank": None, "attempt": attempt, "state": name, **more}
-    return contract.encode_event(number, event)
+    return wire.encode_event(number, event)
 
 
 def blocks(data):
@@ -54,7 +55,7 @@ def test_each_line_is_appended_once(copy, files):
 def test_lines_alone_wake_readers_of_the_log_but_have_no_status_computed(files):
     told = []
     copy = RunCopy(files, 1, lambda: told.append("lines"), lambda: told.append("status"))
-    copy.take(blocks(lines(0, 0, "a") + contract.encode_progress({"event": EventKind.PROGRESS, "rank": 0})))
+    copy.take(blocks(lines(0, 0, "a") + wire.encode_progress({"event": EventKind.PROGRESS, "rank": 0})))
     assert told == ["lines", "status"]
     progress = files.progress.stat()
     copy.take(blocks(lines(1, 0, "b")))
@@ -127,7 +128,7 @@ def test_lines_of_no_agent_are_copied_when_stdout_is_read_for_the_last_time(copy
 
 def test_outcomes_ride_in_parts(copy, files):
     data = bytes(range(256)) * 200
-    parts = list(contract.encode_outcome(0, 1, data))
+    parts = list(wire.encode_outcome(0, 1, data))
     copy.take(blocks(b"".join(parts[:2])))
     assert not files.outcome(0, 1).exists()
     copy.take(blocks(b"".join(parts)))
@@ -142,7 +143,7 @@ def test_a_folder_that_was_deleted_is_not_made_again(tmp_path):
         path.unlink()
     files.folder.rmdir()
     with pytest.raises(StoreError, match="deleted"):
-        copy.take(blocks(contract.encode_progress({"event": "progress", "rank": 0})))
+        copy.take(blocks(wire.encode_progress({"event": "progress", "rank": 0})))
     copy.close()
 
 

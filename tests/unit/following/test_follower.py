@@ -14,13 +14,14 @@ from scripted_place import (
     spec_of,
 )
 
-from kale_dist import contract, records
-from kale_dist.backends.base import JobRef, Trouble
-from kale_dist.contract import EventKind, FailureCause, RankStateName, StateName
+from kale_dist import wire
 from kale_dist.errors import BackendError
-from kale_dist.following import backend as followed
-from kale_dist.following.backend import FollowedBackend
-from kale_dist.following.follower import Follower
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, Trouble
+from kale_dist.places.following import backend as followed
+from kale_dist.places.following.backend import FollowedBackend
+from kale_dist.places.following.follower import Follower
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_two_notebooks_one_follows_and_the_other_takes_over(backend, submit, pla
 
 
 def texts_in_folder(ref):
-    from kale_dist.following.reader import LogReader
+    from kale_dist.job.reader import LogReader
 
     return [line.text for line in LogReader(records.files(ref.record_name)).read()]
 
@@ -175,7 +176,7 @@ def test_without_a_connection_the_log_says_which_lines_are_missing(backend, subm
     head.lines(0, "one", "two")
     head.lines(0, *(["flood"] * 500), on_stdout=False)
     head.lines(0, "three")
-    head.stdout += b"".join(contract.encode_outcome(0, 0, b"small result"))
+    head.stdout += b"".join(wire.encode_outcome(0, 0, b"small result"))
     head.verdict(StateName.SUCCEEDED)
     wait_for(lambda: "three" in texts(backend, ref))
     head.end()

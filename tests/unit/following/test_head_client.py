@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from kale_dist import contract
-from kale_dist.blobs import FolderStore
-from kale_dist.contract import MAC_HEADER, SIZE_HEADER
+from kale_dist import wire
 from kale_dist.errors import BackendError, StoreError
-from kale_dist.following.client import HeadClient
+from kale_dist.places.following.client import HeadClient
+from kale_dist.wire import MAC_HEADER, SIZE_HEADER
+from kale_dist.wire.blobs import FolderStore
 
 KEY = b"k" * 32
 
@@ -68,7 +68,7 @@ class Head(http.server.BaseHTTPRequestHandler):
 
     def is_signed(self, body=b""):
         digest = hashlib.sha256(body).hexdigest() if self.command == "POST" else ""
-        return contract.check_request(KEY, self.command, self.path, digest, self.headers[MAC_HEADER])
+        return wire.check_request(KEY, self.command, self.path, digest, self.headers[MAC_HEADER])
 
     def answer(self, status, data):
         self.send_response(status)

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.runtime import context
 from kale_dist.strategies import DDP, FSDP, LocalSGD, ParameterServer, Pipeline, Tensor
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.wire import context
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
 from kale_dist.errors import ResultUnavailableError
-from kale_dist.training import supervised
+from kale_dist.worker.training import supervised
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 

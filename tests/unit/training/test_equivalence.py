@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

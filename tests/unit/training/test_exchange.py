@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP
-from kale_dist.training.group import Group
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
-from kale_dist.training.strategies.buckets import average_sparse
-from kale_dist.training.strategies.ddp import DataParallel
+from kale_dist.worker.parallel.buckets import average_sparse
+from kale_dist.worker.parallel.ddp import DataParallel
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 class Net(nn.Module):

@@ -24,8 +24,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from kale_dist.errors import ConfigError
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 class Numbers(Dataset):

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import FSDP, Pipeline, Tensor
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 def data(samples=20):

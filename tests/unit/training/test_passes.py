@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import KaleDistError
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 class Stream(IterableDataset):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError, ResultUnavailableError
-from kale_dist.training.profiling import CLOCK
+from kale_dist.worker.training.profiling import CLOCK
 
 PHASES = ("data_s", "forward_s", "backward_s", "exchange_s", "optimizer_s")
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kale_dist.runtime import context
-from kale_dist.training import checkpoint
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.wire import context
+from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 def fit(model, epochs=1, **options):

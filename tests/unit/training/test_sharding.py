@@ -3,8 +3,8 @@
 import pytest
 
 from kale_dist.errors import ConfigError
-from kale_dist.training import sharding
-from kale_dist.training.sharding import describe, divide
+from kale_dist.worker.training.data import sharding
+from kale_dist.worker.training.data.sharding import describe, divide
 
 
 def division(samples, batch, world, **options):

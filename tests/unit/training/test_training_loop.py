@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
-from kale_dist.runtime import context, sources
-from kale_dist.training import checkpoint
-from kale_dist.training.loop import train
-from kale_dist.training.settings import Training
+from kale_dist.snapshot import sources
+from kale_dist.wire import context
+from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 def data(samples=21):

@@ -1,0 +1,242 @@
+"""Magics for notebooks, after `%load_ext kale_dist`: a cell on every rank, and a word for each thing done with jobs."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import re
+import shlex
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from kale_dist import cli, places, wording
+from kale_dist.calls import request, verbs
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, warnings_as_lines
+from kale_dist.job.handle import Job
+from kale_dist.worker.rank import cell as on_a_rank
+
+FILENAME = "<%%distribute>"
+"""What tracebacks call the text of such a cell."""
+
+_IGNORED = re.compile(r"^[ \t]*%matplotlib([ \t].*)?$", re.MULTILINE)
+_MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
+
+
+def _empty() -> ast.arguments:
+    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+@magics_class
+class DistributeMagics(Magics):
+    """`%%distribute`, `%attach`, and the words of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
+
+    @property
+    def _namespace(self) -> dict[str, Any]:
+        """The notebook's names."""
+        shell: Any = self.shell
+        return cast("dict[str, Any]", shell.user_ns)
+
+    @magic_arguments()
+    @argument("-n", "--number-of-processes", type=int, help="How many ranks run the cell")
+    @argument("--on", help="Where: local, docker, kubernetes, or a variable that holds a place with its settings")
+    @argument("--cuda", action="store_true", default=None, help="One GPU for each rank")
+    @argument("--name", help="The job's name")
+    @argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Any other argument of kale_dist.launch or of the place, such as volumes",
+    )
+    @argument("--job", metavar="NAME", help="Keep the job under this name")
+    @argument("--no-wait", action="store_true", help="Do not wait: the job is the cell's value")
+    @line_cell_magic
+    def distribute(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on every rank; as `%distribute`, without a cell, show the launcher form.
+
+        The value is the list of what the cell's last expression gave on each rank.
+
+        The cell sees the notebook's names, and `rank`, `world_size`, `local_rank` and `device`. What it changes or
+        assigns stays in the ranks: the last expression brings something back.
+        """
+        if cell is None:
+            from kale_dist.calls.form import LauncherForm
+
+            return LauncherForm(self._namespace)
+        options = parse_argstring(self.distribute, line)
+        _check_name(options.job)
+        arguments = {
+            "number_of_processes": options.number_of_processes,
+            "on": self._namespace.get(options.on, options.on) if options.on not in places.NAMES else options.on,
+            "cuda": options.cuda,
+            "name": options.name,
+            **dict(_assignment(text) for text in options.set),
+        }
+        text = _plain_python(cell)
+        names = _named(text, self._namespace)
+        with warnings_as_lines():
+            job: Job[Any] = _explained(
+                lambda: verbs.launch(
+                    on_a_rank.cell,
+                    text,
+                    FILENAME,
+                    names,
+                    **request.gathered({k: v for k, v in arguments.items() if v is not None}),
+                )
+            )
+        if options.job is not None:
+            self._namespace[options.job] = job
+        if options.no_wait:
+            return job
+        display(job)
+        results = job.results()
+        return results if any(result is not None for result in results) else None
+
+    @magic_arguments()
+    @argument("ref", help="A job's reference or name")
+    @argument("--job", metavar="NAME", help="Keep the job under this name")
+    @argument("--trust", action="store_true", help="Also load the results of another user's job")
+    @line_magic
+    def attach(self, line: str) -> Job[Any]:
+        """Find a job again; it is the line's value."""
+        options = parse_argstring(self.attach, line)
+        _check_name(options.job)
+        job: Job[Any] = _explained(lambda: verbs.attach(options.ref, trust=options.trust))
+        if options.job is not None:
+            self._namespace[options.job] = job
+        return job
+
+    @line_magic
+    def jobs(self, line: str) -> None:
+        """List jobs, oldest first: `%jobs --on kubernetes --namespace team --all`."""
+        self._command("jobs", line)
+
+    @line_magic
+    def status(self, line: str) -> None:
+        """Show how a job is: `%status REF`, with a job's reference, its name, or a variable that holds it."""
+        self._command("status", line)
+
+    @line_magic
+    def logs(self, line: str) -> None:
+        """Print a job's log, each line behind its rank: `%logs REF --ranks 0,2 --tail 100 -f`."""
+        self._command("logs", line)
+
+    @line_magic
+    def cancel(self, line: str) -> None:
+        """End a job: `%cancel REF`."""
+        self._command("cancel", line)
+
+    def _command(self, command: str, line: str) -> None:
+        """Run a command of the command line; a variable that holds a job stands for its reference."""
+        try:
+            given = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"{line!r}: {str(error).lower()}") from None
+        words = [command]
+        for word in given:
+            held = self._namespace.get(word)
+            words.append(held.ref if isinstance(held, Job) else word)
+        with contextlib.suppress(SystemExit):  # argparse has said what is wrong
+            cli.main(words)
+
+
+def load(shell: Any) -> None:
+    """Register the magics with a shell, and complete references to jobs."""
+    shell.register_magics(DistributeMagics(shell))
+    for name in ("%attach", "%cancel", "%status", "%logs"):
+        shell.set_hook("complete_command", lambda _shell, event: _references(event.line, event.symbol), str_key=name)
+
+
+def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
+    """A function of the notebook that uses the names, and does the imports, that the cell does: so they are captured."""
+    tree = ast.parse(text)
+    found = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id in namespace and not hasattr(builtins, node.id)
+    }
+    imports: list[ast.stmt] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                imports.append(node)
+            case ast.ImportFrom(module=str(module), level=0):
+                imports.append(ast.Import(names=[ast.alias(name=module, asname="_")]))
+            case _:
+                pass
+    value = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in sorted(found)], ast.Load()))
+    # Imported names would hide the notebook's own of that name.
+    body: list[ast.stmt] = [
+        ast.FunctionDef(name="imports", args=_empty(), body=[*imports, ast.Pass()], decorator_list=[]),
+        value,
+    ]
+    function = ast.FunctionDef(name="names", args=_empty(), body=body, decorator_list=[])
+    code = compile(ast.fix_missing_locations(ast.Module([function], [])), FILENAME, "exec")
+    inner = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    made = types.FunctionType(inner, namespace, "names")
+    made.__module__ = "__main__"
+    return made
+
+
+def _plain_python(cell: str) -> str:
+    """The cell without what only concerns the notebook's own display.
+
+    Raises:
+        UsageError: A line of it is no Python, or IPython's own.
+    """
+    # The magic's own line is the first, so that lines in tracebacks are those of the cell.
+    text = "\n" + _IGNORED.sub("", cell) + "\n"
+    try:
+        on_a_rank.split(text, FILENAME)
+    except SyntaxError as error:
+        lines, number = text.splitlines(), error.lineno or 1
+        line = lines[number - 1].strip() if number <= len(lines) else ""
+        if _MAGIC.match(line):
+            raise UsageError(
+                f"line {number}, {line!r}: magics and shell commands run in the notebook, not on ranks. "
+                "Put it into a cell of its own, or write it in Python"
+            ) from None
+        raise UsageError(f"line {number}: {error.msg}{f': {line}' if line else ''}") from None
+    return text
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise UsageError(f"--set: {text!r} sets nothing; write it as timeout_s=60")
+    if name not in verbs.SETTABLE:
+        near = wording.closest(name, verbs.SETTABLE)
+        raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
+    return name, wording.parse(value)
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not name.isidentifier():
+        raise UsageError(f"--job: {name!r} cannot be a name in Python")
+
+
+def _explained(do: Callable[[], Any]) -> Any:
+    """Mistakes in a magic's line are said in one line; a traceback through this library would say nothing."""
+    try:
+        return do()
+    except (ConfigError, JobNotFoundError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _references(line: str, symbol: str) -> Sequence[str]:
+    """What the last word of the line may become, from where `symbol` begins: IPython ends words at colons."""
+    begun = "" if line.endswith(" ") else line.rsplit(maxsplit=1)[-1]
+    try:
+        found = verbs.jobs()
+    except KaleDistError:
+        return []
+    # A name alone says the same, but listed beside its reference it would only be there twice.
+    known = [job.ref for job in found] + ([job.name for job in found] if begun else [])
+    return [text[len(begun) - len(symbol) :] for text in known if text.startswith(begun)]

@@ -1,0 +1,357 @@
+"""Reads a job's folder, from any process and for all backends: its status and its log.
+
+A job's runs are read in order as one log; an attempt counts through all runs.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.errors import JobNotFoundError
+from kale_dist.job import records
+from kale_dist.job.backend import Backend, JobRef
+from kale_dist.job.records import Record
+from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
+from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, RankStateName, StateName
+
+_PIECE_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 18
+"""The last lines are looked for in so much of a log, and then in more and more of it."""
+
+
+class LogReader:
+    """Reads a job's log, each line once.
+
+    Args:
+        job: The files of the job; they may not be there yet.
+    """
+
+    def __init__(self, job: JobFiles) -> None:
+        self._job = job
+        self._offset = self._next = 0
+        self._begin(1)
+
+    def read(self, ranks: Iterable[int] | None = None) -> Iterator[LogLine]:
+        """The lines that came since the last call. What is damaged (a disk was full) is left out.
+
+        Args:
+            ranks: Only these ranks' lines; None for all, and what agents say.
+        """
+        wanted = None if ranks is None else frozenset(ranks)
+        for record in self._records():
+            if wanted is None or record.rank in wanted:
+                yield from self._of_run(record).lines()
+
+    def tail(self, count: int, ranks: Iterable[int] | None = None) -> Sequence[LogLine]:
+        """The last lines of those there are; `read` then gives what comes after them.
+
+        A long log is read from its end, and whole only for a rank that has written fewer lines.
+
+        Args:
+            count: How many lines at most.
+            ranks: As in `read`.
+        """
+        wanted = None if ranks is None else frozenset(ranks)
+        last = 1
+        while self._job.run(last + 1).run_facts.exists():
+            last += 1
+        found: list[LogLine] = []
+        end: tuple[int, int] | None = None
+        for number in range(last, 0, -1):
+            self._begin(number)
+            found = [*self._tail_of_run(count - len(found), wanted), *found]
+            end = end or (self._offset, self._next)
+            if len(found) >= count:
+                break
+        self._begin(last)
+        self._offset, self._next = end or (0, 0)
+        return tuple(found)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int) -> None:
+        self._number = number
+        self._files = self._job.run(number)
+        self._first_attempt = 0 if number == 1 else _first_attempt(self._files)
+        self._offset = 0
+        self._next = 0
+
+    def _of_run(self, record: LineBlock) -> LineBlock:
+        """With its attempt counted through all runs."""
+        shift = self._first_attempt
+        return dataclasses.replace(record, attempt=record.attempt + shift) if shift else record
+
+    def _records(self) -> Iterator[LineBlock]:
+        while True:
+            # Asked before reading: once a run has started, nothing is added to the one before.
+            is_over = self._job.run(self._number + 1).run_facts.exists()
+            yield from self._records_of_run()
+            if not is_over:
+                return
+            self._begin(self._number + 1)
+
+    def _records_of_run(self) -> Iterator[LineBlock]:
+        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
+            file.seek(self._offset)
+            start, blocks = self._offset, BlockReader()
+            while piece := file.read(_PIECE_BYTES):
+                for block in blocks.feed(piece):
+                    self._offset = start + blocks.whole_bytes
+                    if not isinstance(block, LineBlock):
+                        continue
+                    if block.first is not None:
+                        if block.first < self._next:
+                            continue
+                        self._next = block.first + block.count
+                    yield block
+
+    def _tail_of_run(self, count: int, wanted: frozenset[int] | None) -> list[LogLine]:
+        """The last lines of one run; leaves the reader at its end."""
+        span = _TAIL_BYTES
+        while True:
+            self._offset, self._next = _record_before_end(self._files.log, span), 0
+            is_all = not self._offset
+            records = [record for record in self._records_of_run() if wanted is None or record.rank in wanted]
+            if is_all or sum(record.count for record in records) >= count:
+                lines = [line for record in records for line in self._of_run(record).lines()]
+                return lines[-count:] if count else []
+            span *= 8
+
+
+class JobReader:
+    """The status of one job, kept up to date with as little reading as can be. Safe to use from threads.
+
+    Args:
+        name: The name of its record.
+        lives: Tells from the record whether the process that writes the job's files still does.
+
+    Raises:
+        JobNotFoundError: There is no such job.
+    """
+
+    def __init__(self, name: str, lives: Callable[[Record], bool]) -> None:
+        self._name = name
+        self._lives = lives
+        self._files = records.files(name)
+        self._lock = threading.Lock()
+        self._record = records.read(name)
+        self._identity = self._identify_job()
+        self._record_identity = _identify(self._files.record)
+        self._begin(1)
+        spec = self._record.spec
+        self._status = JobStatus(
+            ref=self._record.ref,
+            created=self._record.created,
+            replicas=tuple(ReplicaStatus(rank=rank) for rank in range(spec.topology.number_of_processes)),
+        )
+
+    @property
+    def exists(self) -> bool:
+        """Whether this very job is still there; false after its deletion, even if its name was taken again."""
+        return self._files.folder.exists() and self._identify_job() == self._identity
+
+    def record(self) -> Record:
+        """The job's record as it is now: a replaced agent changes it.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+        """
+        identity = _identify(self._files.record)
+        if identity != self._record_identity:
+            self._record = records.read(self._name)
+            self._record_identity = identity
+        return self._record
+
+    def open_log(self) -> LogReader:
+        """A reader of the log, from its first line."""
+        return LogReader(self._files)
+
+    def status(self) -> JobStatus:
+        """What is known now.
+
+        Raises:
+            JobNotFoundError: The job was deleted.
+        """
+        with self._lock:
+            if not self.exists:
+                raise JobNotFoundError(f"{self._record.ref} was deleted")
+            # Asked first: an agent that has ended since has written all that it had to say by then.
+            agent_lives = self._status.is_final or self._lives(self.record())
+            while True:
+                # Asked before reading: once a run has started, nothing is added to the one before.
+                is_over = self._files.run(self._number + 1).run_facts.exists()
+                self._read_events()
+                if not is_over:
+                    break
+                self._begin(self._number + 1)
+            self._read_progress()
+            return self._status if agent_lives or self._status.is_final else self._died()
+
+    def _begin(self, number: int) -> None:
+        self._number = number
+        self._run = self._files.run(number)
+        self._first_attempt = 0 if number == 1 else _first_attempt(self._run)
+        self._events_offset = 0
+        self._progress_identity: tuple[int, int] | None = None
+
+    def _read_events(self) -> None:
+        try:
+            if self._run.events.stat().st_size <= self._events_offset:
+                return
+        except OSError:
+            return
+        with self._run.events.open("rb") as file:
+            file.seek(self._events_offset)
+            pending = b""
+            while piece := file.read(_PIECE_BYTES):
+                whole, newline, pending = (pending + piece).rpartition(b"\n")
+                if newline:
+                    self._events_offset += len(whole) + 1
+                    self._reduce(wire.decode_json_lines(whole))
+
+    def _read_progress(self) -> None:
+        identity = _identify(self._run.progress)
+        if identity is None or identity == self._progress_identity:
+            return
+        self._progress_identity = identity
+        # A damaged file tells nothing; the next one replaces it.
+        with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
+            last: dict[str, dict[str, Any]] = json.loads(self._run.progress.read_bytes())
+            self._reduce(last.values())
+
+    def _reduce(self, events: Iterable[dict[str, Any]]) -> None:
+        if self._first_attempt:
+            events = [{**event, "attempt": (event.get("attempt") or 0) + self._first_attempt} for event in events]
+        self._status = reduce_events(self._status, events)
+
+    def _died(self) -> JobStatus:
+        ended = None
+        with contextlib.suppress(OSError):
+            ended = max(path.stat().st_mtime for path in (self._files.record, self._files.events) if path.exists())
+        running = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
+        return dataclasses.replace(
+            self._status,
+            state=StateName.FAILED,
+            cause=FailureCause.AGENT_DIED,
+            reason="The agent that ran the job was killed, and its ranks with it",
+            ended=ended,
+            replicas=tuple(
+                dataclasses.replace(replica, state=RankStateName.STOPPED) if replica.state in running else replica
+                for replica in self._status.replicas
+            ),
+        )
+
+    def _identify_job(self) -> tuple[tuple[int, int] | None, int]:
+        """Tells this job from a later one of the same name: its key is written once, and the folder's inode recurs."""
+        with contextlib.suppress(OSError):
+            return _identify(self._files.key), self._files.folder.stat().st_ino
+        return None, 0
+
+
+def _first_attempt(run: JobFiles) -> int:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(run.run_facts.read_bytes())["first_attempt"])
+    return 0
+
+
+def _record_before_end(log: pathlib.Path, span: int) -> int:
+    """Where a record begins in the last bytes of a log; 0 for the whole log."""
+    with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+        offset = file.seek(0, io.SEEK_END) - span
+        found = wire.lines_after(file, offset) if offset > 0 else None
+        return 0 if found is None else found[0]
+    return 0
+
+
+def _identify(path: pathlib.Path) -> tuple[int, int] | None:
+    """Tells one file of a name from another that replaced it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns)
+
+
+class FolderBackend(Backend):
+    """What backends share whose jobs are folders of this machine: readers, and telling those who wait of changes.
+
+    Args:
+        lives: Tells from a record whether the process that writes the job's files still does.
+    """
+
+    def __init__(self, lives: Callable[[Record], bool]) -> None:
+        self._lives = lives
+        self._lock = threading.RLock()
+        self._readers: dict[str, JobReader] = {}
+        self._listeners: list[Callable[[JobRef], None]] = []
+        self._changed = threading.Condition()
+        self._changes = 0
+
+    def listen(self, callback: Callable[[JobRef], None]) -> None:
+        """Call `callback` from a thread of this backend whenever a job may have changed."""
+        self._listeners.append(callback)
+
+    def logs(
+        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of all ranks, only the last `tail` of those so far; with `follow` until the job has ended."""
+        job = self._reader(ref)
+        if not job.status().is_final:
+            self._attend(ref)
+        return self._lines(ref, job, None if ranks is None else frozenset(ranks), tail, follow=follow)
+
+    def _lines(
+        self, ref: JobRef, job: JobReader, ranks: frozenset[int] | None, tail: int | None, *, follow: bool
+    ) -> Iterator[LogLine]:
+        log = job.open_log()
+        if tail is not None:
+            yield from log.tail(tail, ranks)
+        while follow or tail is None:
+            # Asked before reading: what a job has written before it ended is then read for certain.
+            seen, is_last = self._changes, not follow or job.status().is_final
+            yield from log.read(ranks)
+            if is_last:
+                return
+            timeout_s = self._attend(ref)
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: self._changes != seen, timeout_s)  # type: ignore[misc]
+
+    @abc.abstractmethod
+    def _attend(self, ref: JobRef) -> float:
+        """See that news of an unfinished job come; gives the seconds after which to look even without."""
+
+    def _reader(self, ref: JobRef) -> JobReader:
+        """The reader of a job's folder.
+
+        Raises:
+            JobNotFoundError: No such job.
+        """
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
+        with self._lock:
+            found = self._readers.get(ref.record_name)
+            if found is None or not found.exists:
+                self._readers.pop(ref.record_name, None)
+                found = self._readers[ref.record_name] = JobReader(ref.record_name, self._lives)
+            return found
+
+    def _wake_readers(self) -> None:
+        """A log has grown."""
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+    def _tell(self, ref: JobRef) -> None:
+        """A job may have changed, its log too."""
+        self._wake_readers()
+        for callback in tuple(self._listeners):
+            callback(ref)

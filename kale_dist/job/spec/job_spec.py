@@ -1,0 +1,138 @@
+"""The stages of a job before it is submitted: `Request`, `Settled`, `JobSpec`. Pure.
+
+Each is made whole from the one before and never changed: `calls.request` makes requests, a backend's `settle` looks up what
+they leave open, `JobSpec.complete` adds the snapshot. Users' values were checked by `Options` and the place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Self
+
+from kale_dist import strategies
+from kale_dist.job.spec import names
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.job.spec.resources import Resources
+from kale_dist.job.spec.volumes import Volume, VolumeKind
+from kale_dist.wire import Policy, with_tuples
+
+__all__ = [
+    "ClusterOptions", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """How many ranks there are and how they are laid out."""
+
+    number_of_processes: int
+    """The world size."""
+    processes_per_pod: int = 1
+    """Ranks in one pod or container. The local backend has all ranks on one machine."""
+
+    @property
+    def number_of_pods(self) -> int:
+        """Pods needed; rank 0 is in the first."""
+        return math.ceil(self.number_of_processes / self.processes_per_pod)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a call asked for, checked. Nothing but this machine has been asked yet: the place fills in what is empty."""
+
+    name: str | None = None
+    """None for a name made from `label`."""
+    label: str
+    """What runs, for people: `train Net`, or a function's qualified name."""
+    kind: str
+    """`training` (made by `distribute`) or `call` (made by `launch`)."""
+    topology: Topology
+    cuda: bool = False
+    threads: int | None = None
+    """Threads a rank; None: cores divided by the ranks on the machine."""
+    seed: int | None = None
+    volumes: tuple[Volume, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables set in the ranks, beyond what the backend gives them."""
+    image: str = ""
+    """Reference of the container image; empty on local."""
+    recipe: Recipe | None = None
+    """What the image is made of, if it is made for this job."""
+    resources: Resources = dataclasses.field(default_factory=Resources)
+    store: str = ""
+    """Where snapshots, checkpoints and results are stored: empty (the notebook sends and fetches them itself), `pvc://claim/folder`, or a URL that fsspec opens."""
+    cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
+    strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
+    policy: Policy = dataclasses.field(default_factory=Policy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settled(Request):
+    """The request with what had to be looked up: name, image, namespace, kind, resources and volumes of the pods."""
+
+    name: str
+    """DNS-1035 label, unique in its backend."""
+
+    def __post_init__(self) -> None:
+        names.check(self.name)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        *,
+        name: str,
+        image: str | None = None,
+        recipe: Recipe | None = None,
+        volumes: tuple[Volume, ...] | None = None,
+        resources: Resources | None = None,
+        store: str | None = None,
+        cluster: ClusterOptions | None = None,
+    ) -> Settled:
+        """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
+
+        An image that is made has a `recipe`; that of the request is only what was asked for.
+        """
+        found = {"image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster}
+        settled = {key: value for key, value in found.items() if value is not None}
+        return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object for a record."""
+        return {**dataclasses.asdict(self), "strategy": strategies.to_json(self.strategy)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec(Settled):
+    """Everything that decides what a job is. Equal specs make equal plans."""
+
+    snapshot: str
+    """Digest of the snapshot's manifest."""
+    blobs: tuple[str, ...] = ()
+    """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
+    snapshot_bytes: int = 0
+    """Size of all blobs together."""
+
+    @classmethod
+    def complete(cls, settled: Settled, *, snapshot: str, blobs: tuple[str, ...], snapshot_bytes: int) -> JobSpec:
+        """A settled request with its snapshot; see the fields of this class."""
+        fields = _fields(settled, Settled)
+        return cls(**fields, snapshot=snapshot, blobs=blobs, snapshot_bytes=snapshot_bytes)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        values = with_tuples(data)
+        classes = {"topology": Topology, "resources": Resources, "cluster": ClusterOptions, "policy": Policy}
+        values |= {name: made(**values[name]) for name, made in classes.items()}
+        values["volumes"] = tuple(Volume(**volume) for volume in values["volumes"])
+        values["strategy"] = strategies.from_json(values["strategy"])
+        values["recipe"] = Recipe.from_json(values["recipe"]) if values.get("recipe") is not None else None
+        return cls(**values)
+
+
+def _fields(stage: Request, kind: type[Request]) -> dict[str, Any]:
+    """Field to value, of the fields that a stage has."""
+    return {field.name: getattr(stage, field.name) for field in dataclasses.fields(kind)}

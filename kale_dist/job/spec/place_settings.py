@@ -1,0 +1,524 @@
+"""Where a job runs: `Local`, `Docker` and `Kubernetes`, made once in a cell and passed to each call as `on=`. Pure.
+
+They take what is easiest to write (dicts, lists, `"2Gi"`, YAML text), check it, and keep it in one form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from kale_dist.errors import ConfigError
+from kale_dist.job.spec import names, volumes
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.job.spec.resources import Resources, resources
+from kale_dist.job.spec.volumes import Volume
+from kale_dist.wording import closest, install, show
+
+T = TypeVar("T")
+_Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
+
+OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
+"""What a job on a cluster can be; `manifests.KINDS` has each of them."""
+
+_RUNTIME_FIELDS = ("runtimePatches", "podTemplateOverrides")
+_PULL_POLICIES = ("Always", "IfNotPresent", "Never")
+_LARGEST_ID = 2**31 - 1
+_OWN_PORTS = range(23456, 23459)
+"""Those of a job's pods, from `manifests.settings.PORT` on."""
+_LARGEST = {"metrics_port": 65535}
+_OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
+_A_DAY_S = 86_400.0
+_TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
+
+
+def _suggests(cls: type[T]) -> type[T]:
+    """Answer arguments that a class does not have with those that were probably meant; show only those that are set."""
+    made: Callable[..., None] = cls.__init__
+
+    @functools.wraps(made)
+    def checked(self: T, **given: Any) -> None:
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for name in given:
+            if name not in fields:
+                remedy = f"{closest(name, fields)}Use: {', '.join(fields)}" if fields else _TAKES_NONE
+                raise ConfigError(str(name), f"{cls.__name__} has no argument of this name", remedy)
+        # None says the same as leaving an argument out, unless it means something itself.
+        made(self, **{name: value for name, value in given.items() if value is not None or "None" in fields[name].type})
+
+    def shown(self: T) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return f"{cls.__name__}({', '.join(f'{field.name}={value!r}' for field, value in _set(self, fields))})"
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    cls.__repr__ = shown  # type: ignore[assignment]
+    return cls
+
+
+def _set(place: Any, fields: Sequence[dataclasses.Field[Any]]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """Fields that differ from their defaults, with their values."""
+    for field in fields:
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(place, field.name)
+        # An array cannot say whether it equals something.
+        if type(value) is not type(default) or value != default:
+            yield field, value
+
+
+@_suggests
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """Processes on this machine. They see its folders, packages and GPUs as they are, and share its memory."""
+
+
+@_suggests
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Docker:
+    """Containers of a Docker or Podman engine."""
+
+    image: str | Recipe | None = None
+    """Any image with PyTorch (the notebook's major version) and this Python's minor version, or a `Recipe` of one, which
+    is built if it is not there. None: the configured one."""
+    packages: Sequence[str] | None = None
+    """What the image is to have beyond that: requirements such as `["einops==0.8"]`, or `"auto"` for the packages that
+    the call imports, as they are installed here."""
+    requirements: str | pathlib.PurePath | None = None
+    """The same as a requirements file: its path, or its text."""
+    resources: Resources = dataclasses.field(default_factory=Resources)
+    """What each process gets: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
+    processes_per_pod: int | None = None
+    """Processes in one container; None for 1."""
+    volumes: tuple[Volume, ...] = ()
+    """`{"/data": "/home/me/data"}` mounts a folder of this machine, `{"/data": "datasets"}` a volume of the engine; with
+    `:ro` at the end they are read-only."""
+
+    if TYPE_CHECKING:
+        # What it takes is wider than what it keeps.
+        def __init__(
+            self,
+            *,
+            image: str | Recipe | Mapping[str, Any] | None = None,
+            packages: Sequence[str] | Literal["auto"] | None = None,
+            requirements: str | pathlib.PurePath | None = None,
+            resources: Resources | Mapping[str, Any] | None = None,
+            processes_per_pod: int | None = None,
+            volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        _settle(self, **_container_settings(self), volumes=volumes.of_containers(self.volumes))
+        if self.resources.extended:
+            problem = f"{self.resources.extended[0][0]} cannot be asked of a Docker engine"
+            raise ConfigError("resources", problem, "Leave it out, or run on a cluster with on=kd.Kubernetes(...)")
+
+
+@_suggests
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterOptions:
+    """Where and how pods run."""
+
+    kind: str = ""
+    """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator), `"train"` (TrainJob of
+    Kubeflow Trainer v2), `"job"` (a batch Job, which needs no operator), `"mpi"` (MPIJob of the MPI Operator) or `"tf"` (TFJob of
+    the Training Operator, for `launch`). Empty: the first of the first three that the cluster serves."""
+    runtime: str = ""
+    """Of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
+    `torch-distributed`."""
+    runtime_field: str = ""
+    """Of a TrainJob: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
+    servers: int = 0
+    """Parameter servers of a TFJob, beside the processes of the call."""
+    namespace: str = ""
+    """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
+    context: str = ""
+    """Of the kubeconfig; empty for its current one."""
+    cluster_secret: str = ""
+    """Name of a Secret in your own namespace that holds the kubeconfig of another cluster, where the job then runs."""
+    roles: str = ""
+    """Resources by role, over those of `resources`: `{"worker": {"gpus": 1}}`. A PyTorchJob has `master` and `worker`; kinds
+    whose pods are all alike have none. Kept as JSON."""
+    master: bool | None = None
+    """One master and workers, or workers only. None: with a master, unless the namespace forbids what it needs."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Of the job and its pods: `{"team": "vision"}`. So are annotations and the node selector written."""
+    annotations: tuple[tuple[str, str], ...] = ()
+    node_selector: tuple[tuple[str, str], ...] = ()
+    tolerations: str = ""
+    """A list as in a pod, or its YAML: `[{"key": "gpu", "operator": "Exists"}]`. Kept as JSON, as are the next one and
+    `patch`."""
+    affinity: str = ""
+    """A dict as in a pod, or its YAML."""
+    priority_class: str = ""
+    service_account: str = ""
+    mount_service_account_token: bool = False
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets, or one."""
+    image_pull_policy: str = ""
+    scheduler_name: str = ""
+    queue: str = ""
+    """Kueue's local queue."""
+    gang: bool = False
+    """Whether all pods are scheduled together or none is."""
+    min_available: int | None = None
+    """With `gang`: pods that have to be there; None for all."""
+    secret_environment: tuple[tuple[str, str, str], ...] = ()
+    """Variables whose values come from Secrets: `{"VARIABLE": "secret/key"}`."""
+    run_as_user: int | None = None
+    """User and group of the processes; None: the notebook pod's own in a pod, else 1000. -1: left to the cluster."""
+    ttl_s: int | None = None
+    """Seconds after its end when the cluster deletes the job; None for never."""
+    pending_timeout_s: float | None = _A_DAY_S
+    """Seconds from submission after which a job that has not started fails; None for never."""
+    wait_for_nodes: bool = False
+    """Whether to submit a job that no node of today could ever run: an autoscaler or a person will add nodes."""
+    input_wait_s: float = 600.0
+    collect_wait_s: float = 600.0
+    metrics_port: int | None = None
+    """Port of the first pod at which Prometheus finds `/metrics`, such as 9090, with the usual `prometheus.io/` annotations; None for none."""
+    patch: str = ""
+    """A dict that is merged into the object strategically, as `kubectl patch` does it. Applied last."""
+
+    def __post_init__(self) -> None:
+        _settle(
+            self,
+            labels=_pairs("labels", self.labels),
+            annotations=_pairs("annotations", self.annotations),
+            node_selector=_pairs("node_selector", self.node_selector),
+            tolerations=_json("tolerations", self.tolerations),
+            affinity=_json("affinity", self.affinity),
+            patch=_json("patch", self.patch),
+            roles=_roles(self.roles),
+            image_pull_secrets=_names("image_pull_secrets", self.image_pull_secrets),
+            secret_environment=_secret_environment(self.secret_environment),
+        )
+        for field in (
+            "kind", "runtime", "runtime_field", "namespace", "context", "cluster_secret", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if not isinstance(value, str):
+                raise ConfigError(field, f"{show(value)} is not text", f"Write {str(value)!r}, if that is its name")
+        for field in ("gang", "mount_service_account_token", "wait_for_nodes", "master"):
+            value = getattr(self, field)
+            if not isinstance(value, bool) and not (field == "master" and value is None):
+                raise ConfigError(field, f"{show(value)} is neither True nor False", "Give a bool")
+        for field, choices in (
+            ("kind", OBJECT_KINDS), ("runtime_field", _RUNTIME_FIELDS), ("image_pull_policy", _PULL_POLICIES)
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if value and value not in choices:
+                remedy = f"{closest(value.removesuffix('Job'), choices)}Use one of: {', '.join(map(repr, choices))}"
+                raise ConfigError(field, f"it cannot be {show(value)}", f"{remedy}; or leave it out")
+        for field, least in (
+            ("servers", 0),
+            ("min_available", 1),
+            ("ttl_s", 0),
+            ("run_as_user", -1),
+            ("metrics_port", 1024),
+        ):
+            value = getattr(self, field)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and least <= value <= _LARGEST.get(field, _LARGEST_ID)):
+                most = f" to {_LARGEST[field]}" if field in _LARGEST else " or more"
+                raise ConfigError(field, f"{show(value)} is not an int of {least}{most}", "Leave it out")
+        for field in ("priority_class", "service_account", "scheduler_name", "cluster_secret", "queue"):
+            if getattr(self, field):
+                _check_object_name(field, getattr(self, field))
+        for secret in self.image_pull_secrets:
+            _check_object_name("image_pull_secrets", secret)
+        if self.runtime:
+            _check_object_name("runtime", self.runtime.removeprefix("TrainingRuntime/"))
+        if self.namespace and not names.is_label(self.namespace):
+            remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
+            raise ConfigError("namespace", f"{show(self.namespace)} cannot be a namespace", remedy)
+        if self.runtime and self.kind not in ("", "train"):
+            raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
+        if self.servers and self.kind != "tf":
+            problem = "parameter servers are TensorFlow's, and this job is not a TFJob"
+            raise ConfigError("servers", problem, "Add kind='tf', or leave `servers` out")
+        if self.metrics_port in _OWN_PORTS:
+            remedy = "Give a port such as 9090, or leave it out"
+            raise ConfigError("metrics_port", f"{self.metrics_port} is a port of the job's own", remedy)
+        if self.min_available is not None and not self.gang:
+            raise ConfigError("min_available", "it means nothing without `gang`", "Set `gang`, or leave it out")
+        for field in ("pending_timeout_s", "input_wait_s", "collect_wait_s"):
+            _check_seconds(field, getattr(self, field))
+
+
+@_suggests
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kubernetes(ClusterOptions):
+    """Pods of a cluster, as a Kubeflow PyTorchJob or another kind of object. Beside the following it takes all of `ClusterOptions`."""
+
+    image: str | Recipe | None = None
+    """As for `Docker`. None: the configured one, else that of the notebook's own pod."""
+    packages: Sequence[str] | None = None
+    """As for `Docker`."""
+    requirements: str | pathlib.PurePath | None = None
+    """As for `Docker`."""
+    resources: Resources = dataclasses.field(default_factory=Resources)
+    """What each process asks for: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1, "rdma/hca": 1}`."""
+    processes_per_pod: int | None = None
+    """None for 1."""
+    volumes: tuple[Volume, ...] = ()
+    """`{"/data": "claim"}`, or `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"`,
+    `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects."""
+    store: str = ""
+    """Where snapshots, checkpoints and results are stored that do not fit into the request: `"pvc://claim/folder"`, or a
+    URL that fsspec opens. Empty: the notebook sends and fetches them itself."""
+
+    if TYPE_CHECKING:
+        # What it takes is wider than what it keeps.
+        def __init__(
+            self,
+            *,
+            image: str | Recipe | Mapping[str, Any] | None = None,
+            packages: Sequence[str] | Literal["auto"] | None = None,
+            requirements: str | pathlib.PurePath | None = None,
+            resources: Resources | Mapping[str, Any] | None = None,
+            processes_per_pod: int | None = None,
+            volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
+            store: str | None = None,
+            kind: str | None = None,
+            runtime: str | None = None,
+            runtime_field: str | None = None,
+            servers: int = 0,
+            namespace: str | None = None,
+            context: str | None = None,
+            cluster_secret: str | None = None,
+            roles: Mapping[str, Resources | Mapping[str, Any]] | None = None,
+            master: bool | None = None,
+            labels: _Pairs = (),
+            annotations: _Pairs = (),
+            node_selector: _Pairs = (),
+            tolerations: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
+            affinity: Mapping[str, Any] | str | None = None,
+            priority_class: str | None = None,
+            service_account: str | None = None,
+            mount_service_account_token: bool = False,
+            image_pull_secrets: Sequence[str] | str = (),
+            image_pull_policy: str | None = None,
+            scheduler_name: str | None = None,
+            queue: str | None = None,
+            gang: bool = False,
+            min_available: int | None = None,
+            secret_environment: Mapping[str, str] | Sequence[tuple[str, str, str]] = (),
+            run_as_user: int | None = None,
+            ttl_s: int | None = None,
+            pending_timeout_s: float | None = ...,
+            wait_for_nodes: bool = False,
+            input_wait_s: float = ...,
+            collect_wait_s: float = ...,
+            metrics_port: int | None = None,
+            patch: Mapping[str, Any] | str | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        ClusterOptions.__post_init__(self)
+        for field in ("labels", "annotations"):
+            for key, _ in getattr(self, field):
+                if key.startswith(_OWN_DOMAINS):
+                    remedy = "Use `queue`" if key.startswith("kueue") else "Use another key"
+                    raise ConfigError(field, f"{key} is set by kale_dist", remedy)
+        _settle(
+            self, **_container_settings(self), volumes=volumes.of_pods(self.volumes),
+            store=names.check_store("store", self.store),
+        )  # fmt: skip
+
+    @property
+    def options(self) -> ClusterOptions:
+        """The part of it that a `JobSpec` keeps together."""
+        return ClusterOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ClusterOptions)})
+
+
+Place = Local | Docker | Kubernetes
+"""What `on=` takes beside the words for them."""
+
+KINDS: Mapping[str, type[Place]] = {"local": Local, "docker": Docker, "kubernetes": Kubernetes}
+"""The words."""
+
+
+def settings_of(place: Place) -> dict[str, Any]:
+    """What is set of a place: name to value."""
+    return {field.name: value for field, value in _set(place, dataclasses.fields(place))}
+
+
+def word_of(place: Place) -> str:
+    """`local`, `docker` or `kubernetes`."""
+    return next(word for word, kind in KINDS.items() if type(place) is kind)
+
+
+def filled(place: T, configured: T) -> T:
+    """A place with what it leaves open taken from a configured one of its kind."""
+    fields = dataclasses.fields(place)  # type: ignore[arg-type]
+    mine = {field.name for field, _ in _set(place, fields)}
+    changes = {field.name: value for field, value in _set(configured, fields) if field.name not in mine}
+    return dataclasses.replace(place, **changes) if changes else place  # type: ignore[type-var]
+
+
+# -- one form --------------------------------------------------------------------------------------------------------
+
+
+def _settle(target: object, **values: Any) -> None:
+    for field, value in values.items():
+        object.__setattr__(target, field, value)
+
+
+def _container_settings(place: Docker | Kubernetes) -> dict[str, Any]:
+    """What containers of either kind have, in one form."""
+    per_pod = place.processes_per_pod
+    if per_pod is not None and (isinstance(per_pod, bool) or not isinstance(per_pod, int) or per_pod < 1):
+        problem = f"{show(per_pod)} is not a whole number of 1 or more"
+        raise ConfigError("processes_per_pod", problem, "Give an int of 1 or more")
+    return {
+        "image": _image(place.image),
+        "packages": _packages(place.packages),
+        "resources": resources(place.resources),
+    }
+
+
+def _image(value: Any) -> str | Recipe | None:
+    if value is None or isinstance(value, Recipe):
+        return value
+    if isinstance(value, Mapping):
+        known = [field.name for field in dataclasses.fields(Recipe)]
+        for name in value:
+            if name not in known:
+                remedy = f"{closest(name, known)}Use: {', '.join(known)}"
+                raise ConfigError("image", f"a recipe has no {show(name)}", remedy)
+        return Recipe(**value)
+    if isinstance(value, str):
+        return names.check_image("image", value)
+    remedy = "Write it as 'registry.example.com/team/train:1' or as kale_dist.Recipe(packages=[...])"
+    raise ConfigError("image", f"{show(value)} is neither text nor a Recipe", remedy)
+
+
+def _packages(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _pairs(field: str, given: Any) -> tuple[tuple[str, str], ...]:
+    """Keys and values of labels, annotations or a node selector, from a dict or from pairs."""
+    remedy = "Write it as {'key': 'value'}"
+    if isinstance(given, Mapping):
+        given = tuple(given.items())
+    if not isinstance(given, list | tuple) or not all(isinstance(pair, list | tuple) for pair in given):
+        raise ConfigError(field, f"{show(given)} is not a dict", remedy)
+    for pair in given:
+        if len(pair) != 2:  # noqa: PLR2004 - a key and a value
+            raise ConfigError(field, f"{show(pair)} in it is not a key and a value", remedy)
+        key, value = pair
+        if not isinstance(key, str) or not names.is_qualified_name(key):
+            examples = "Write letters, digits, '-', '_' and '.', such as 'example.com/team'"
+            raise ConfigError(field, f"{show(key)} cannot be a key", examples)
+        if not isinstance(value, str):
+            raise ConfigError(field, f"{show(value)} of {key} is not text", f"Write {str(value)!r}")
+        if field != "annotations" and not names.is_label_value(value):
+            remedy = "Write at most 63 letters, digits, '-', '_' and '.'; anything else can be an annotation"
+            raise ConfigError(field, f"{show(value)} of {key} cannot be a label's value", remedy)
+    return tuple(sorted((key, value) for key, value in given))
+
+
+def _names(field: str, given: Any) -> tuple[str, ...]:
+    listed = (given,) if isinstance(given, str) else given
+    if not isinstance(listed, list | tuple):
+        raise ConfigError(field, f"{show(given)} is not a list", "Write it as ['secret']")
+    return tuple(listed)
+
+
+def _roles(given: Any) -> str:
+    """Resources by role as JSON: of each role only what is set."""
+    if isinstance(given, str):
+        # As it is kept.
+        with contextlib.suppress(ValueError, AttributeError):
+            if not given or all(isinstance(one, dict) for one in json.loads(given).values()):
+                return given
+    if not isinstance(given, Mapping) or not all(isinstance(role, str) for role in given):
+        raise ConfigError(
+            "roles", f"{show(given)} is not a dict", "Write it as {'worker': {'cpu': 2, 'memory': '4Gi'}}"
+        )
+    empty = dataclasses.asdict(Resources())
+    checked = {role: dataclasses.asdict(resources(value)) for role, value in given.items()}
+    named = {role: {key: value for key, value in one.items() if value != empty[key]} for role, one in checked.items()}
+    return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
+
+
+def _check_object_name(field: str, name: Any) -> None:
+    if not isinstance(name, str) or not names.is_object_name(name):
+        remedy = "Write lower-case letters, digits, dashes and dots, as `kubectl get` lists it"
+        raise ConfigError(field, f"{show(name)} cannot be a name in a cluster", remedy)
+
+
+def _secret_environment(given: Any) -> tuple[tuple[str, str, str], ...]:
+    field, remedy = "secret_environment", "Write it as {'VARIABLE': 'secret/key'}"
+    if isinstance(given, Mapping):
+        for value in given.values():
+            if not isinstance(value, str) or value.count("/") != 1:
+                raise ConfigError(field, f"{show(value)} names no key of a Secret", "Write it as 'secret/key'")
+        given = [(variable, *value.split("/")) for variable, value in given.items()]
+    if not isinstance(given, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in given):  # noqa: PLR2004 - variable, Secret, key
+        raise ConfigError(field, f"{show(given)} is not a dict", remedy)
+    for variable, secret, key in given:
+        if not isinstance(variable, str) or not names.is_variable(variable):
+            raise ConfigError(field, f"{variable!r} cannot be a variable's name", "Use letters, digits, _")
+        if not names.is_object_name(secret) or not names.is_data_key(key):
+            problem = f"{show(f'{secret}/{key}')} of {variable} names no key of a Secret"
+            raise ConfigError(field, problem, "Write it as 'secret/key'")
+    return tuple(sorted((variable, secret, key) for variable, secret, key in given))
+
+
+def _check_seconds(field: str, value: Any) -> None:
+    may_be_none = field == "pending_timeout_s"
+    if may_be_none and value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    if not number or (may_be_none and value == 0):
+        remedy = "Give seconds, or None for no limit" if may_be_none else "Give 0 or more"
+        raise ConfigError(field, f"{show(value)} is not a number of seconds", remedy)
+
+
+def _json(field: str, given: Any) -> str:
+    """Dicts, lists, JSON or YAML text as JSON with sorted keys."""
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        if not given:
+            return ""
+        given = _parsed(field, given)
+    if field == "tolerations" and isinstance(given, Mapping):
+        given = [given]
+    wanted, what = {
+        "tolerations": ((list, tuple), "list"), "affinity": ((Mapping,), "dict"), "patch": ((Mapping,), "dict")
+    }[field]  # fmt: skip
+    if not isinstance(given, wanted):
+        raise ConfigError(field, f"{show(given)} is not a {what}", "Write it as in a pod's YAML")
+    if field == "tolerations" and not all(isinstance(item, Mapping) for item in given):
+        remedy = "Write it as [{'key': 'gpu', 'operator': 'Exists'}]"
+        raise ConfigError(field, f"{show(given)} is not a list of dicts", remedy)
+    try:
+        return json.dumps(given, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        remedy = "Use dicts, lists, text, numbers, True, False and None"
+        raise ConfigError(field, f"it cannot be written as JSON: {error}", remedy) from None
+
+
+def _parsed(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        import yaml
+
+        return yaml.safe_load(text)
+    except ModuleNotFoundError:
+        remedy = f"Give a dict or a list, or {install('kubernetes')}"
+        raise ConfigError(field, "to read it as text needs the package PyYAML", remedy) from None
+    except yaml.YAMLError as error:
+        problem = f"it cannot be read as YAML: {' '.join(str(error).split())}"
+        raise ConfigError(field, problem, "Give a dict or a list") from None

@@ -1,0 +1,189 @@
+"""What an image is made of: a base and what goes on top of it. Pure: no I/O, no clock, no environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from kale_dist.errors import ConfigError
+from kale_dist.wire import with_tuples
+from kale_dist.wording import show
+
+TAG_PREFIX = "kd-"
+"""What tags of images that this library makes begin with."""
+
+_FORMAT = 3
+"""Part of every digest: raised where the same recipe would make another image."""
+
+_TAG_DIGITS = 20
+_EXAMPLES = {
+    "packages": "['einops==0.8']", "apt": "['libsndfile1']", "index_urls": "['https://pypi.example.com/simple']"
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFile:
+    """A file that is added to an image."""
+
+    path: str
+    """Absolute, in the image."""
+    digest: str = ""
+    """Of its bytes, which lie in this user's blobs: lower-case hex of SHA-256. Empty: they are still in `source`."""
+    executable: bool = False
+    source: str = ""
+    """The file on this machine, until its bytes are in the blobs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, init=False)
+class Recipe:
+    """An image to be made, or found where it was made before.
+
+    Args:
+        base: Reference of the image that it is built on; empty: the one that the job would use without a recipe.
+        packages: Requirements as pip takes them: `["einops==0.8"]`.
+        apt: Debian packages. They are installed in a container of this machine's Docker engine.
+        files: `{"/opt/x.txt": "x.txt"}`: path in the image to file on this machine.
+        environment: `{"NAME": "value"}`, set in every process that is started in the image.
+        index_urls: Where packages come from; empty: what pip is configured for here. Credentials come from netrc.
+        allow_torch_change: Whether packages may replace the base's torch.
+        platform: Operating system and processor of the cluster.
+        rebuild: Whether the image is built although it is there.
+
+    Raises:
+        ConfigError: A value is of another type. What it says is checked by the call that uses the recipe.
+    """
+
+    base: str
+    platform: str
+    packages: tuple[str, ...]
+    """Sorted and in one spelling, once a call has taken them."""
+    apt: tuple[str, ...]
+    """Sorted."""
+    files: tuple[ImageFile, ...]
+    environment: tuple[tuple[str, str], ...]
+    index_urls: tuple[str, ...]
+    """The first in the place of pip's default index."""
+    allow_torch_change: bool
+    rebuild: bool
+    """Not part of its identity."""
+
+    def __init__(
+        self,
+        *,
+        base: str = "",
+        platform: str = "linux/amd64",
+        packages: Iterable[str] = (),
+        apt: Iterable[str] = (),
+        files: Mapping[str, str | pathlib.PurePath] | Iterable[ImageFile] = (),
+        environment: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+        index_urls: Iterable[str] = (),
+        allow_torch_change: bool = False,
+        rebuild: bool = False,
+    ) -> None:
+        values = {
+            "base": _text("base", base),
+            "platform": _text("platform", platform),
+            "packages": _texts("packages", packages),
+            "apt": _texts("apt", apt),
+            "files": _files(files),
+            "environment": _pairs(environment),
+            "index_urls": _texts("index_urls", index_urls),
+            "allow_torch_change": _flag("allow_torch_change", allow_torch_change),
+            "rebuild": _flag("rebuild", rebuild),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def adds_something(self) -> bool:
+        """Whether the image differs from its base."""
+        return bool(self.packages or self.apt or self.files or self.environment)
+
+    def digest(self, base_digest: str, python: str) -> str:
+        """Name of what this recipe makes of a base: equal recipes on equal bases have equal ones.
+
+        The base counts by its digest, not by its name.
+
+        Args:
+            base_digest: `sha256:...` of the base's manifest.
+            python: The minor that the image's Python must have, such as `3.11`; empty for any.
+
+        Returns:
+            Lower-case hex of SHA-256.
+        """
+        made_of = self.to_json()
+        del made_of["rebuild"]
+        made_of |= {"format": _FORMAT, "base": base_digest, "python": python}
+        made_of["files"] = [[file.path, file.digest, file.executable] for file in self.files]
+        text = json.dumps(made_of, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def tag(self, base_digest: str, python: str) -> str:
+        """What its image is called in the registry: `kd-` and the first 20 digits of the digest."""
+        return TAG_PREFIX + self.digest(base_digest, python)[:_TAG_DIGITS]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(**{**with_tuples(data), "files": tuple(ImageFile(**file) for file in data["files"])})
+
+
+def _text(argument: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(argument, f"{show(value)} is not text", f"Write {str(value)!r}, if that is meant")
+    return value
+
+
+def _flag(argument: str, value: Any) -> bool:
+    # The text 'no' would count as true.
+    if not isinstance(value, bool):
+        raise ConfigError(argument, f"{show(value)} is neither True nor False", "Give a bool")
+    return value
+
+
+def _texts(argument: str, value: Any) -> tuple[str, ...]:
+    remedy = f"Write it as {_EXAMPLES[argument]}"
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(argument, f"{show(value)} is not a list", remedy)
+    listed = tuple(value)
+    for item in listed:
+        if not isinstance(item, str):
+            raise ConfigError(argument, f"{show(item)} in it is not text", remedy)
+    return listed
+
+
+def _files(value: Any) -> tuple[ImageFile, ...]:
+    if isinstance(value, Mapping):
+        made = []
+        for path, source in value.items():
+            if not isinstance(path, str) or not isinstance(source, (str, pathlib.PurePath)):
+                problem = f"{show(path)}: {show(source)} is not a path in the image and a file of this machine"
+                raise ConfigError("files", problem, "Write it as {'/opt/x.txt': 'x.txt'}")
+            made.append(ImageFile(path=path, source=str(source)))
+        return tuple(made)
+    listed = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(isinstance(item, ImageFile) for item in listed):
+        raise ConfigError("files", f"{show(value)} is not a dict", "Write it as {'/opt/x.txt': 'x.txt'}")
+    return listed
+
+
+def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    remedy = "Write it as {'NAME': 'value'}"
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ConfigError("environment", f"{show(value)} is not a dict", remedy)
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004 - a name and a value
+            raise ConfigError("environment", f"{show(pair)} in it is not a name and a value", remedy)
+        for part in pair:
+            if not isinstance(part, str):
+                raise ConfigError("environment", f"{show(part)} in it is not text", f"Write {str(part)!r}")
+    return pairs

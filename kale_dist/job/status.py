@@ -1,0 +1,276 @@
+"""A job's status at one moment, and the pure reduction of events to it. No clock, no I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankProgress:
+    """How far one rank is."""
+
+    phase: str
+    """`train`, `eval`, or a word of the user's."""
+    epoch: int
+    """From 1."""
+    epochs: int
+    step: int
+    """From 1; 0 before the first."""
+    steps: int | None
+    """Steps of this phase, None where the loader's length is not known."""
+    samples: int
+    """Samples this rank has seen in this phase."""
+    samples_per_s: float | None
+    loss: float | None
+    time: float
+    """Seconds since 1970."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What one rank uses, as its agent last saw it."""
+
+    memory_bytes: int | None = None
+    """Memory of the rank's process and what processes it has started hold besides, in bytes."""
+    memory_limit_bytes: int | None = None
+    """Limit of the container, which all its ranks share, in bytes; None where it has none."""
+    gpu_percent: int | None = None
+    """How busy the rank's GPU is, in per cent, by all processes together; the mean if it has several."""
+    gpu_memory_bytes: int | None = None
+    """Memory of its GPUs that it uses, in bytes; that of all processes if the driver does not tell them apart."""
+    gpu_memory_limit_bytes: int | None = None
+    """Memory that its GPUs have, in bytes."""
+    node: str | None = None
+    """The machine; None where the agent cannot know, as in a container of Docker's."""
+    time: float = 0.0
+    """Seconds since 1970. Values that have hardly changed are not sent again."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaStatus:
+    """One rank."""
+
+    rank: int
+    state: RankStateName = RankStateName.PENDING
+    pid: int | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    """Name of the signal that ended it, such as `SIGKILL`."""
+    error: str | None = None
+    """`Type: text` of its exception."""
+    in_collective: bool | None = None
+    """Whether it waited in a collective when last looked at; None if it was not examined."""
+    progress: RankProgress | None = None
+    usage: Usage | None = None
+    """None until its agent has looked for the first time."""
+    pod: str | None = None
+    """Where it runs, on a cluster."""
+    node: str | None = None
+    """The node of its pod, once it has one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MetricRow:
+    """Metrics of one report, or of one epoch of a step."""
+
+    time: float
+    rank: int | None
+    """None where the values are averaged over ranks."""
+    epoch: int | None
+    step: int | None
+    source: str
+    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile` or `report`."""
+    values: tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class JobStatus:
+    """A whole job at one moment."""
+
+    ref: str
+    state: StateName = StateName.PENDING
+    reason: str = ""
+    """One plain sentence: why it is in this state."""
+    cause: FailureCause | None = None
+    attempt: int = 0
+    """How often the ranks were started again after one was lost."""
+    created: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
+    metrics: tuple[MetricRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    checkpoint_epoch: int | None = None
+    failed_rank: int | None = None
+    """The rank that failed first; None if none has, or if it is unknown."""
+    queue_position: int | None = None
+    """Where the job stands in the cluster's queue, from 1; None if it waits in none, or if that is not known."""
+
+    def __repr__(self) -> str:
+        """One line: a status is often the last value of a notebook's cell."""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"<JobStatus {self.ref} {self.state.value}{reason}>"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the work that rank 0 has done, 0 to 1; None where it is not known."""
+        if self.state is StateName.SUCCEEDED:
+            return 1.0
+        progress = self.replicas[0].progress if self.replicas else None
+        if progress is None or progress.epochs < 1:
+            return None
+        if progress.phase != "train":
+            return progress.epoch / progress.epochs
+        within = progress.step / progress.steps if progress.steps else 0.0
+        return (progress.epoch - 1 + within) / progress.epochs
+
+
+def values_of(status: JobStatus, metric: str) -> list[float]:
+    """All values of a metric (`eval/loss`, or a name alone) in order; of those that each rank reports, rank 0's."""
+    source, _, name = metric.rpartition("/")
+    rows = (row for row in status.metrics if row.rank in (None, 0) and row.source == (source or row.source))
+    return [value for row in rows for key, value in row.values if key == name]
+
+
+def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobStatus:
+    """The status after some events, in their order; fields as `contract` lists them.
+
+    A final state stays: what a dying job still says does not revive it. Events of an attempt before the status's own
+    are passed over, and the first event of a later attempt sets the ranks back to `pending`. What is no event (a file
+    was damaged) changes nothing either.
+    """
+    rows: list[MetricRow] = []
+    for event in events:
+        with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+            attempt = event.get("attempt") or 0
+            if attempt < status.attempt:
+                continue
+            if attempt > status.attempt:
+                status = _next_attempt(status, attempt)
+            # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
+            if event.get("event") == EventKind.METRICS:
+                rows.append(_metric_row(event))
+            elif event.get("event") == EventKind.RESUMED:
+                status = _resumed(dataclasses.replace(status, metrics=(*status.metrics, *rows)), event)
+                rows = []
+            else:
+                status = _reduce_one(status, event)
+    return dataclasses.replace(status, metrics=(*status.metrics, *rows)) if rows else status
+
+
+def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
+    fresh = tuple(ReplicaStatus(rank=replica.rank) for replica in status.replicas)
+    return dataclasses.replace(
+        status, attempt=attempt, replicas=fresh, state=StateName.PENDING, reason="", cause=None, ended=None,
+        failed_rank=None,
+    )  # fmt: skip
+
+
+def _resumed(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    """Forget the rows of epochs that are trained once more; what users have reported themselves stays."""
+    epoch = int(event["epoch"])
+    kept = tuple(row for row in status.metrics if row.source == "report" or (row.epoch or 0) <= epoch)
+    return dataclasses.replace(status, metrics=kept, checkpoint_epoch=epoch or None)
+
+
+def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    rank = event.get("rank")
+    match event.get("event"):
+        case EventKind.STATE if not status.is_final:
+            return _reduce_state(status, event)
+        case EventKind.RANK if rank is not None:
+            return _reduce_rank(status, rank, event)
+        case EventKind.OUTCOME if rank is not None and not event.get("ok"):
+            error = ": ".join(part for part in (event.get("error_type"), event.get("error_text")) if part)
+            first = rank if status.failed_rank is None else status.failed_rank
+            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error)
+        case EventKind.PROGRESS if rank is not None:
+            return _with_replica(status, rank, progress=_progress(event))
+        case EventKind.USAGE if rank is not None:
+            return _with_replica(status, rank, usage=_usage(event))
+        case EventKind.CHECKPOINT:
+            return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
+        case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
+            return dataclasses.replace(status, notes=(*status.notes, str(event["text"])))
+        case EventKind.WAITING:
+            for names, inside in ((event.get("waiting"), True), (event.get("busy"), False)):
+                for member in names or ():
+                    status = _with_replica(status, member, in_collective=inside)
+    return status
+
+
+def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    state = StateName(event["state"])
+    cause = event.get("cause")
+    time = event.get("time")
+    changed = dataclasses.replace(
+        status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None
+    )
+    if isinstance(event.get("failed_rank"), int):
+        # Events of several agents come interleaved: the one that judges the job knows who failed first.
+        changed = dataclasses.replace(changed, failed_rank=event["failed_rank"])
+    if state is StateName.RUNNING and status.started is None:
+        return dataclasses.replace(changed, started=time)
+    return dataclasses.replace(changed, ended=time) if changed.is_final else changed
+
+
+def _reduce_rank(status: JobStatus, rank: int, event: dict[str, Any]) -> JobStatus:
+    state = RankStateName(event["state"])
+    if state is RankStateName.FAILED and status.failed_rank is None:
+        status = dataclasses.replace(status, failed_rank=rank)
+    known = {name: event[name] for name in ("pid", "exit_code", "signal") if event.get(name) is not None}
+    return _with_replica(status, rank, state=state, **known)
+
+
+def _with_replica(status: JobStatus, rank: int, **changes: Any) -> JobStatus:
+    replicas = list(status.replicas)
+    if rank < 0:
+        raise IndexError(rank)
+    replicas[rank] = dataclasses.replace(replicas[rank], **changes)
+    return dataclasses.replace(status, replicas=tuple(replicas))
+
+
+def _progress(event: dict[str, Any]) -> RankProgress:
+    return RankProgress(
+        phase=event.get("phase") or "train",
+        epoch=int(event.get("epoch") or 0),
+        epochs=int(event.get("epochs") or 0),
+        step=int(event.get("step") or 0),
+        steps=None if event.get("steps") is None else int(event["steps"]),
+        samples=int(event.get("samples") or 0),
+        samples_per_s=_float_or_none(event.get("samples_per_s")),
+        loss=_float_or_none(event.get("loss")),
+        time=float(event.get("time") or 0.0),
+    )
+
+
+def _usage(event: dict[str, Any]) -> Usage:
+    names = ("memory_bytes", "memory_limit_bytes", "gpu_percent", "gpu_memory_bytes", "gpu_memory_limit_bytes")
+    amounts = {name: None if event.get(name) is None else max(0, int(event[name])) for name in names}
+    node = event.get("node")
+    return Usage(**amounts, node=None if node is None else str(node), time=float(event.get("time") or 0.0))
+
+
+def _float_or_none(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _metric_row(event: dict[str, Any]) -> MetricRow:
+    return MetricRow(
+        time=event.get("time") or 0.0,
+        rank=event.get("rank"),
+        epoch=event.get("epoch"),
+        step=event.get("step"),
+        source=event.get("source") or "report",
+        values=tuple((str(name), float(value)) for name, value in event.get("values", {}).items()),
+    )

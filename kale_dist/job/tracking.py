@@ -1,0 +1,211 @@
+"""Follows a job and writes what it reports to its trackers, in one thread. What fails here never fails the job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import platform
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kale_dist.errors import KaleDistError, say
+from kale_dist.job.handle import Job, inside
+from kale_dist.job.status import JobStatus, MetricRow
+from kale_dist.trackers import TrackedRun, Tracker, Writer
+from kale_dist.wire import StateName
+from kale_dist.wire.blobs import fresh
+from kale_dist.worker.training.settings import Training
+
+_END_S = 60.0
+"""How long a wait for a job that has ended waits for its trackers, too: a server may be slow."""
+_GIT_S = 10.0
+
+
+def begin(job: Job[Any], trackers: Sequence[Tracker], params: Mapping[str, Any]) -> None:
+    """Track a job from its start.
+
+    Args:
+        job: The job, just submitted.
+        trackers: Settings, checked.
+        params: What decides the training.
+    """
+    for tracker in trackers:
+        _Tracking(job, tracker, _Place(params=params)).start()
+
+
+def again(job: Job[Any], trackers: Sequence[Tracker]) -> None:
+    """Track a job that was found again. A tracker that had begun continues where it stopped.
+
+    Args:
+        job: The job, running or ended.
+        trackers: Settings, checked.
+    """
+    for tracker in trackers:
+        _Tracking(job, tracker, _Place.read(_file(job, tracker))).start()
+
+
+def params_of(training: Training) -> dict[str, Any]:
+    """What decides a training: its plain arguments, and what its objects are."""
+    found: dict[str, Any] = {
+        name: value for name, value in training.arguments() if isinstance(value, bool | int | float | str)
+    }
+    found["batch_size"] = training.train_data_loader.batch_size
+    for part in ("model", "criterion", "optimizer", "scheduler"):
+        value = getattr(training, part)
+        several = value if isinstance(value, dict) else {"": value}
+        found[part] = ", ".join(type(one).__name__ for one in several.values() if one is not None) or None
+    groups = getattr(training.optimizer, "param_groups", None) or [{}]
+    found["lr"] = groups[0].get("lr")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """How far a tracker has come, in the job's folder."""
+
+    run_id: str = ""
+    sent: int = 0
+    """Rows that the tracker has got."""
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: pathlib.Path) -> _Place:
+        try:
+            return cls(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return cls()
+
+
+class _Tracking:
+    """One tracker of one job.
+
+    Args:
+        job: The job.
+        tracker: The tracker's settings.
+        place: How far it has come.
+    """
+
+    def __init__(self, job: Job[Any], tracker: Tracker, place: _Place) -> None:
+        self._job = job
+        self._tracker = tracker
+        self._place = place
+        self._last: MetricRow | None = None
+        self._statuses: queue.SimpleQueue[JobStatus] = queue.SimpleQueue()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._follow, name=f"kale_dist {tracker.word} {job.name}", daemon=True)
+
+    def start(self) -> None:
+        """Follow the job until it has ended."""
+        inside(self._job).after_wait.append(self._finish)
+        self._unsubscribe = self._job.subscribe(self._statuses.put)
+        self._thread.start()
+
+    def _finish(self) -> None:
+        """In the caller's thread, after each wait: the tracker has everything, and what went wrong is said."""
+        with contextlib.suppress(KaleDistError):
+            if self._thread.is_alive() and (status := self._job.status).is_final:
+                self._statuses.put(status)
+                self._thread.join(_END_S)
+                if self._thread.is_alive():
+                    self._problem = f"it has not taken everything within {_END_S:.0f} s"
+        problem, self._problem = self._problem, ""
+        if problem:
+            say(
+                f"{self._tracker.word}: {problem}. The job is not affected; job.track({self._tracker.word!r}) continues"
+            )
+
+    def _follow(self) -> None:
+        try:
+            place = self._place
+            tags = place.tags or _tags(self._job)
+            run = TrackedRun(name=self._job.name, ref=self._job.ref, params=place.params, tags=tags)
+            writer = self._tracker.open(run, place.run_id)
+            self._keep(run_id=writer.run_id, tags=tags)
+            while True:
+                status = self._newest()
+                self._log(writer, status.metrics)
+                if status.is_final:
+                    break
+            self._end(writer, status.state)
+        except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and the job must not notice
+            self._problem = f"{type(error).__name__}: {error}".rstrip(". \n")
+        finally:
+            self._unsubscribe()
+
+    def _newest(self) -> JobStatus:
+        """The next status; of several that have come, the last."""
+        status = self._statuses.get()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                status = self._statuses.get_nowait()
+        return status
+
+    def _log(self, writer: Writer, rows: tuple[MetricRow, ...]) -> None:
+        sent = self._place.sent
+        if sent > len(rows) or (self._last is not None and rows[sent - 1] != self._last):
+            # After a restart from a checkpoint, rows of epochs that are repeated are no longer there.
+            last = self._last
+            sent = len(rows) if last is None else sum(row.time <= last.time for row in rows)
+        if new := rows[sent:]:
+            writer.log(new, sent)
+            self._last = new[-1]
+        self._keep(sent=len(rows))
+
+    def _end(self, writer: Writer, state: StateName) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            model = pathlib.Path(folder) / "model.pt"
+            if self._tracker.model and state is StateName.SUCCEEDED and self._job.spec.kind == "training":
+                import torch
+
+                torch.save(inside(self._job).model_state(), model)
+            writer.end(state, model if model.exists() else None)
+
+    def _keep(self, **changes: Any) -> None:
+        place = dataclasses.replace(self._place, **changes)
+        if place != self._place:
+            self._place = place
+            file = _file(self._job, self._tracker)
+            with fresh(file) as part:
+                part.write_text(json.dumps(dataclasses.asdict(place), default=str))
+
+
+def _file(job: Job[Any], tracker: Tracker) -> pathlib.Path:
+    return inside(job).files.folder / f"tracked-{tracker.word}.json"
+
+
+def _tags(job: Job[Any]) -> dict[str, str]:
+    from kale_dist import __version__
+
+    torch = sys.modules.get("torch")
+    tags = {
+        "snapshot": job.spec.snapshot,
+        "backend": job.ref.partition("://")[0],
+        "processes": str(job.spec.topology.number_of_processes),
+        "strategy": type(job.spec.strategy).__name__,
+        "python": platform.python_version(),
+        "torch": str(getattr(torch, "__version__", "")),
+        "kale_dist": __version__,
+    }
+    commit = _git("rev-parse", "HEAD").decode(errors="replace").strip()
+    if commit:
+        tags["git_commit"] = commit
+        if changes := _git("diff", "HEAD"):
+            tags["git_diff_sha256"] = hashlib.sha256(changes).hexdigest()
+    return tags
+
+
+def _git(*arguments: str) -> bytes:
+    """What git says of the folder of the notebook; nothing where there is no git or no repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", *arguments]
+        return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_S).stdout
+    return b""

@@ -1,0 +1,341 @@
+"""The words and numbers that both pictures of a job show: state, progress (per cent, rate, time left), table of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, Usage
+from kale_dist.wire import PHASES, LogLine, RankStateName, StateName
+
+_CLEARLY = 1.1
+"""A rank that computes this much longer than the mean of the others is called the slowest."""
+
+MAX_LINE_CHARACTERS = 600
+"""A longer line of the log is cut in a picture (never in the log)."""
+
+_ESCAPE_SEQUENCES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|.?)"
+)
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_WORST_FIRST = {
+    RankStateName.FAILED: 0,
+    RankStateName.LOST: 0,
+    RankStateName.STOPPED: 1,
+    RankStateName.RUNNING: 2,
+    RankStateName.STARTING: 3,
+    RankStateName.PENDING: 4,
+    RankStateName.SUCCEEDED: 5,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Cells of text: of ranks, or of a sweep's trials. Columns in which no rank has anything are left out."""
+
+    titles: tuple[str, ...]
+    """The first one names the rows."""
+    numeric: tuple[bool, ...]
+    """For each column, whether it is aligned to the right."""
+    rows: tuple[tuple[str, ...], ...]
+    left_out: int
+    """How many rows there was no room for."""
+
+
+def clean(text: str) -> str:
+    r"""Text of a rank without what could command a terminal or turn the reading direction.
+
+    Escape sequences are dropped; other control characters, and halves of surrogate pairs, appear as `\xNN`.
+    """
+    text = _ESCAPE_SEQUENCES.sub("", text)
+    # A progress bar overwrites its line: what a terminal would show at its end is behind the last return.
+    text = text.rstrip("\r").rpartition("\r")[2]
+    return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def log_text(line: LogLine) -> str:
+    """A log line's text, clean and of bounded length."""
+    cut = line.text[: 4 * MAX_LINE_CHARACTERS]
+    text = clean(cut)
+    if len(cut) < len(line.text) or len(text) > MAX_LINE_CHARACTERS:
+        return f"{text[:MAX_LINE_CHARACTERS]} [{len(line.text):,} characters]"
+    return text
+
+
+def number(value: float | None) -> str:
+    """A measured number in about four digits: `0.0721`, `12.3`, `8,412`, `1.2e-05`, `nan`."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-4:  # noqa: PLR2004 - where plain digits stop being readable
+        return f"{value:.2e}"
+    if size >= 100:  # noqa: PLR2004
+        return f"{value:,.0f}"
+    if size >= 1:
+        return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
+    return f"{value:.4f}".rstrip("0").rstrip(".") if value else "0"
+
+
+def size(used: int, limit: int | None = None) -> str:
+    """An amount of memory, also as a part of another one: `512 MiB`, `1.4 GiB`, `0.5 of 4.0 GiB`."""
+    largest = max(used, limit or 0)
+    unit, scale = ("MiB", 1 << 20) if largest < 1 << 30 else ("GiB", 1 << 30) if largest < 1 << 40 else ("TiB", 1 << 40)
+    shown = [
+        f"{amount / scale:,.1f}" if scale > 1 << 20 and largest < 100 * scale else f"{amount / scale:,.0f}"
+        for amount in (used, limit)
+        if amount is not None
+    ]
+    return f"{' of '.join(shown)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A span of time: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds < 10:  # noqa: PLR2004
+        return f"{max(seconds, 0.0):.1f} s"
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def name(status: JobStatus) -> str:
+    """The job's name without its backend."""
+    return clean(status.ref.rpartition("://")[2] or status.ref)
+
+
+def elapsed_s(status: JobStatus, now: float | None) -> float | None:
+    """Seconds the ranks have run, or the job has existed if they have not started; None where that is not known."""
+    start = status.started if status.started is not None else status.created
+    end = status.ended if status.ended is not None else (None if status.is_final else now)
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def sentence(status: JobStatus, now: float | None) -> str:
+    """The job's state in one sentence, with what the ranks do now."""
+    elapsed = elapsed_s(status, now)
+    time = f" after {duration(elapsed)}" if elapsed is not None else ""
+    ranks = len(status.replicas)
+    on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
+    reason = clean(status.reason)
+    match status.state:
+        case StateName.PENDING:
+            return reason or "Waiting for its ranks to be started"
+        case StateName.STARTING:
+            return reason or f"Starting{on}"
+        case StateName.RUNNING:
+            doing = reason or _doing(status) or f"Running{on}"
+            return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
+        case StateName.SUCCEEDED:
+            return f"Succeeded{time}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
+        case StateName.CANCELLED:
+            return _ended("Cancelled", time, reason)
+        case StateName.FAILED:
+            return _ended("Failed", time, reason)
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
+
+
+def progress(status: JobStatus, now: float | None) -> str:
+    """What stands beside the progress bar: `31 % · 8,000 samples/s · about 22 s left`; empty where nothing is known."""
+    done = percent(status)
+    if done is None:
+        return ""
+    return " · ".join(part for part in (f"{done} %", rate(status), remaining(status, now)) if part)
+
+
+def percent(status: JobStatus) -> int | None:
+    """The share of the work that is done, in whole per cent; 100 only when the job has succeeded."""
+    fraction = status.fraction
+    if fraction is None or not math.isfinite(fraction):
+        return None
+    limit = 100 if status.state is StateName.SUCCEEDED else 99
+    return max(0, min(limit, int(fraction * 100)))
+
+
+def rate(status: JobStatus) -> str:
+    """Samples a second of all running ranks together. Each rank measures its own, in `training`."""
+    measured = [
+        replica.progress.samples_per_s or 0.0
+        for replica in status.replicas
+        if replica.progress is not None and replica.state is RankStateName.RUNNING
+    ]
+    total = sum(measured) if status.state is StateName.RUNNING else 0.0
+    return f"{number(total)} samples/s" if total > 0 else ""
+
+
+def remaining(status: JobStatus, now: float | None) -> str:
+    """How long a running job still takes at its pace, such as `about 20 s left`; empty while that is a guess."""
+    fraction, elapsed = status.fraction, elapsed_s(status, now)
+    if status.state is not StateName.RUNNING or fraction is None or elapsed is None:
+        return ""
+    if not 0.03 < fraction < 1 or elapsed < 2:  # noqa: PLR2004 - earlier figures jump about
+        return ""
+    left = max(1, round(elapsed * (1 - fraction) / fraction))
+    return f"about {left} s left" if left < 60 else f"about {duration(left)} left"  # noqa: PLR2004
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def first_error(status: JobStatus) -> tuple[int, str] | None:
+    """The rank that failed first and its error; None if the job has not failed, or if that rank said nothing.
+
+    Where another rank is known to have failed first (it was killed, say), the errors that followed from that stay in
+    their own rows of the table.
+    """
+    if status.state is not StateName.FAILED:
+        return None
+    for replica in status.replicas:
+        if replica.error and status.failed_rank in (None, replica.rank):
+            return replica.rank, clean_lines(replica.error)
+    return None
+
+
+def table(status: JobStatus, limit: int) -> Table:
+    """The ranks, at most `limit`: those in trouble first. The error that `first_error` gives is not repeated."""
+    replicas = list(status.replicas)
+    if len(replicas) > limit:
+        replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
+        replicas.sort(key=lambda replica: replica.rank)
+    above = first_error(status)
+    told = None if above is None else above[0]
+    columns = [(title, numeric, [cell(replica) for replica in replicas]) for title, numeric, cell in _COLUMNS]
+    columns.append(("remark", False, [_remark(replica, with_error=replica.rank != told) for replica in replicas]))
+    shown = [column for column in columns if any(column[2])]
+    return Table(
+        titles=tuple(title for title, _, _ in shown),
+        numeric=tuple(numeric for _, numeric, _ in shown),
+        rows=tuple(zip(*(cells for _, _, cells in shown), strict=True)),
+        left_out=len(status.replicas) - len(replicas),
+    )
+
+
+def profile(status: JobStatus, limit: int) -> Table:
+    """Where the time of a step goes, if a profile was taken: milliseconds and shares of each rank, at most `limit`.
+
+    The rank that the others wait for is marked: the one whose step takes longest without the exchange, if that is clear.
+    """
+    last = {row.rank: dict(row.values) for row in status.metrics if row.source == "profile" and row.rank is not None}
+    ranks = sorted(last)
+    own = {rank: last[rank]["step_s"] - last[rank]["exchange_s"] for rank in ranks}
+    slowest = max(ranks, key=own.__getitem__, default=None)
+    others = [own[rank] for rank in ranks if rank != slowest]
+    is_clear = slowest is not None and bool(others) and own[slowest] > _CLEARLY * sum(others) / len(others)
+    rows = []
+    for rank in ranks[:limit]:
+        values, total = last[rank], last[rank]["step_s"] or math.inf
+        cells = [f"{number(1000 * values[f'{name}_s'])} ({values[f'{name}_s'] / total:.0%})" for name in PHASES]
+        rows.append(
+            (str(rank), number(1000 * values["step_s"]), *cells, "the slowest" if is_clear and rank == slowest else "")
+        )
+    width = 2 + len(PHASES) + (1 if is_clear else 0)
+    return Table(
+        titles=("rank", "ms a step", *PHASES, "remark")[:width],
+        numeric=(True,) * (2 + len(PHASES)) + ((False,) if is_clear else ()),
+        rows=tuple(row[:width] for row in rows),
+        left_out=len(ranks) - len(rows),
+    )
+
+
+def clean_lines(text: str) -> str:
+    """`clean` for text of several lines."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def _remark(replica: ReplicaStatus, *, with_error: bool) -> str:
+    """Its error, the signal that ended it, or that it waits for the others."""
+    remarks = []
+    if replica.error and with_error:
+        remarks.append(clean(replica.error.split("\n", 1)[0])[:200])
+    if replica.signal:
+        remarks.append(f"ended by {clean(replica.signal)}")
+    elif replica.exit_code:
+        remarks.append(f"exit code {replica.exit_code}")
+    if replica.in_collective is not None and replica.state is RankStateName.RUNNING:
+        remarks.append("waits for the others" if replica.in_collective else "the others wait for it")
+    return "; ".join(remarks)
+
+
+def _epoch(replica: ReplicaStatus) -> str:
+    progress = replica.progress
+    return f"{progress.epoch}/{progress.epochs}" if progress and progress.epochs else ""
+
+
+def _rate(replica: ReplicaStatus) -> str:
+    running = replica.state is RankStateName.RUNNING
+    return number(replica.progress.samples_per_s) if replica.progress and running else ""
+
+
+def _seen_last(replica: ReplicaStatus) -> Usage | None:
+    """What a rank uses, or what one that has failed used last, which may be why; an old figure of others says nothing."""
+    shown = replica.state in (RankStateName.STARTING, RankStateName.RUNNING, RankStateName.FAILED, RankStateName.LOST)
+    return replica.usage if shown else None
+
+
+def _memory(replica: ReplicaStatus) -> str:
+    usage = _seen_last(replica)
+    if usage is None or usage.memory_bytes is None:
+        return ""
+    return size(usage.memory_bytes, usage.memory_limit_bytes)
+
+
+def _gpu(replica: ReplicaStatus) -> str:
+    usage = _seen_last(replica)
+    if usage is None:
+        return ""
+    parts = [] if usage.gpu_percent is None else [f"{usage.gpu_percent} %"]
+    if usage.gpu_memory_bytes is not None:
+        parts.append(size(usage.gpu_memory_bytes, usage.gpu_memory_limit_bytes))
+    return ", ".join(parts)
+
+
+def _node(replica: ReplicaStatus) -> str:
+    told = replica.usage.node if replica.usage is not None and replica.pod else None
+    return " ".join(clean(replica.node or told or "").split())
+
+
+def _step(progress: RankProgress | None) -> str:
+    if progress is None or not (progress.step or progress.steps):
+        return ""
+    count = f"{progress.step:,}/{progress.steps:,}" if progress.steps else f"{progress.step:,}"
+    return count if progress.phase == "train" else f"{clean(progress.phase)} {count}"
+
+
+def _doing(status: JobStatus) -> str:
+    progress = status.replicas[0].progress if status.replicas else None
+    if progress is None or not progress.epochs:
+        return ""
+    step = _step(progress)
+    where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{clean(progress.phase)}, step ")
+    count = step.rpartition(" ")[2].replace("/", " of ")
+    return f"Epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
+
+
+def _ended(word: str, time: str, reason: str) -> str:
+    return (
+        f"{word}{time}: {reason[:1].lower() + reason[1:] if reason[1:2].islower() else reason}"
+        if reason
+        else word + time
+    )
+
+
+_COLUMNS: tuple[tuple[str, bool, Callable[[ReplicaStatus], str]], ...] = (
+    ("rank", True, lambda replica: str(replica.rank)),
+    ("state", False, lambda replica: replica.state.value),
+    ("epoch", True, _epoch),
+    ("step", True, lambda replica: _step(replica.progress)),
+    ("samples/s", True, _rate),
+    ("loss", True, lambda replica: number(replica.progress.loss) if replica.progress else ""),
+    ("memory", True, _memory),
+    ("GPU", True, _gpu),
+    ("node", False, _node),
+)
+"""Title, whether it is aligned to the right, and what of a rank stands in it. The remark comes last."""

@@ -1,0 +1,299 @@
+"""A job as HTML: inline styles, no script, no identifiers, readable on light and dark pages and without any style."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import curves, facts
+from kale_dist.wire import LogLine, RankStateName, StateName
+
+_MAX_NOTES = 8
+_HEIGHT = 300
+"""Pixels of a table; longer ones scroll."""
+
+_MAX_RANKS = 64
+_OPEN_UP_TO_RANKS = 8
+"""More ranks than these are folded away under a line that counts them."""
+
+_BLUE, _GREEN, _RED, _AMBER, _GREY = "#3b82f6", "#30a46c", "#e5484d", "#e8930c", "#8a8f98"
+_STATE_COLOURS = {
+    StateName.PENDING: _GREY,
+    StateName.STARTING: _AMBER,
+    StateName.RUNNING: _BLUE,
+    StateName.SUCCEEDED: _GREEN,
+    StateName.FAILED: _RED,
+    StateName.CANCELLED: _GREY,
+}
+_RANK_COLOURS = {
+    RankStateName.PENDING: _GREY,
+    RankStateName.STARTING: _AMBER,
+    RankStateName.RUNNING: _BLUE,
+    RankStateName.SUCCEEDED: _GREEN,
+    RankStateName.FAILED: _RED,
+    RankStateName.STOPPED: _GREY,
+    RankStateName.LOST: _RED,
+}
+
+# Text takes the page's own colour and surfaces are veils of grey over the page's own: that is right on any theme, also
+# where JupyterLab's variables are missing.
+_MONO = "font-family:var(--jp-code-font-family,ui-monospace,SFMono-Regular,Menlo,Consolas,monospace)"
+_SANS = "font-family:var(--jp-ui-font-family,system-ui,-apple-system,'Segoe UI',Roboto,sans-serif)"
+_LINE = "1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
+_WIDE = "overflow-wrap:anywhere;min-width:150px;width:60%"
+_VEIL = "rgba(128,128,128,.1)"
+_MUTED = "opacity:.72"
+# What scrolls does so by keyboard too; JupyterLab would take the arrows for its own.
+_KEYS = 'tabindex="0" data-lm-suppress-shortcuts="true"'
+_FIGURES = "font-variant-numeric:tabular-nums"
+
+
+def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None, *, is_frozen: bool = False) -> str:
+    """A job as one HTML element.
+
+    Args:
+        status: What is known of it.
+        tail: The last lines of its log.
+        now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
+        is_frozen: Whether nothing will replace the picture: that of a job which has not ended then says so, in grey,
+            and how to see the job again.
+
+    Returns:
+        A `div`; everything that came from the job is escaped.
+    """
+    is_frozen = is_frozen and not status.is_final
+    body = "".join(_parts(status, now, is_frozen=is_frozen, has_titles=True).values())
+    return frame(f"Job {facts.name(status)}", f"{body}{_log(tail)}")
+
+
+def frame(label: str, body: str) -> str:
+    """The box around a picture.
+
+    Args:
+        label: What a screen reader calls it; escaped here.
+        body: HTML.
+    """
+    return (
+        f'<div role="group" aria-label="{_text(label)}" style="{_SANS};font-size:13px;'
+        f"line-height:1.45;box-sizing:border-box;max-width:880px;margin:4px 2px;padding:14px 16px;border:{_LINE};"
+        f'border-radius:10px;overflow:hidden;text-align:left">{body}</div>'
+    )
+
+
+def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
+    """The picture without its frame and the log, in pieces that can be replaced one by one.
+
+    Args:
+        status: What is known of the job.
+        now: As in `html`.
+
+    Returns:
+        `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty where
+        there is nothing to show. The values of curves under the pointer are the page's to show, from `data-kd-at`.
+    """
+    return _parts(status, now, is_frozen=False, has_titles=False)
+
+
+def _parts(status: JobStatus, now: float | None, *, is_frozen: bool, has_titles: bool) -> dict[str, str]:
+    return {
+        "head": _head(status, now, is_frozen=is_frozen),
+        "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
+        "error": _error(status),
+        "curves": _curves(status, has_titles=has_titles),
+        "profile": profile(status),
+        "ranks": _ranks(status, is_frozen=is_frozen),
+        "notes": _notes(status),
+    }
+
+
+def _text(value: object) -> str:
+    return escape(str(value), quote=True)
+
+
+def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
+    colour = _GREY if is_frozen else _STATE_COLOURS[status.state]
+    elapsed = facts.elapsed_s(status, now)
+    time = f'<span style="{_MUTED};{_FIGURES}">{facts.duration(elapsed)}</span>' if elapsed is not None else ""
+    word = f"was {status.state.value}" if is_frozen else status.state.value
+    pill = (
+        f'<span style="display:inline-flex;align-items:center;gap:6px;padding:1px 10px 1px 8px;border-radius:999px;'
+        f'background:{colour}2b;white-space:nowrap">{_dot(colour)}{word}</span>'
+    )
+    again = (
+        f'<div style="margin-top:6px">As it was when its kernel ended. <code style="{_MONO};font-size:12px;'
+        f'background:none;color:inherit">kd.attach(&quot;{_text(facts.clean(status.ref))}&quot;)</code> shows the job again.</div>'
+        if is_frozen
+        else ""
+    )
+    return (
+        '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 10px">'
+        f'<strong style="font-size:14px;font-weight:600;overflow-wrap:anywhere">{_text(facts.name(status))}</strong> '
+        f"{pill} "
+        f'<span style="flex:1 1 0"></span>{time}</div>'
+        f'<div style="margin-top:6px;overflow-wrap:anywhere">{_text(facts.sentence(status, now))}</div>{again}'
+    )
+
+
+def _dot(colour: str) -> str:
+    return (
+        f'<span aria-hidden="true" style="display:inline-block;flex:none;width:8px;height:8px;border-radius:50%;'
+        f'background:{colour}"></span>'
+    )
+
+
+def _progress(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
+    percent = facts.percent(status)
+    if percent is None:
+        return ""
+    colour = _GREY if is_frozen else _STATE_COLOURS[status.state]
+    words = f"{percent} %" if is_frozen else facts.progress(status, now)
+    return (
+        '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px;margin-top:8px">'
+        f'<div role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
+        'style="flex:1 1 180px;height:8px;border-radius:4px;background:rgba(128,128,128,.22);overflow:hidden">'
+        f'<div style="width:{percent}%;height:100%;border-radius:4px;background:{colour}"></div></div>'
+        f'<span style="{_MUTED};{_FIGURES};white-space:nowrap">{_text(words)}</span></div>'
+    )
+
+
+def _error(status: JobStatus) -> str:
+    error = facts.first_error(status)
+    if error is None:
+        return ""
+    rank, message = error
+    return (
+        f'<div style="margin-top:10px;padding:8px 12px;border-left:3px solid {_RED};border-radius:4px;background:{_RED}1c">'
+        f'<div style="font-weight:600">Rank {rank}</div>'
+        f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
+        f'overflow-wrap:anywhere">{_text(message)}</pre></div>'
+    )
+
+
+def _curves(status: JobStatus, *, has_titles: bool) -> str:
+    found = curves.collect(status.metrics)
+    figures = [_figure(curve, has_titles=has_titles) for curve in found[: curves.MAX_CURVES]]
+    if not figures:
+        return ""
+    others = len(found) - len(figures)
+    more = f'<div style="{_MUTED};margin-top:8px">and {others:,} more in job.metrics</div>' if others else ""
+    return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>{more}'
+
+
+def _figure(curve: curves.Curve, *, has_titles: bool) -> str:
+    picture = curves.svg(curve, has_titles=has_titles)
+    legend = "".join(
+        f'<span style="display:inline-flex;align-items:center;gap:5px;white-space:nowrap">'
+        f"{_dot(one.colour) if picture else ''}"
+        f'<span style="{_MUTED}">{_text(one.label)}</span> '
+        f'<span style="{_FIGURES};font-weight:600">{facts.number(one.last)}</span></span> '
+        for one in curve.series
+    )
+    return (
+        '<div style="flex:1 1 240px;min-width:0;max-width:330px">'
+        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:0 12px;margin-bottom:3px">'
+        f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(curve.name)}</span> {legend}</div>{picture}</div>'
+    )
+
+
+def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
+    found = facts.table(status, _MAX_RANKS)
+    if not found.rows:
+        return ""
+    colours = {state.value: _GREY if is_frozen else colour for state, colour in _RANK_COLOURS.items()}
+    more = f'<div style="{_MUTED};margin-top:4px">and {found.left_out:,} more ranks</div>' if found.left_out else ""
+    drawn = table(found, "Ranks", colours=colours)
+    return f'<div style="margin-top:12px">{_folded(status, drawn + more)}</div>'
+
+
+def profile(status: JobStatus) -> str:
+    """The table of a profile; empty if there is none."""
+    found = facts.profile(status, _MAX_RANKS)
+    if not found.rows:
+        return ""
+    return (
+        '<div style="margin-top:14px"><div style="font-weight:600;margin-bottom:3px">Where the time of a step goes</div>'
+        f"{table(found, 'Profile')}</div>"
+    )
+
+
+def table(
+    found: facts.Table, label: str, *, bold: str = "", height: int = _HEIGHT, colours: Mapping[str, str] | None = None
+) -> str:
+    """A table whose first column names its rows: wide ones scroll sideways, long ones in their place.
+
+    Args:
+        found: Titles and rows; escaped here.
+        label: What a screen reader calls it.
+        bold: Name of the row that stands out.
+        height: Pixels; longer ones scroll.
+        colours: Of the dots before what is in the second column, by its text; None for no dots.
+    """
+    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
+    # The number of a rank or a trial names its row: it is the row's header.
+    sides = ["left", *("right" if numeric else "left" for numeric in found.numeric[1:])]
+    head = "".join(
+        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{_text(title)}</th>'
+        for title, side in zip(found.titles, sides, strict=True)
+    )
+    body = []
+    for name, *others in found.rows:
+        shown = [_text(value) for value in others]
+        if colours is not None:
+            shown[0] = f"{_dot(colours[others[0]])}&nbsp; {shown[0]}"
+        body += [
+            f'<tr style="background:none{";font-weight:600" if name == bold else ""}">',
+            f'<th scope="row" style="{cell}left;font-weight:inherit">{_text(name)}</th>',
+            *(
+                f'<td style="{cell}{side};{_WIDE if title in ("remark", "reason") else "white-space:nowrap"}">{value}</td>'
+                for title, side, value in zip(found.titles[1:], sides[1:], shown, strict=True)
+            ),
+            "</tr>",
+        ]
+    return (
+        f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:{height}px">'
+        f'<table style="width:auto;margin:0;border-collapse:collapse;min-width:min(100%,460px);table-layout:auto;font-size:12px;{_FIGURES};color:inherit;background:none">'
+        f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    )
+
+
+def _folded(status: JobStatus, table: str) -> str:
+    counts = [
+        f"{count:,} {state.value}"
+        for state in RankStateName
+        if (count := sum(replica.state is state for replica in status.replicas))
+    ]
+    if len(status.replicas) <= _OPEN_UP_TO_RANKS:
+        return table
+    return (
+        f'<details><summary style="cursor:pointer">{len(status.replicas):,} ranks: {", ".join(counts)}</summary>'
+        f'<div style="margin-top:6px">{table}</div></details>'
+    )
+
+
+def _notes(status: JobStatus) -> str:
+    if not status.notes:
+        return ""
+    items = "".join(
+        f'<li style="margin:0;overflow-wrap:anywhere">{_text(facts.clean(note))}</li>'
+        for note in status.notes[-_MAX_NOTES:]
+    )
+    return f'<ul aria-label="Notes" style="margin:12px 0 0;padding:0 0 0 18px;{_MUTED}">{items}</ul>'
+
+
+def _log(tail: Sequence[LogLine]) -> str:
+    if not tail:
+        return ""
+    lines = []
+    for line in tail:
+        colour = _GREY if line.rank is None else curves.COLOURS[line.rank % len(curves.COLOURS)]
+        # Mixed with the colour of the page's text: readable on light and on dark pages.
+        style = f"color:color-mix(in srgb,{colour} 55%,currentColor);font-weight:600"
+        lines.append(f'<span style="{style}">{line.prefix}</span> {_text(facts.log_text(line))}\n')
+    # A reversed column begins scrolled to its end, where the newest line is.
+    return (
+        f'<div {_KEYS} role="group" aria-label="End of the log" style="display:flex;flex-direction:column-reverse;'
+        f'max-height:250px;overflow:auto;margin-top:12px;border-radius:6px;background:{_VEIL}">'
+        f'<pre style="{_MONO};font-size:12px;line-height:1.4;margin:0;padding:8px 10px;border:0;background:none;'
+        f'color:inherit;white-space:pre-wrap;overflow-wrap:anywhere">{"".join(lines)}</pre></div>'
+    )

@@ -1,0 +1,88 @@
+"""A job as plain text, for terminals and for notebooks that show no HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kale_dist.job.status import JobStatus, MetricRow
+from kale_dist.job.view import curves, facts
+from kale_dist.wire import LogLine, StateName
+
+_BAR_CELLS = 24
+_PARTS = " ▏▎▍▌▋▊▉"
+_MAX_NOTES = 8
+_MAX_RANKS = 16
+
+
+def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None) -> str:
+    """A job as a few lines of text, without escape sequences.
+
+    Args:
+        status: What is known of it.
+        tail: The last lines of its log.
+        now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
+
+    Returns:
+        Lines without a newline at the end.
+    """
+    lines = [f"{facts.clean(status.ref)}  {status.state.value}", facts.sentence(status, now)]
+    progress = progress_line(status, now)
+    if progress:
+        lines.append(progress)
+    lines += [f"{curve.name}: {curve.summary}" for curve in curves.collect(status.metrics)[: curves.MAX_CURVES]]
+    ranks = facts.table(status, _MAX_RANKS)
+    if ranks.rows:
+        titles = ["" if title == "remark" else title for title in ranks.titles]
+        lines += table(titles, ranks.rows, right=frozenset(index for index, flag in enumerate(ranks.numeric) if flag))
+    if ranks.left_out:
+        lines.append(f"and {ranks.left_out:,} more")
+    lines += profile(status)
+    error = facts.first_error(status)
+    if error is not None:
+        lines.append(f"error of rank {error[0]}: {error[1]}")
+    lines += [f"note: {facts.clean(note)}" for note in status.notes[-_MAX_NOTES:]]
+    if tail:
+        lines += ["", *(f"{line.prefix} {facts.log_text(line)}".rstrip() for line in tail)]
+    return "\n".join(lines)
+
+
+def profile(status: JobStatus) -> list[str]:
+    """Lines of the table of a profile; none if there is none."""
+    spent = facts.profile(status, _MAX_RANKS)
+    if not spent.rows:
+        return []
+    return ["where the time of a step goes:", *table(spent.titles, spent.rows, right=frozenset(range(7)))]
+
+
+def progress_line(status: JobStatus, now: float | None) -> str:
+    """Bar, per cent, samples a second and time left in one line; empty where the share of the work is not known."""
+    percent = facts.percent(status)
+    if percent is None or status.state is StateName.SUCCEEDED:
+        return ""
+    return f"{bar(percent / 100)} {facts.progress(status, now)}"
+
+
+def metrics_line(row: MetricRow) -> str:
+    """What an epoch's training or evaluation gave, in a line: `epoch 3, eval: loss 0.412, accuracy 0.91`."""
+    values = ", ".join(f"{facts.clean(name)} {facts.number(value)}" for name, value in row.values)
+    return f"{f'epoch {row.epoch}, ' if row.epoch is not None else ''}{row.source}: {values}"
+
+
+def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
+    """A bar of block characters, `cells` wide."""
+    eighths = round(max(0.0, min(1.0, fraction)) * cells * 8)
+    full, part = divmod(eighths, 8)
+    drawn = "█" * full + (_PARTS[part] if part else "")
+    return f"▕{drawn:<{cells}}▏"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
+    """Lines of a table whose columns are as wide as they need; columns in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]

@@ -1,0 +1,242 @@
+"""Makes the requests for the containers of one run of a job, from its specification. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from typing import Any
+
+from kale_dist.errors import ConfigError
+from kale_dist.image import for_job
+from kale_dist.job.spec.job_spec import JobSpec, Volume, VolumeKind
+from kale_dist.places.manifests import bootstrap
+from kale_dist.places.manifests.pod_template import identity_of
+from kale_dist.places.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
+from kale_dist.places.orders import order_of
+from kale_dist.wire import Order, PodVariable, Source
+
+NETWORK = "kale-dist"
+"""One for all jobs: an engine's address pools hold about 30 networks."""
+
+JOB_LABEL = "kale-dist.job"
+RUN_LABEL = "kale-dist.run"
+POD_LABEL = "kale-dist.pod"
+SPEC_LABEL = "kale-dist.spec"
+SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
+GPUS_LABEL = "kale-dist.gpus"
+"""Of containers with GPUs: their numbers, with commas between."""
+
+TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
+CANCELLED_FILE = f"{INPUT_FOLDER}/cancelled"
+"""In the first container: who cancelled the job. Other users' followers take the end of its containers for a loss without it."""
+"""Where an agent leaves its verdict, as a kubelet would read it."""
+
+INPUT_BYTES = 8 << 20
+"""A snapshot up to this size goes into each container; a larger one into the first, from which the others fetch it."""
+
+_TERMINATION_VARIABLE = "KALE_DIST_TERMINATION_LOG"
+_GIB = 1 << 30
+_SHM_GIB_PER_RANK = 1.0
+_LARGEST_SHM_GIB = 8.0
+_NANO = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a specification leaves open and the engine's machine decides."""
+
+    user: str = ""
+    """User and group of the processes, as numbers; empty: the image's own."""
+    groups: tuple[int, ...] = ()
+    """Further groups of the processes."""
+    cores: int | None = None
+    """Of the engine's machine, which the containers share."""
+    submitter: str = ""
+    gpus: tuple[int, ...] = ()
+    """Numbers of the job's GPUs; empty: the first ones."""
+
+
+def object_name(job: str, run: int) -> str:
+    """Prefix of the names of a run's containers. No job's name has a dot: a run's names are never another job's."""
+    return job if run == 1 else f"{job}.{run}"
+
+
+def container_name(job: str, run: int, number: int) -> str:
+    """Name of a container; an engine has each name once, for all its users."""
+    return f"kale-dist-{object_name(job, run)}-{number}"
+
+
+def host_name(job: str, run: int, number: int) -> str:
+    """Name by which the run's other containers find it."""
+    return f"{job}-{number}" if run == 1 else f"{job}-run{run}-{number}"
+
+
+def ranks_of(spec: JobSpec, number: int) -> range:
+    """Ranks of a container."""
+    per = spec.topology.processes_per_pod
+    return range(number * per, min((number + 1) * per, spec.topology.number_of_processes))
+
+
+def gpus_of(spec: JobSpec) -> int:
+    """GPUs of each rank."""
+    return spec.resources.gpus if spec.resources.gpus is not None else int(spec.cuda)
+
+
+def source_of(spec: JobSpec) -> Source:
+    """Where the agents get the snapshot from."""
+    return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
+
+
+def make_order(spec: JobSpec, run: int, used_restarts: int = 0, torch_flags: Any = ()) -> Order:
+    """The order that the agents of a run get."""
+    return order_of(
+        spec,
+        used_restarts=used_restarts,
+        job=object_name(spec.name, run),
+        run=run,
+        processes_per_agent=spec.topology.processes_per_pod,
+        head=host_name(spec.name, run, 0),
+        port=PORT,
+        source=source_of(spec),
+        torch_flags=torch_flags,
+        # Files of a container that has ended can still be read.
+        work_is_kept=True,
+    )
+
+
+def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, Any]:
+    """The body of the request that makes a container, as the engine's API has it.
+
+    Args:
+        spec: The job, with its image.
+        run: Which run of the job.
+        number: Which container.
+        facts: What the specification leaves open.
+    """
+    labels = {
+        JOB_LABEL: spec.name,
+        RUN_LABEL: str(run),
+        POD_LABEL: str(number),
+        SPEC_LABEL: json.dumps(spec.to_json(), separators=(",", ":")),
+        **({SUBMITTED_BY_LABEL: facts.submitter} if facts.submitter else {}),
+    }
+    host = host_name(spec.name, run, number)
+    devices = _devices(spec, number, facts)
+    if devices:
+        labels[GPUS_LABEL] = ",".join(devices)
+    return {
+        "Image": spec.image,
+        # Not as the command: the image's entry point would get it as arguments.
+        "Entrypoint": bootstrap.command(),
+        "Cmd": [],
+        "Hostname": host,
+        "Env": [f"{name}={value}" for name, value in _environment(spec, number, facts)],
+        "Labels": labels,
+        "User": facts.user,
+        "WorkingDir": HOME_FOLDER,
+        "HostConfig": _host(spec, number, facts, devices),
+        "NetworkingConfig": {"EndpointsConfig": {NETWORK: {"Aliases": [host]}}},
+    }
+
+
+def render(spec: JobSpec) -> str:
+    """The command lines that would do the same, for people."""
+    where = "each container" if source_of(spec) is Source.INPUT else "the first container"
+    lines = [
+        *([f"# {for_job.describe(spec.recipe, spec.image)}."] if spec.recipe is not None else []),
+        f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into {where}.",
+        f"docker network create {NETWORK}",
+    ]
+    names = [container_name(spec.name, 1, number) for number in range(spec.topology.number_of_pods)]
+    for number, name in enumerate(names):
+        lines.append(_command_line(name, container(spec, 1, number, Facts())))
+    lines += [f"docker cp <input of {name}> {name}:{INPUT_FOLDER}" for name in names]
+    lines.append(f"docker start {' '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, str]]:
+    fixed = {**identity_of(HOME_FOLDER), "PYTHONUNBUFFERED": "1"}
+    told = {
+        PodVariable.INPUT: INPUT_FOLDER,
+        PodVariable.WORK: WORK_FOLDER,
+        PodVariable.FIRST_POD: "0",
+        PodVariable.REPLICA_INDEX: str(number),
+        _TERMINATION_VARIABLE: TERMINATION_FILE,
+    }
+    if facts.cores:
+        # Otherwise the ranks of each container would take all cores of the machine for their own.
+        share = spec.resources.cpu or facts.cores / spec.topology.number_of_processes
+        told[PodVariable.CPU_REQUEST] = str(max(1, int(share * len(ranks_of(spec, number)) * 1000)))
+    return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in told.items())]
+
+
+def _devices(spec: JobSpec, number: int, facts: Facts) -> list[str]:
+    """GPUs of a container, by number: a count alone would give the same ones to every container."""
+    gpus = gpus_of(spec)
+    first = number * spec.topology.processes_per_pod * gpus
+    places = range(first, first + len(ranks_of(spec, number)) * gpus)
+    return [str(facts.gpus[place] if facts.gpus else place) for place in places]
+
+
+def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[str, Any]:
+    asked, ranks = spec.resources, len(ranks_of(spec, number))
+    shm_gib = min(_LARGEST_SHM_GIB, (asked.memory_gib or 2 * _SHM_GIB_PER_RANK) * ranks / 2)
+    if asked.shm_gib is not None:
+        shm_gib = asked.shm_gib * ranks
+    host: dict[str, Any] = {
+        "NetworkMode": NETWORK,
+        "RestartPolicy": {"Name": "no"},
+        "ShmSize": math.ceil(shm_gib * _GIB),
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges"],
+        # What containers print is a bounded copy; the whole log is a file in the first one, and in the job's folder.
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "2"}},
+        "Mounts": [_mount(volume) for volume in spec.volumes],
+    }
+    cores = asked.cpu_limit or asked.cpu
+    if cores:
+        host["NanoCpus"] = int(cores * ranks * _NANO)
+    if asked.memory_gib:
+        # Without swap: a process that needs more is to end, not to crawl.
+        host["Memory"] = host["MemorySwap"] = math.ceil(asked.memory_gib * ranks * _GIB)
+    if facts.groups:
+        host["GroupAdd"] = [str(group) for group in facts.groups]
+    if devices:
+        host["DeviceRequests"] = [{"Driver": "", "DeviceIDs": devices, "Capabilities": [["gpu"]]}]
+    return host
+
+
+def _mount(volume: Volume) -> dict[str, Any]:
+    is_folder = volume.kind is VolumeKind.FOLDER
+    if volume.sub_path and not is_folder:
+        problem = f"{volume.sub_path!r} within the volume {volume.source!r}"
+        raise ConfigError("volumes", f"a part of a named volume cannot be mounted: {problem}", "Mount the whole volume")
+    return {
+        "Type": "bind" if is_folder else "volume",
+        "Source": f"{volume.source}/{volume.sub_path}".rstrip("/") if is_folder else volume.source,
+        "Target": volume.mount_path,
+        "ReadOnly": volume.read_only,
+    }
+
+
+def _command_line(name: str, body: dict[str, Any]) -> str:
+    host = body["HostConfig"]
+    options = [("hostname", body["Hostname"]), ("network", NETWORK), ("network-alias", body["Hostname"])]
+    options += [("cap-drop", "ALL"), ("security-opt", "no-new-privileges"), ("shm-size", str(host["ShmSize"]))]
+    options += [("log-driver", "json-file"), ("workdir", body["WorkingDir"])]
+    if "NanoCpus" in host:
+        options.append(("cpus", f"{host['NanoCpus'] / _NANO:g}"))
+    if "Memory" in host:
+        options += [("memory", str(host["Memory"])), ("memory-swap", str(host["MemorySwap"]))]
+    for request in host.get("DeviceRequests", ()):
+        options.append(("gpus", f'"device={",".join(request["DeviceIDs"])}"'))
+    for mount in host["Mounts"]:
+        read_only = ",readonly" if mount["ReadOnly"] else ""
+        options.append(("mount", f"type={mount['Type']},source={mount['Source']},target={mount['Target']}{read_only}"))
+    options += [("env", variable) for variable in body["Env"]]
+    options += [("label", f"{key}={body['Labels'][key]}") for key in (JOB_LABEL, POD_LABEL)]
+    lines = [f"docker create --name {name}", *(f"--{option} {shlex.quote(value)}" for option, value in options)]
+    return " \\\n    ".join([*lines, f"--entrypoint python3 {body['Image']} -c '<bootstrap>'"])

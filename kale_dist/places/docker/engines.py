@@ -1,0 +1,265 @@
+"""Docker engines: connections to them, what a job needs of one and whether it can have it, and how the doctor examines one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+
+import docker.errors
+
+from kale_dist import config
+from kale_dist.errors import BackendError, ConfigError, StoreError, warn
+from kale_dist.image import engine, for_job
+from kale_dist.image.engine import Engine, ensure_image, explained, find_image
+from kale_dist.job import records
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, VolumeKind
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.places.docker import containers
+from kale_dist.places.docker.containers import Facts
+
+_HOLDING = ("created", "running", "paused", "restarting")
+"""States of containers whose GPUs are not free: one that was just created is about to run."""
+
+_DEFAULT_USER = 1000
+_CONFLICT = 409
+
+_lock = threading.Lock()
+_engines: dict[str, Engine] = {}
+
+
+_GIB = 1 << 30
+
+_OK, _WARNING, _FAILED = "ok", "warning", "failed"
+_OLDEST_API = (1, 40)
+
+Found = tuple[str, str, str, str]
+"""Name of a check, verdict, what was found, what to do."""
+
+
+def connect(url: str = "") -> Engine:
+    """The engine at a place; one connection for each that this process has spoken to.
+
+    Args:
+        url: Such as `unix:///var/run/docker.sock`; empty for the one that a new job would go to.
+
+    Raises:
+        BackendUnavailableError: It cannot be reached.
+    """
+    # What it says may change within a process, and with it which engine is meant.
+    name = url or f"as configured by {os.environ.get('DOCKER_HOST', '')} {os.environ.get('DOCKER_CONTEXT', '')}"
+    with _lock:
+        found = _engines.get(name)
+        if found is None:
+            made = engine.connect(url or None)
+            found = _engines[name] = _engines.setdefault(made.url, made)
+            if found is not made:
+                made.close()
+        return found
+
+
+def disconnect() -> None:
+    """Close all connections; the next call makes new ones."""
+    with _lock:
+        known = set(_engines.values())
+        _engines.clear()
+    for found in known:
+        found.close()
+
+
+# -- before a job --------------------------------------------------------------------------------------------------------
+
+
+def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+    """Settle the image and have it on the engine, made now if it has a recipe; look whether the job could run.
+
+    Arguments as for `Backend.settle`. Without a submission an engine that cannot be reached is done without, and no image is
+    pulled.
+
+    Raises:
+        ConfigError: There is no image and no way to one, or the engine's machine has less than was asked for.
+        ImageError: The image cannot be made.
+        BackendError: The engine cannot be reached, or the image cannot be pulled.
+    """
+    configured = config.load()
+    image = image or configured.image
+    if recipe is None and not image and not configured.registry:
+        # Nothing has to be asked for this to be known.
+        for_job.make(None, image="", settings=configured, cuda=request.cuda, in_engine=True)
+    try:
+        there = connect()
+        _check_volumes(there, request)
+        _check_size(there, request)
+    except BackendError:
+        if submit:
+            raise
+    if submit:
+        if not isinstance(request, Settled):
+            image = for_job.make(recipe, image=image, settings=configured, cuda=request.cuda, in_engine=True)
+        ensure_image(there, image, say=for_job.say)
+        _warn(there, request)
+    return Settled.of(request, name=name, image=image, recipe=recipe)
+
+
+def _check_volumes(engine: Engine, spec: Request) -> None:
+    for volume in spec.volumes:
+        if volume.kind is not VolumeKind.FOLDER:
+            continue
+        if not engine.is_local:
+            raise ConfigError(
+                "volumes",
+                f"{volume.source!r} is a folder of this machine, and the Docker engine at {engine.url} is on another one",
+                "Name a volume of that engine (docker volume ls), or put the data into the image or behind a URL",
+            )
+        if not pathlib.Path(volume.source).is_dir():
+            what = "is not a folder" if pathlib.Path(volume.source).exists() else "does not exist"
+            raise ConfigError(
+                "volumes", f"{volume.source!r} {what}", "Name a folder of this machine, or a named volume"
+            )
+
+
+def _check_size(engine: Engine, spec: Request) -> None:
+    """Refuse what one container cannot have on the engine's machine."""
+    asked = spec.resources
+    ranks = min(spec.topology.processes_per_pod, spec.topology.number_of_processes)
+    cores, there = (asked.cpu_limit or asked.cpu or 0) * ranks, int(engine.info.get("NCPU") or 0)
+    if there and cores > there:
+        field = "cpu_limit" if asked.cpu_limit else "cpu"
+        problem = f"{cores:g} cores for a container of {ranks} processes, and the engine's machine has {there}"
+        raise ConfigError(f"resources.{field}", problem, "Lower it, or processes_per_pod")
+    memory = int(engine.info.get("MemTotal") or 0) / _GIB
+    if memory and (asked.memory_gib or 0) * ranks > memory:
+        problem = f"{(asked.memory_gib or 0) * ranks:g} GiB for a container, and the engine's machine has {memory:.1f}"
+        raise ConfigError("resources.memory", problem, "Lower it, or processes_per_pod")
+
+
+def _warn(engine: Engine, spec: Request) -> None:
+    cores, world = int(engine.info.get("NCPU") or 0), spec.topology.number_of_processes
+    if cores and world > cores and not spec.cuda:
+        warn(
+            f"number_of_processes: {world} processes share the {cores} cores of the engine's machine. More processes than "
+            "cores make training slower, not faster"
+        )
+
+
+def facts_of(engine: Engine) -> Facts:
+    """What the engine's machine decides for all jobs."""
+    cores = int(engine.info.get("NCPU") or 0) or None
+    submitter = records.identity()
+    if engine.is_rootless or engine.is_podman:
+        # Root in there is the engine's own user out here; any other number is one that owns nothing.
+        return Facts(user="0:0", cores=cores, submitter=submitter)
+    if engine.is_local:
+        groups = tuple(sorted(set(os.getgroups()) - {os.getgid()}))
+        return Facts(user=f"{os.getuid()}:{os.getgid()}", groups=groups, cores=cores, submitter=submitter)
+    return Facts(user=f"{_DEFAULT_USER}:{_DEFAULT_USER}", cores=cores, submitter=submitter)
+
+
+def ensure_network(engine: Engine) -> None:
+    """Have the network that all jobs share. It stays: a job that is just being started may need it.
+
+    Raises:
+        BackendError: The engine has none and makes none.
+    """
+    with explained(f"creating the network {containers.NETWORK}"):
+        with contextlib.suppress(docker.errors.NotFound):
+            engine.api.inspect_network(containers.NETWORK)
+            return
+        try:
+            engine.api.create_network(containers.NETWORK, driver="bridge", check_duplicate=True)
+        except docker.errors.APIError as error:
+            if error.status_code != _CONFLICT:
+                raise
+
+
+@contextlib.contextmanager
+def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
+    """The facts with a job's GPUs: the first ones that no other job holds, for an engine knows no counts.
+
+    Args:
+        engine: Where the job goes.
+        spec: The job.
+        facts: What is known so far.
+
+    Raises:
+        StoreError: The lock that keeps this user's other kernels from choosing meanwhile cannot be taken.
+        BackendError: The engine does not say what others hold.
+    """
+    wanted = containers.gpus_of(spec) * spec.topology.number_of_processes
+    if not wanted:
+        yield facts
+        return
+    path = records.state_dir() / "gpus.lock"
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise StoreError(f"{path} could not be written ({error.strerror or error}). Set XDG_STATE_HOME") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with explained("looking which GPUs are held"):
+            found = engine.api.containers(all=True, filters={"label": containers.GPUS_LABEL, "status": list(_HOLDING)})
+        numbers = ",".join(item["Labels"][containers.GPUS_LABEL] for item in found).split(",")
+        taken = {int(number) for number in numbers if number.isdecimal()}
+        free = (number for number in itertools.count() if number not in taken)
+        yield dataclasses.replace(facts, gpus=tuple(itertools.islice(free, wanted)))
+
+
+# -- for the doctor --------------------------------------------------------------------------------------------------
+
+
+def examine() -> tuple[Found, ...]:
+    """Look at the engine that jobs would go to. Never raises for what it finds."""
+    try:
+        there = connect()
+        kind = "Podman" if there.is_podman else "rootless Docker" if there.is_rootless else "Docker"
+        sentence = f"{kind} {there.version} at {there.url}"
+        return (_version(there, sentence), _machine(there), _gpus(there), _image(there))
+    except BackendError as error:
+        sentence, _, remedy = str(error).partition(". ")
+        return (("engine", _FAILED, sentence, remedy or "Start it, or set DOCKER_HOST"),)
+
+
+def _version(engine: Engine, sentence: str) -> Found:
+    spoken = tuple(int(part) for part in str(engine.api.api_version).split(".")[:2])
+    if spoken < _OLDEST_API:
+        return (
+            "engine",
+            _FAILED,
+            f"{sentence} speaks version {engine.api.api_version} of the API",
+            "Upgrade it to 19.03",
+        )
+    if not engine.is_local:
+        return "engine", _OK, f"{sentence}: on another machine, so that folders of this one cannot be volumes", ""
+    return "engine", _OK, sentence, ""
+
+
+def _machine(engine: Engine) -> Found:
+    cores, memory = int(engine.info.get("NCPU") or 0), int(engine.info.get("MemTotal") or 0)
+    sentence = f"{cores} cores and {memory / _GIB:.1f} GiB for all containers"
+    if engine.info.get("MemoryLimit") is False:
+        return "limits", _WARNING, f"{sentence}; it cannot limit memory", "Have its kernel mount the memory controller"
+    return "limits", _OK, sentence, ""
+
+
+def _gpus(engine: Engine) -> Found:
+    if "nvidia" in (engine.info.get("Runtimes") or {}):
+        return "GPUs", _OK, "the engine has the NVIDIA runtime", ""
+    return "GPUs", _OK, "the engine has no NVIDIA runtime; cuda=True will be refused unless it knows GPUs by CDI", ""
+
+
+def _image(engine: Engine) -> Found:
+    try:
+        settings = config.load()
+    except ConfigError as error:
+        return "image", _FAILED, f"{error.argument}: {error.problem}", error.remedy
+    image = str(settings.docker.image or settings.image)
+    if not image:
+        return "image", _OK, "none is configured: name one in each call", ""
+    if find_image(engine, image) is not None:
+        return "image", _OK, f"{image} is there", ""
+    return "image", _WARNING, f"{image} is not there yet", f"The first job pulls it; docker pull {image} does it now"

@@ -1,0 +1,120 @@
+"""Why a container ended or does not run, as a sentence. One table; the engine's own errors are in `kale_dist.image.engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kale_dist.job.backend import LostBy, Trouble
+from kale_dist.places.manifests.bootstrap import EXIT_CODE
+from kale_dist.wire import FailureCause
+
+_GIB = 1 << 30
+_SIGKILL, _SIGTERM = 137, 143
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """What the engine says of a container that does not run."""
+
+    name: str
+    status: str
+    """In the engine's words: `created`, `paused`, `exited`, `dead`."""
+    exit_code: int = 0
+    is_out_of_memory: bool = False
+    """Whether the kernel killed a process in it because there was no memory left."""
+    error: str = ""
+    """Why the engine could not start it."""
+    memory_bytes: int = 0
+    """Its limit; 0 for none."""
+    last_line: str = ""
+    """The last line that it printed, other than what its agent writes for the notebook."""
+
+    @property
+    def limit(self) -> str:
+        """The memory that it could use."""
+        return f"its limit of {self.memory_bytes / _GIB:.1f} GiB" if self.memory_bytes else "the machine's memory"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """What is said of a container that is as `fits` says."""
+
+    fits: Callable[[End], bool]
+    sentence: str
+    remedy: str = ""
+    lost: LostBy = ""
+    cause: FailureCause | None = None
+    heals: bool = False
+
+
+_TABLE = (
+    _Row(
+        fits=lambda end: end.status == "paused",
+        sentence="Container {name} is paused",
+        remedy="Resume it: docker unpause {name}",
+        heals=True,
+    ),
+    _Row(
+        fits=lambda end: end.is_out_of_memory and end.exit_code == _SIGKILL,
+        sentence="Container {name} was killed because it had used up {limit}",
+        remedy="Raise resources.memory, or use less memory",
+        lost="out of memory",
+        cause=FailureCause.DIED,
+    ),
+    _Row(
+        fits=lambda end: bool(end.error),
+        sentence="Container {name} could not run: {error}",
+        cause=FailureCause.NOT_STARTED,
+    ),
+    _Row(
+        fits=lambda end: end.exit_code == EXIT_CODE,
+        sentence="Container {name} could not start its agent: {last_line}",
+        remedy="Name an image with Python 3.11 or later and torch, with image=",
+        cause=FailureCause.NOT_STARTED,
+    ),
+    _Row(
+        fits=lambda end: end.exit_code == _SIGKILL,
+        sentence="Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
+        remedy="`docker kill` or `docker rm --force` do that, and stopping the engine",
+        lost="killed",
+    ),
+    _Row(
+        fits=lambda end: end.exit_code == _SIGTERM,
+        sentence="Container {name} received SIGTERM",
+        remedy="`docker stop` does that, and stopping the engine",
+        lost="killed",
+    ),
+    _Row(
+        fits=lambda end: bool(end.exit_code) and end.last_line.endswith("exec format error"),
+        sentence="Container {name} could not start: the image is made for another processor ({last_line})",
+        remedy="Name one for the engine's platform, with image=",
+        cause=FailureCause.NOT_STARTED,
+    ),
+    _Row(
+        fits=lambda end: bool(end.exit_code and end.last_line),
+        sentence="Container {name} ended with exit code {exit_code}; its last line: {last_line}",
+    ),
+    _Row(
+        fits=lambda end: bool(end.exit_code),
+        sentence="Container {name} ended with exit code {exit_code} and printed nothing",
+    ),
+)
+"""The first row that fits counts."""
+
+
+def explain(end: End) -> tuple[Trouble | None, LostBy]:
+    """What is wrong with a container, and whether something outside ended it."""
+    for row in _TABLE:
+        if row.fits(end):
+            values: dict[str, Any] = {field.name: getattr(end, field.name) for field in dataclasses.fields(end)}
+            values |= {"limit": end.limit, "last_line": end.last_line or "the image's Python cannot run it"}
+            trouble = Trouble(
+                sentence=row.sentence.format(**values),
+                remedy=row.remedy.format(**values),
+                heals=row.heals,
+                cause=row.cause,
+            )
+            return trouble, row.lost
+    return None, ""

@@ -1,0 +1,510 @@
+"""The Docker engine as a place: a container for each pod-to-be, all in one network, input and results as archives."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import pathlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import docker.errors
+
+from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
+from kale_dist.image.engine import Engine, explained
+from kale_dist.image.engine import explain as explain_engine
+from kale_dist.job import records
+from kale_dist.job.backend import Connection, JobRef, Look, Part, Place, RunHandle, Trouble
+from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
+from kale_dist.job.status import JobStatus, ReplicaStatus
+from kale_dist.places.docker import archive, containers, engines
+from kale_dist.places.docker.archive import Entry
+from kale_dist.places.docker.containers import Facts
+from kale_dist.places.docker.explain import End, explain
+from kale_dist.places.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
+from kale_dist.wire import FailureCause, InputFiles, Source, StateName, encode_json, payload
+from kale_dist.wire.blobs import FolderStore, pack_blobs, unpack_blobs
+from kale_dist.wording import listing
+from kale_dist.worker.rank import process_state
+
+_AT_ONCE = 8
+"""Requests that an engine gets at the same time."""
+
+_CONNECT_S = 1.0
+"""A container on this machine answers or refuses within milliseconds; where none does, the engine carries the bytes."""
+
+_CONFLICT = 409
+_ENDED = ("exited", "dead", "removing")
+_WORDS = 20
+_FRAME = struct.Struct(">BxxxI")
+
+_BRIDGE = """
+import os, socket, sys, threading
+port = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def up():
+    while data := os.read(0, 1 << 17):
+        port.sendall(data)
+    port.shutdown(socket.SHUT_WR)
+threading.Thread(target=up, daemon=True).start()
+while data := port.recv(1 << 17):
+    view = memoryview(data)
+    while view:
+        view = view[os.write(1, view):]
+"""
+"""A program for the first container, run by exec: it joins its standard streams to the port in its first argument."""
+
+
+class DockerPlace(Place):
+    """Containers on a Docker engine, rootless Docker or Podman. Safe to use from threads."""
+
+    name = "docker"
+    noun = "container"
+
+    settle = staticmethod(engines.settle)
+    render = staticmethod(containers.render)
+    object_name = staticmethod(containers.object_name)
+
+    def __init__(self) -> None:
+        # Containers that have ended do not change: each is inspected once.
+        self._ended: dict[str, Part] = {}
+        self._bridged: set[str] = set()
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the engine's volumes."""
+        engine = engines.connect()
+        with explained("listing volumes"):
+            return sorted(volume["Name"] for volume in engine.api.volumes()["Volumes"] or ())
+
+    def close(self) -> None:
+        """Close the connections to engines."""
+        engines.disconnect()
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
+        """Create a run's containers with their input in them, and start them. If one cannot be, none is left.
+
+        Raises:
+            JobExistsError: The name is taken.
+            BackendError: The engine refused.
+        """
+        engine = engines.connect()
+        order = containers.make_order(spec, run, used_restarts, process_state.read_flags(cuda=spec.cuda))
+        files: dict[str, bytes | pathlib.Path] = {
+            InputFiles.RUNTIME: payload.runtime_zip(),
+            InputFiles.KEY: key,
+            InputFiles.ORDER: encode_json(order.to_json()),
+        }
+        if order.source is Source.INPUT:
+            files[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
+        if checkpoint is not None:
+            files[InputFiles.CHECKPOINT] = checkpoint
+        facts = engines.facts_of(engine)
+        engines.ensure_network(engine)
+        made: list[str] = []
+        try:
+            with engines.gpus_held(engine, spec, facts) as settled:
+                _start_all(engine, spec, run, settled, files, made)
+        except BaseException:
+            _remove(engine, made)
+            raise
+        return _handle(engine, spec, run)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def look(self, handle: RunHandle) -> Look:
+        """What the engine says of the run's containers."""
+        engine = _engine(handle)
+        parts = []
+        for item in _list(engine, handle, every=True):
+            identifier, state = item["Id"], str(item.get("State") or "")
+            if identifier in self._ended:
+                parts.append(self._ended[identifier])
+            elif state in (*_ENDED, "paused"):
+                # Another process may remove it between the list and the look.
+                with explained(f"looking at a container of {handle.ref}"), contextlib.suppress(docker.errors.NotFound):
+                    parts.append(self._inspect(engine, identifier))
+            else:
+                name = str((item.get("Names") or ["?"])[0]).lstrip("/")
+                waits = state == "created"
+                number = _number(item.get("Labels") or {})
+                parts.append(Part(number=number, name=name, uid=identifier, state="waiting" if waits else "running"))
+        parts.sort(key=lambda part: part.number)
+        if any(part.lost for part in parts) and (person := self._canceller(engine, handle)):
+            trouble = Trouble(sentence=f"The job was cancelled by {person}", cause=FailureCause.USER)
+            is_over = all(part.state == "ended" for part in parts)
+            return Look(parts=tuple(parts), trouble=trouble, finished="cancelled" if is_over else "")
+        troubles = [part for part in parts if part.trouble is not None]
+        # What killed a container explains more than what ended because of it.
+        first = min(troubles, key=lambda part: (part.lost != "out of memory", not part.lost, part.number), default=None)
+        return Look(parts=tuple(parts), trouble=first.trouble if first is not None else None, gone=not parts)
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs on the engine are, oldest first: the first container of a job's newest run decides."""
+        if namespace is not None or labels:
+            argument = "namespace" if namespace is not None else "labels"
+            raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
+        engine = engines.connect()
+        with explained("listing containers"):
+            found = engine.api.containers(all=True, filters={"label": containers.JOB_LABEL})
+        jobs: dict[str, Any] = {}
+        for item in sorted(found, key=lambda item: (item["Created"], -_number(item["Labels"]))):
+            jobs.setdefault(item["Labels"][containers.JOB_LABEL], []).append(item)
+        return [_surveyed(name, items) for name, items in jobs.items()]
+
+    def _canceller(self, engine: Engine, handle: RunHandle) -> str:
+        """Who cancelled a run, as `kill` has left it in its first container; empty if nobody has."""
+        head = containers.container_name(handle.spec.name, handle.run, 0)
+        return _read(engine, head, containers.CANCELLED_FILE).decode(errors="replace")
+
+    def _inspect(self, engine: Engine, identifier: str) -> Part:
+        detail = engine.api.inspect_container(identifier)
+        state, status = detail["State"], str(detail["State"]["Status"])
+        name, number = str(detail["Name"]).lstrip("/"), _number(detail["Config"].get("Labels") or {})
+        has_ended = status in _ENDED
+        exit_code = int(state.get("ExitCode") or 0)
+        end = End(
+            name=name, status=status, exit_code=exit_code, is_out_of_memory=bool(state.get("OOMKilled")),
+            error=str(state.get("Error") or ""), memory_bytes=int((detail.get("HostConfig") or {}).get("Memory") or 0),
+            last_line=_last_line(engine, identifier) if has_ended and exit_code else "",
+        )  # fmt: skip
+        trouble, lost = explain(end)
+        message = b""
+        if has_ended:
+            with contextlib.suppress(BackendError, StoreError):
+                message = _read(engine, identifier, containers.TERMINATION_FILE)
+        part = Part(
+            number=number, name=name, uid=identifier, state="ended" if has_ended else "running",
+            exit_code=exit_code if has_ended else None, message=message.decode(errors="replace"), trouble=trouble, lost=lost,
+        )  # fmt: skip
+        if has_ended:
+            self._ended[identifier] = part
+        return part
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
+        """What the first container printed, or what its engine still has of it."""
+        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
+        with explained(f"reading the output of {name}"):
+            stream = engine.api.logs(name, stream=True, follow=follow)
+            try:
+                yield stream
+            finally:
+                with contextlib.suppress(Exception):
+                    stream.close()
+
+    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+        """The end of what a container printed."""
+        with explained(f"reading the output of {part.name}"):
+            said: bytes = _engine(handle).api.logs(part.uid, tail=limit // 50)
+        return said[-limit:]
+
+    def connect(self, handle: RunHandle) -> Connection:
+        """Connect to the first container's agent: directly where its network is this machine's, else through the engine."""
+        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
+        with explained(f"connecting to {name}"):
+            networks = engine.api.inspect_container(name)["NetworkSettings"]["Networks"]
+        address = str((networks.get(containers.NETWORK) or {}).get("IPAddress") or "")
+        if engine.is_local and address and engine.url not in self._bridged:
+            try:
+                return socket.create_connection((address, PORT + 2), _CONNECT_S)
+            except ConnectionRefusedError as error:
+                raise BackendError(f"The agent in {name} does not listen yet", retryable=True) from error
+            except OSError:
+                # Rootless engines and those in a virtual machine have networks that this machine does not see.
+                self._bridged.add(engine.url)
+        with explained(f"connecting to {name}"):
+            made = engine.api.exec_create(name, ["python3", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
+            return _Bridge(engine.api.exec_start(made, socket=True))
+
+    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Copy a file out of the first container, which works on one that has ended too."""
+        engine, container = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
+        with explained(f"fetching {name} from the container {container}"):
+            try:
+                stream, _ = engine.api.get_archive(container, f"{WORK_FOLDER}/job/{name}")
+            except docker.errors.NotFound:
+                return False
+            with contextlib.closing(stream):
+                archive.save_file(stream, target)
+        return True
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
+        """End the run's containers; the engine sends SIGKILL itself when the grace is over."""
+        engine = _engine(handle)
+        if not why:
+            mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
+            head = containers.container_name(handle.spec.name, handle.run, 0)
+            with contextlib.suppress(docker.errors.APIError):
+                engine.api.put_archive(head, "/", archive.pack([mark]))
+
+        def stop(identifier: str) -> None:
+            with contextlib.suppress(Exception):
+                engine.api.stop(identifier, timeout=max(1, round(grace_s)))
+
+        for item in _list(engine, handle, every=False):
+            if grace_s > 0:
+                threading.Thread(target=stop, args=(item["Id"],), daemon=True).start()
+            else:
+                with contextlib.suppress(docker.errors.APIError):
+                    engine.api.kill(item["Id"], signal="SIGKILL")
+
+    def remove(self, handle: RunHandle) -> None:
+        """Remove the run's containers with what they wrote."""
+        engine = _engine(handle)
+        _remove(engine, [item["Id"] for item in _list(engine, handle, every=True)])
+
+    # -- adoption -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
+        """Find a job on the engine: its specification is a label, its key and snapshot are in the container's input."""
+        engine = engines.connect()
+        with explained(f"looking for {ref}"):
+            found = engine.api.containers(all=True, filters={"label": f"{containers.JOB_LABEL}={ref.name}"})
+        heads = {
+            int(item["Labels"].get(containers.RUN_LABEL) or 1): item for item in found if not _number(item["Labels"])
+        }
+        if not heads:
+            raise JobNotFoundError(
+                f"There is no job {ref.name!r} on the Docker engine at {engine.url}. {listing(self.name)}"
+            )
+        run, head = max(heads.items())
+        labels = head["Labels"]
+        try:
+            spec = JobSpec.from_json(json.loads(labels[containers.SPEC_LABEL]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise JobNotFoundError(
+                f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
+            ) from error
+        handle = _handle(engine, spec, run)
+        if trust is None:
+            return handle, None
+        submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
+        if submitter != records.identity() and not trust:
+            warn(
+                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run their code: "
+                "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
+            )
+            return handle, None
+        key = _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.KEY}")
+        if key and (packed := _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.SNAPSHOT}")):
+            # The model can then be built again from here.
+            unpack_blobs(packed, records.blobs_dir())
+        return handle, key or None
+
+
+class _Bridge:
+    """A connection through the engine: the streams of a program in the container, in frames of the engine's."""
+
+    def __init__(self, stream: Any) -> None:
+        # The library gives a file around the socket on some engines, and the socket on others.
+        self._stream = stream
+        self._socket = getattr(stream, "_sock", stream)
+        self._left = 0
+        self._is_output = True
+
+    def sendall(self, data: bytes, /) -> None:
+        self._socket.sendall(data)
+
+    def recv(self, size: int, /) -> bytes:
+        while True:
+            while not self._left:
+                header = self._exactly(_FRAME.size)
+                if not header:
+                    return b""
+                kind, self._left = _FRAME.unpack(header)
+                self._is_output = kind == 1
+            data: bytes = self._socket.recv(min(size, self._left))
+            self._left -= len(data)
+            if self._is_output or not data:
+                return data
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self._socket.recv(size - len(data))
+            if not piece:
+                return b""
+            data += piece
+        return data
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        self._socket.settimeout(seconds)
+
+    def shutdown(self, how: int, /) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(how)
+
+    def close(self) -> None:
+        self.shutdown(socket.SHUT_RDWR)
+        # The library keeps the answer by which it got the socket beside it.
+        for held in (self._stream, getattr(self._stream, "_response", self._stream), self._socket):
+            with contextlib.suppress(Exception):
+                held.close()
+
+
+def _engine(handle: RunHandle) -> Engine:
+    return engines.connect(handle.get("engine"))
+
+
+def _handle(engine: Engine, spec: JobSpec, run: int) -> RunHandle:
+    return RunHandle(
+        ref=JobRef("docker", spec.name),
+        object=containers.object_name(spec.name, run),
+        run=run,
+        spec=spec,
+        place=(("engine", engine.url),),
+    )
+
+
+def _list(engine: Engine, handle: RunHandle, *, every: bool) -> Sequence[dict[str, Any]]:
+    labels = [f"{containers.JOB_LABEL}={handle.spec.name}", f"{containers.RUN_LABEL}={handle.run}"]
+    with explained(f"listing the containers of {handle.ref}"):
+        found: Sequence[dict[str, Any]] = engine.api.containers(all=every, filters={"label": labels})
+    return found
+
+
+def _surveyed(name: str, items: Sequence[Mapping[str, Any]]) -> JobStatus:
+    """How a job is by the list of its containers, oldest first."""
+    heads = [item for item in items if not _number(item["Labels"])] or list(items)
+    head = max(heads, key=lambda item: int(item["Labels"].get(containers.RUN_LABEL) or 1))
+    state = StateName.RUNNING if head["State"] == "running" else StateName.PENDING
+    if head["State"] in _ENDED:
+        state = StateName.SUCCEEDED if str(head["Status"]).startswith("Exited (0)") else StateName.FAILED
+    world_size = 0
+    # A version that this one does not understand has written it.
+    with contextlib.suppress(KeyError, ValueError, TypeError):
+        world_size = int(json.loads(head["Labels"][containers.SPEC_LABEL])["topology"]["number_of_processes"])
+    return JobStatus(
+        ref=str(JobRef("docker", name)),
+        state=state,
+        created=float(items[0]["Created"]),
+        replicas=tuple(ReplicaStatus(rank=rank) for rank in range(world_size)),
+    )
+
+
+def _number(labels: Mapping[str, str]) -> int:
+    text = labels.get(containers.POD_LABEL, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _last_line(engine: Engine, identifier: str) -> str:
+    """The last line that was not written for the notebook; what the bootstrap says before all others."""
+    with contextlib.suppress(docker.errors.APIError):
+        said = engine.api.logs(identifier, tail=_WORDS).decode(errors="replace").splitlines()
+        plain = [line for line in said if line.strip() and line[:1] not in "@=~*|!#+{"]
+        own = [line.removeprefix("kale_dist: ") for line in plain if line.startswith("kale_dist: ")]
+        return str((own or plain or [""])[-1])
+    return ""
+
+
+def _read(engine: Engine, container: str, path: str) -> bytes:
+    """A small file of a container; empty if it is not there."""
+    with explained(f"reading {path} of a container"), contextlib.suppress(docker.errors.NotFound, StoreError):
+        stream, _ = engine.api.get_archive(container, path)
+        with contextlib.closing(stream):
+            return archive.read_file(stream)
+    return b""
+
+
+def _start_all(
+    engine: Engine, spec: JobSpec, run: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], made: list[str]
+) -> None:
+    fresh = _fresh_volumes(engine, spec)
+
+    def make(number: int) -> str:
+        name = containers.container_name(spec.name, run, number)
+        with explained(f"creating the container {name} from {spec.image}"):
+            try:
+                body = containers.container(spec, run, number, facts)
+                identifier = str(engine.api.create_container_from_config(body, name=name)["Id"])
+            except docker.errors.APIError as error:
+                if error.status_code == _CONFLICT:
+                    raise JobExistsError(
+                        f"name: the Docker engine at {engine.url} has a container {name} already. Choose another name, "
+                        f"or remove the old job: kale-dist delete docker://{spec.name}"
+                    ) from error
+                raise
+        made.append(identifier)
+        return identifier
+
+    def begin(number: int) -> None:
+        identifier = first if number == 0 else make(number)
+        name = containers.container_name(spec.name, run, number)
+        with explained(f"copying the job's input into the container {name}"):
+            engine.api.put_archive(identifier, "/", archive.pack(_input(spec, number, facts, files, fresh)))
+        with explained(f"starting the container {name} from {spec.image}"):
+            engine.api.start(identifier)
+
+    # The first one is made alone: it takes the name, and if that is taken there is nothing else to undo.
+    first = make(0)
+    _each(begin, range(spec.topology.number_of_pods))
+
+
+def _each(act: Callable[[Any], None], items: Sequence[Any]) -> None:
+    """Do it for all, several at once; raises the first error once all have ended."""
+    if items:
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist docker") as pool:
+            for done in [pool.submit(act, item) for item in items]:
+                done.result()
+
+
+def _input(
+    spec: JobSpec, number: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
+) -> Iterator[Entry]:
+    """Folders that the container's user can write into, and the job's input."""
+    user, _, group = facts.user.partition(":")
+    own = (int(user or 0), int(group or 0))
+    yield Entry(path="kale-dist", mode=0o755)
+    folders = [INPUT_FOLDER, WORK_FOLDER, HOME_FOLDER]
+    for folder in folders:
+        yield Entry(path=folder.lstrip("/"), mode=0o700, owner=own)
+    for mount in fresh if number == 0 else ():
+        yield Entry(path=mount.lstrip("/"), mode=0o755, owner=own)
+    for name, data in files.items():
+        if number == 0 or name != InputFiles.CHECKPOINT:
+            yield Entry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
+    if number == 0 and InputFiles.SNAPSHOT not in files:
+        store, inside = FolderStore(records.blobs_dir()), pathlib.PurePosixPath(WORK_FOLDER, "blobs")
+        known: set[pathlib.PurePosixPath] = set()
+        for digest in spec.blobs:
+            path = store.path(digest)
+            target = inside / path.relative_to(store.root)
+            for parent in (inside, target.parent):
+                if parent not in known:
+                    known.add(parent)
+                    yield Entry(path=str(parent).lstrip("/"), mode=0o700, owner=own)
+            yield Entry(path=str(target).lstrip("/"), mode=0o444, data=path, owner=own)
+
+
+def _fresh_volumes(engine: Engine, spec: JobSpec) -> tuple[str, ...]:
+    """Paths of named volumes that the engine is about to make: they would belong to root."""
+    named = [volume for volume in spec.volumes if volume.kind is not VolumeKind.FOLDER and not volume.read_only]
+    if not named:
+        return ()
+    with explained("listing volumes"):
+        there = {volume["Name"] for volume in engine.api.volumes()["Volumes"] or ()}
+    return tuple(volume.mount_path for volume in named if volume.source not in there)
+
+
+def _remove(engine: Engine, identifiers: Sequence[str]) -> None:
+    def remove_one(identifier: str) -> None:
+        with contextlib.suppress(docker.errors.NotFound):
+            try:
+                engine.api.remove_container(identifier, v=True, force=True)
+            except docker.errors.APIError as error:
+                # It is being removed already.
+                if error.status_code != _CONFLICT:
+                    raise explain_engine(error, "removing a container") from error
+
+    _each(remove_one, identifiers)

@@ -1,0 +1,250 @@
+"""The `Backend` protocol for jobs in containers, over a `Place`: a job's folder here, a follower for each unfinished job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, Place, PlaceEvent, Plan, RunHandle
+from kale_dist.job.reader import FolderBackend
+from kale_dist.job.records import Record, Run
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.job.status import JobStatus
+from kale_dist.places.following import verdict
+from kale_dist.places.following.follower import Follower, handle_of
+from kale_dist.wire import CANCEL_GRACE_S
+
+WAIT_S = 0.5
+"""How often a reader of a log looks for lines that another process has copied; its own follower wakes it."""
+
+
+class FollowedBackend(FolderBackend):
+    """Runs jobs at a place and follows them. One instance serves a whole process; it is safe to use from threads.
+
+    Args:
+        place: Where containers run.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(lambda _: True)
+        self.place = place
+        """Where containers run."""
+        self._followers: dict[str, Follower] = {}
+
+    @property
+    def name(self) -> str:
+        """The word that `on=` takes."""
+        return self.place.name
+
+    def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+        """Have the place look up what a request leaves open."""
+        return self.place.settle(request, name=name, image=image, recipe=recipe, submit=submit)
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """What would be created."""
+        return Plan(backend=self.name, spec=spec, text=self.place.render(spec))
+
+    def submit(self, spec: JobSpec, key: bytes) -> JobRef:
+        """Create the job's objects, write the job down, and begin to follow it.
+
+        Raises:
+            JobExistsError: The name is taken, here or at the place.
+            StoreError: The job's folder cannot be written.
+            BackendError: The place cannot be reached or refused.
+        """
+        name = f"{spec.cluster.namespace}/{spec.name}" if spec.cluster.namespace else spec.name
+        ref = JobRef(self.name, name)
+        records.create(ref.record_name, key)
+        try:
+            handle = self.place.start(spec, key)
+            try:
+                self._write_record(handle, created=time.time())
+            except BaseException:
+                self.place.remove(handle)
+                raise
+        except BaseException:
+            records.withdraw(ref.record_name)
+            raise
+        self._follow(ref)
+        return ref
+
+    def status(self, ref: JobRef) -> JobStatus:
+        """What heads have said, and what the place says of pods whose agents say nothing (yet)."""
+        job = self._reader(ref)
+        if (status := job.status()).is_final:
+            return status
+        follower = self._follow(ref)
+        follower.wait_for_look()
+        return verdict.overlay(
+            job.status(),
+            follower.look,
+            job.record().spec,
+            self.place.noun,
+            activity=follower.activity,
+            problem=follower.problem,
+        )
+
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
+        """End a job: its head ends the ranks; where it cannot be reached, its place ends the containers."""
+        if not self._reader(ref).status().is_final:
+            self._follow(ref).cancel(grace_s)
+
+    def delete(self, ref: JobRef) -> None:
+        """End the job and remove every trace of it, at its place and here.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: The place cannot be reached or refused.
+        """
+        record = self._reader(ref).record()
+        with self._lock:
+            follower = self._followers.pop(ref.record_name, None)
+        if follower is not None:
+            follower.stop()
+        # Another process may follow it: it shall not start the next run.
+        records.mark_cancelled(records.files(ref.record_name))
+        for run in records.runs(ref.record_name):
+            self.place.remove(handle_of(self.place, record, run))
+        if follower is not None:
+            follower.join()
+        with self._lock:
+            self._readers.pop(ref.record_name, None)
+        records.delete(ref.record_name)
+        self._tell(ref)
+
+    def list(self) -> Sequence[JobRef]:
+        """Jobs of this user's records, and those of the place, oldest first.
+
+        Where jobs have namespaces, those of the configured one that the place has.
+
+        Raises:
+            BackendError: The place does not answer, and there is no record that could be listed without it.
+        """
+        recorded = records.refs(self.name)
+        known = [JobRef.parse(ref) for ref in recorded if "/" not in ref.partition("://")[2]]
+        # Places tell the age of jobs in whole seconds; records know the order of this user's own.
+        order = {ref: number for number, ref in enumerate(recorded)}
+        try:
+            there = sorted(self.place.survey(None, {}), key=lambda job: (job.created or 0.0, order.get(job.ref, -1)))
+            known += [ref for ref in (JobRef.parse(job.ref) for job in there) if ref not in known]
+        except BackendError:
+            if not known:
+                raise
+        return known
+
+    def survey(self, *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Sequence[JobStatus]:
+        """How all jobs of the place are, oldest first, as far as the place itself knows: none of them is followed."""
+        return self.place.survey(namespace, labels or {})
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
+        """Make a record of a job that was submitted from another machine, or by another user.
+
+        Args:
+            ref: The job.
+            trust: Whether its results may be loaded although another user submitted it. None only looks: the job's key
+                is not taken, so that the job does not become one of this user's.
+        """
+        if ref.backend != self.name:
+            raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
+        if records.exists(ref.record_name) and (trust is None or records.read_key(ref.record_name) is not None):
+            return ref
+        handle, key = self.place.adopt(ref, trust=trust)
+        name = handle.ref.record_name
+        if records.exists(name) and (key is None or records.read_key(name) is not None):
+            return handle.ref
+        if records.exists(name):
+            self._forget(handle.ref)
+            records.withdraw(name)
+        with records.keeping_blobs(), contextlib.suppress(JobExistsError):
+            records.create(name, key or b"")
+            self._write_record(handle, created=time.time())
+        return handle.ref
+
+    def fetch(self, ref: JobRef, name: str) -> None:
+        """Bring the checkpoint or an outcome of a job here.
+
+        Raises:
+            StoreError: An ended job's file is gone.
+        """
+        ended = self._reader(ref).status().is_final
+        try:
+            came = self._follow(ref).fetch(name)
+        except (BackendError, StoreError):
+            if ended:
+                raise
+            return
+        if ended and not came and name != "checkpoint":
+            raise StoreError(f"{name} of {ref} is no longer there: the job's {self.place.noun}s have ended or are gone")
+
+    def describe(self, ref: JobRef) -> Mapping[str, object]:
+        """The object of the newest run, as it is now; empty where it is no single object."""
+        record = self._reader(ref).record()
+        return self.place.describe(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+
+    def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
+        """What the place has said of the newest run's parts, oldest first."""
+        record = self._reader(ref).record()
+        return self.place.events(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the volumes that jobs can have."""
+        return self.place.volumes()
+
+    def close(self) -> None:
+        """Stop following jobs. They keep running."""
+        with self._lock:
+            followers, self._followers = list(self._followers.values()), {}
+        for follower in followers:
+            follower.stop()
+        for follower in followers:
+            follower.join()
+        self.place.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _write_record(self, handle: RunHandle, *, created: float) -> None:
+        name = handle.ref.record_name
+        records.write(
+            Record(
+                ref=str(handle.ref), name=name, created=created, spec=handle.spec, kernel_pid=os.getpid(), detach=True,
+                place=handle.place,
+            )
+        )  # fmt: skip
+        for number in range(1, handle.run + 1):
+            # Of the runs before a job was adopted only their number is known.
+            run = Run(number=number, files=records.files(name).run(number), first_attempt=number - 1)
+            records.write_run(dataclasses.replace(run, object=handle.object) if number == handle.run else run)
+
+    def _follow(self, ref: JobRef) -> Follower:
+        """The follower of a job."""
+        with self._lock:
+            found = self._followers.get(ref.record_name)
+            if found is None or not found.is_alive:
+                found = self._followers[ref.record_name] = Follower(
+                    place=self.place,
+                    record=self._reader(ref).record(),
+                    key=records.read_key(ref.record_name),
+                    on_lines=self._wake_readers,
+                    on_change=lambda: self._tell(ref),
+                )
+            return found
+
+    def _forget(self, ref: JobRef) -> None:
+        with self._lock:
+            follower = self._followers.pop(ref.record_name, None)
+            self._readers.pop(ref.record_name, None)
+        if follower is not None:
+            follower.stop()
+            follower.join()
+
+    def _attend(self, ref: JobRef) -> float:
+        # A follower that failed (a full disk) is made again.
+        with contextlib.suppress(JobNotFoundError):
+            self._follow(ref)
+        return WAIT_S

@@ -1,0 +1,300 @@
+"""The notebook's side of the head's byte server: signed HTTP requests over any connection that a place can open."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import http.client
+import io
+import json
+import pathlib
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from kale_dist.errors import BackendError, StoreError
+from kale_dist.job.backend import Connection
+from kale_dist.wire import MAC_HEADER, SIZE_HEADER, sign_request
+from kale_dist.wire.blobs import Store, fresh
+
+Answer = TypeVar("Answer")
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes carried so far, and all there are."""
+
+_PIECE_BYTES = 1 << 20
+_ASK_FIRST_BYTES = 1 << 20
+"""A larger blob is asked for before it is sent: the head may have it, or a part of it."""
+
+_TRIES = 3
+"""Requests that are cut are repeated at once; more tries belong to the follower, which also looks at the pod."""
+
+_ANSWER_S = 60.0
+"""A head that says nothing for so long while it answers a request counts as gone. A busy one answers within seconds."""
+
+_CUT = (OSError, http.client.HTTPException)
+
+
+class HeadClient:
+    """Requests to the head of one run. Each uses a connection of its own, so that threads can share a client.
+
+    Every method raises `BackendError`: retryable where the head could not be reached or the connection was cut.
+
+    Args:
+        connect: Opens a connection to the head's byte server.
+        key: The job's secret bytes.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], key: bytes) -> None:
+        self._connect = connect
+        self._key = key
+
+    def status(self) -> dict[str, Any]:
+        """What the head says of itself: state, verdict, sizes of outcomes and of the checkpoint, blobs it lacks."""
+        answer = json.loads(self._ask("GET", "/status"))
+        if not isinstance(answer, dict):
+            raise BackendError(f"The head answered /status with {answer!r}, which is not a status")
+        return answer
+
+    def ack(self) -> None:
+        """Tell the head that all outcomes are here, so that its pod may end."""
+        self._ask("POST", "/ack", b"{}")
+
+    def cancel(self, grace_s: float) -> None:
+        """Have the head end the job: SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
+        self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s}).encode())
+
+    @contextlib.contextmanager
+    def stream(self, line: int, event: int, silence_s: float) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:
+        """Blocks of the log and events as they come, until the job has ended.
+
+        Args:
+            line: Number of the first line that is wanted.
+            event: Number of the first event that is wanted.
+            silence_s: Seconds without a byte after which the connection counts as dead.
+
+        Returns:
+            The bytes, and a function that ends the stream from another thread.
+        """
+        with self._request("GET", f"/stream?line={line}&event={event}", b"", silence_s) as (answer, end):
+
+            def pieces() -> Iterator[bytes]:
+                try:
+                    # read1 gives what is there; read would wait until a whole piece has come.
+                    while piece := answer.read1(_PIECE_BYTES):
+                        yield piece
+                except (*_CUT, ValueError) as error:
+                    raise _cut("copying the log", error) from error
+
+            yield pieces(), end
+
+    def upload(self, store: Store, digests: Iterable[str], on_progress: OnProgress | None = None) -> None:
+        """Send blobs that the head lacks. A blob that was cut is resumed where it broke.
+
+        Args:
+            store: Where they are.
+            digests: Which.
+            on_progress: Called after each piece.
+
+        Raises:
+            StoreError: The store lacks a blob, it is damaged, or the head's disk is full.
+        """
+        blobs = [(digest, memoryview(store.open(digest)).cast("B")) for digest in dict.fromkeys(digests)]
+        total, done = sum(len(view) for _, view in blobs), 0
+        for digest, view in blobs:
+            self._upload_one(digest, view, _shifted(on_progress, done, total))
+            done += len(view)
+
+    def fetch_file(self, name: str, target: pathlib.Path, on_progress: OnProgress | None = None) -> None:
+        """Bring a file of the head's folder here, whole or not at all.
+
+        Args:
+            name: Of an outcome, or `checkpoint`.
+            target: Where to write it.
+            on_progress: Called after each piece.
+
+        Raises:
+            StoreError: The head has no such file, or it cannot be written here.
+        """
+
+        def fetch() -> None:
+            with self._request("GET", f"/files/{name}") as (answer, _), writing(target) as file:
+                total = int(answer.headers.get("Content-Length") or 0)
+                done = 0
+                while piece := answer.read(_PIECE_BYTES):
+                    file.write(piece)
+                    done += len(piece)
+                    if on_progress is not None:
+                        on_progress(done, total)
+                if done != total:
+                    raise ConnectionResetError(f"{done:,} of {total:,} bytes had come")
+
+        self._repeat(f"fetching {name}", fetch)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _upload_one(self, digest: str, view: memoryview, on_progress: Callable[[int], None]) -> None:
+        path = f"/blobs/{digest}"
+        offset = asked = 0
+
+        def send() -> None:
+            nonlocal offset, asked
+            if asked or len(view) > _ASK_FIRST_BYTES:
+                there = json.loads(self._request_once("GET", f"{path}/size"))
+                offset = len(view) if there["complete"] else int(there["received"])
+            asked = 1
+            if offset < len(view) or not len(view):
+                self._put(f"{path}?offset={offset}", view, offset, on_progress)
+            on_progress(len(view))
+
+        self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
+
+    def _put(self, path: str, view: memoryview, offset: int, on_progress: Callable[[int], None]) -> None:
+        with self._open(_ANSWER_S) as (peer, _):
+            peer.putrequest("PUT", path)
+            peer.putheader(MAC_HEADER, sign_request(self._key, "PUT", path))
+            peer.putheader(SIZE_HEADER, str(len(view)))
+            peer.putheader("Content-Length", str(len(view) - offset))
+            peer.endheaders()
+            while offset < len(view):
+                peer.send(view[offset : offset + _PIECE_BYTES])
+                offset = min(len(view), offset + _PIECE_BYTES)
+                on_progress(offset)
+            with peer.getresponse() as answer:
+                _check(answer, path)
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        return self._repeat(f"asking {method} {path}", lambda: self._request_once(method, path, body))
+
+    def _request_once(self, method: str, path: str, body: bytes = b"") -> bytes:
+        with self._request(method, path, body) as (answer, _):
+            return answer.read()
+
+    @contextlib.contextmanager
+    def _request(
+        self, method: str, path: str, body: bytes = b"", silence_s: float = _ANSWER_S
+    ) -> Iterator[tuple[http.client.HTTPResponse, Callable[[], None]]]:
+        with self._open(silence_s) as (peer, end):
+            digest = hashlib.sha256(body).hexdigest() if method == "POST" else ""
+            headers = {MAC_HEADER: sign_request(self._key, method, path, digest)}
+            try:
+                peer.request(method, path, body=body if method == "POST" else None, headers=headers)
+                answer = peer.getresponse()
+            except _CUT as error:
+                raise _cut(f"asking {method} {path}", error) from error
+            with answer:
+                _check(answer, path)
+                yield answer, end
+
+    @contextlib.contextmanager
+    def _open(self, silence_s: float) -> Iterator[tuple[http.client.HTTPConnection, Callable[[], None]]]:
+        with contextlib.closing(self._connect()) as connection:
+            connection.settimeout(silence_s)
+            peer = http.client.HTTPConnection("head")
+            peer.sock = HttpSocket(connection)
+            peer.auto_open = 0
+            yield peer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
+
+    def _repeat(self, doing: str, act: Callable[[], Answer]) -> Answer:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return act()
+            except StoreError:
+                raise
+            except (*_CUT, BackendError) as error:
+                if isinstance(error, BackendError) and not error.retryable:
+                    raise
+                if attempt == _TRIES:
+                    raise error if isinstance(error, BackendError) else _cut(doing, error) from error
+            except (ValueError, KeyError, TypeError) as error:
+                raise BackendError(f"The head's answer while {doing} could not be read: {error}") from error
+
+
+class HttpSocket:
+    """A place's connection with the methods that `http.client` wants of a socket."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.sendall = connection.sendall
+
+    def close(self) -> None:
+        """Nothing: the library lets go of its socket before the answer has been read."""
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """A file that reads the connection."""
+        return io.BufferedReader(_Received(self._connection), _PIECE_BYTES)
+
+
+class _Received(io.RawIOBase):
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._connection.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+@contextlib.contextmanager
+def writing(target: pathlib.Path) -> Iterator[io.BufferedWriter]:
+    """A file that appears under its name when it is complete, and not at all after an error.
+
+    Raises:
+        StoreError: The disk is full or read-only.
+    """
+    try:
+        with fresh(target) as part, part.open("wb") as file:
+            yield file
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+            raise
+        raise StoreError(
+            f"{target} could not be written on the notebook's side: {error.strerror or error}. Free some space, or set "
+            "XDG_STATE_HOME to a folder on a larger disk"
+        ) from error
+
+
+def _check(answer: http.client.HTTPResponse, path: str) -> None:
+    """Turn an answer that is an error into this library's.
+
+    Raises:
+        BackendError: The head refused.
+        StoreError: It has no such file, or could not keep what was sent.
+    """
+    if answer.status < http.client.MULTIPLE_CHOICES:
+        return
+    said = answer.read(_PIECE_BYTES).decode(errors="replace").strip()
+    name = path.rpartition("/")[2].partition("?")[0]
+    match answer.status:
+        case http.client.NOT_FOUND:
+            raise StoreError(f"The head has no {name}")
+        case http.client.FORBIDDEN:
+            raise BackendError(
+                "The head refused the request: the key of this job here is not the one it was started with"
+            )
+        case http.client.CONFLICT:
+            raise ConnectionResetError(said or "another part of the blob was expected")
+        case http.client.INSUFFICIENT_STORAGE:
+            raise StoreError(f"The disk of the head's pod is full: {said}")
+        case http.client.UNPROCESSABLE_ENTITY:
+            raise StoreError(
+                f"What arrived at the head is not blob {name}: the snapshot's file on this machine is damaged"
+            )
+    raise BackendError(
+        f"The head answered {path} with {answer.status}: {said}",
+        retryable=answer.status >= http.client.INTERNAL_SERVER_ERROR,
+    )
+
+
+def _cut(doing: str, error: BaseException) -> BackendError:
+    return BackendError(f"The connection to the job's head was cut while {doing}: {error}", retryable=True)
+
+
+def _shifted(on_progress: OnProgress | None, done: int, total: int) -> Callable[[int], None]:
+    return (lambda _: None) if on_progress is None else (lambda count: on_progress(done + count, total))

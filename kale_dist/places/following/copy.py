@@ -1,0 +1,470 @@
+"""The copy of one run here: the head's blocks are appended to the same files, each once, in their order.
+
+A thread brings them (`HeadReader`), over a connection, else from the head's stdout. A connection is first, because stdout is
+only a bounded copy of a fast log. Stdout is read where no connection is allowed or none stands for a while, and at the end
+for what is missing. The end of a stream means nothing: the end is the head's verdict, with the number of its last line.
+
+Where the next line and the next event belong is read from the files themselves: a follower that was killed leaves at most
+a torn block, which is cut off. Lines that will never come are replaced by one line that says how many are missing and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.errors import BackendError, StoreError
+from kale_dist.job.backend import NoConnectionError, Place, RunHandle
+from kale_dist.places.following.client import HeadClient
+from kale_dist.wire import (
+    Block,
+    BlockReader,
+    EventBlock,
+    EventKind,
+    JobFiles,
+    LineBlock,
+    OutcomePart,
+    ProgressBlock,
+    StateName,
+    Stream,
+)
+from kale_dist.wire.blobs import fresh
+
+SILENCE_S = 45.0
+"""A connection without a byte for so long is opened again from the last line: a tunnel that died (a laptop that slept)
+says nothing. The head says something every 15 s."""
+
+CONNECT_S = 15.0
+"""A head that cannot be connected to for so long is read from its stdout until it can."""
+
+PAUSE_S = 0.5
+"""Between two tries to connect."""
+
+_PIECE_BYTES = 1 << 20
+_DROPPED = "the head keeps only the newest part of a long log"
+_ENDED = "the head ended before they could be copied"
+_TAIL_BYTES = 1 << 20
+_FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+
+
+class GapError(Exception):
+    """Lines or events are missing before the next block, and may yet be had in another way."""
+
+
+class RunCopy:
+    """The copy of one run. Only the process that holds the folder's lock may have one; for one thread at a time.
+
+    Args:
+        files: The run's files; their folder has to be there.
+        world_size: Ranks of the job.
+        on_lines: Called when the log has grown.
+        on_change: Called when the status may be another one.
+
+    Raises:
+        StoreError: The files cannot be read or written.
+    """
+
+    def __init__(
+        self, files: JobFiles, world_size: int, on_lines: Callable[[], None], on_change: Callable[[], None]
+    ) -> None:
+        self.verdict: dict[str, Any] | None = None
+        """The head's final state event. Readers do not see it, or what follows it, before `release`."""
+        self.last_attempt = 0
+        """The head's newest attempt that was seen."""
+        self.has_started = False
+        """Whether ranks have started."""
+        self._files = files
+        self.world_size = world_size
+        """Ranks of the job."""
+        self._on_lines = on_lines
+        self._on_change = on_change
+        self._held: list[bytes] = []
+        self._progress: dict[str, Any] = {}
+        self._has_new_progress = False
+        self._parts: dict[tuple[int, int], list[bytes]] = {}
+        self._log_lines: list[bytes] = []
+        with _writable(files):
+            self._log = files.log.open("ab", buffering=0)
+            self._events = files.events.open("ab", buffering=0)
+            self.next_line = self._recover_log()
+            self.next_event = self._recover_events()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the head had to say is here."""
+        return self.verdict is not None and self.next_line >= (self.verdict.get("next_line") or 0)
+
+    def take(self, blocks: Iterable[Block], *, missing: str = "", is_last: bool = False) -> None:
+        """Append what is new, and write it to the disk.
+
+        Args:
+            blocks: From a connection or from the head's stdout.
+            missing: Why lines are missing that were skipped, as a clause after "because"; empty if they may still be had.
+            is_last: Whether stdout is read for the last time: what no agent wrote there is copied then, and only then.
+
+        Raises:
+            GapError: Something was skipped, and `missing` is empty. What came before is kept.
+            StoreError: The disk is full, or the job was deleted.
+        """
+        try:
+            for block in blocks:
+                if isinstance(block, LineBlock):
+                    self._take_lines(block, missing)
+                elif isinstance(block, EventBlock):
+                    self._take_event(block, missing)
+                elif isinstance(block, ProgressBlock):
+                    name = wire.last_name(block.event)
+                    if name is not None:
+                        self._progress[name] = block.event
+                        self._has_new_progress = True
+                elif isinstance(block, OutcomePart):
+                    self._take_part(block)
+                elif is_last and block.text.strip():
+                    self._append_own(b"pod 0: " + wire.clean(block.text)[: wire.MAX_LINE_BYTES])
+        finally:
+            self.flush()
+            self._write_progress()
+
+    def say(self, text: str) -> None:
+        """Append a line of our own, which has no number."""
+        self._append_own(text.encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that were taken.
+
+        Raises:
+            StoreError: The disk is full, or the job was deleted.
+        """
+        if not self._log_lines:
+            return
+        with _writable(self._files):
+            _write_all(self._log, b"".join(self._log_lines))
+        self._log_lines = []
+        self._on_lines()
+
+    def release(self, events: Iterable[dict[str, Any]] | None = None) -> None:
+        """Let readers see how the run ended. Nothing is copied after it.
+
+        Args:
+            events: In the place of the head's verdict and what followed it; None for those.
+        """
+        held = self._held if events is None else [wire.encode_json(event) for event in events]
+        self._held = []
+        self.flush()
+        with _writable(self._files):
+            _write_all(self._events, b"".join(held))
+        self._on_change()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._log.close()
+        self._events.close()
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    def _take_lines(self, block: LineBlock, missing: str) -> None:
+        if block.first is None:
+            return
+        following = block.first + block.count
+        if following <= self.next_line:
+            return
+        if block.first > self.next_line:
+            self.skip_lines(block.first, missing)
+        self._log_lines.append(block.since(self.next_line).encode())
+        self.next_line = following
+        self.last_attempt = max(self.last_attempt, block.attempt)
+
+    def skip_lines(self, following: int, missing: str) -> None:
+        """Say that the lines before a number are missing; nothing if they are not.
+
+        Args:
+            following: The number of the next line that there is.
+            missing: As in `take`.
+        """
+        count = following - self.next_line
+        if count <= 0:
+            return
+        if not missing:
+            raise GapError
+        lines = "1 line is" if count == 1 else f"{count:,} lines are"
+        numbers = f"{self.next_line:,}" if count == 1 else f"{self.next_line:,} to {following - 1:,}"
+        self._append_own(f"{lines} missing here (number {numbers}), because {missing}".encode())
+        self.next_line = following
+
+    def _append_own(self, line: bytes) -> None:
+        body = wire.body_of(Stream.AGENT, [line])
+        self._log_lines.append(wire.encode_lines(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
+
+    def _recover_log(self) -> int:
+        """Cut off what is torn; gives the number of the next line."""
+        span, following = _TAIL_BYTES, 0
+        with self._files.log.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            while True:
+                found = wire.lines_after(file, size - span) if size > span else None
+                start = file.seek(0 if found is None else found[0])
+                blocks = BlockReader()
+                for block in blocks.feed(file.read()):
+                    if isinstance(block, LineBlock):
+                        following = block.next or following
+                # Lines of our own have no number: what comes before them has.
+                if following or not start:
+                    break
+                span *= 8
+        self._log.truncate(start + blocks.whole_bytes)
+        return following
+
+    # -- events, progress, outcomes -----------------------------------------------------------------------------------
+
+    def _take_event(self, block: EventBlock, missing: str) -> None:
+        if block.number < self.next_event:
+            return
+        if block.number > self.next_event:
+            if not missing:
+                raise GapError
+            count = block.number - self.next_event
+            events = "1 event is" if count == 1 else f"{count:,} events are"
+            self._append_own(f"{events} missing here (metrics or states of ranks), because {missing}".encode())
+        event = block.event
+        # Lines before an event are on the disk before it: who sees a rank's end can read its last line.
+        self.flush()
+        # Numbers are those of lines in the file; empty lines stand for events that are missing.
+        data = b"\n" * (block.number - self.next_event) + wire.encode_json(event)
+        self.next_event = block.number + 1
+        self._note(event)
+        if self.verdict is None and event.get("event") == EventKind.STATE and event.get("state") in _FINAL:
+            self.verdict = event
+        if self.verdict is not None:
+            self._held.append(data)
+            return
+        with _writable(self._files):
+            _write_all(self._events, data)
+        self._on_change()
+
+    def _note(self, event: dict[str, Any]) -> None:
+        with contextlib.suppress(TypeError, ValueError):
+            self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
+        if event.get("event") in (EventKind.STATE, EventKind.RANK) and event.get("state") == StateName.RUNNING:
+            self.has_started = True
+
+    def _write_progress(self) -> None:
+        if not self._has_new_progress:
+            return
+        with _writable(self._files), fresh(self._files.progress) as file:
+            file.write_text(json.dumps(self._progress))
+        self._has_new_progress = False
+        self._on_change()
+
+    def _recover_events(self) -> int:
+        data = self._files.events.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        self._events.truncate(whole)
+        for event in wire.decode_json_lines(data[:whole]):
+            self._note(event)
+        with contextlib.suppress(OSError, ValueError):
+            self._progress = dict(json.loads(self._files.progress.read_bytes()))
+        return data.count(b"\n")
+
+    def _take_part(self, part: OutcomePart) -> None:
+        """Outcomes are signed themselves: one that is not this job's is refused when it is read."""
+        target = self._files.outcome(part.attempt, part.rank)
+        if not part.index:
+            self._parts[part.attempt, part.rank] = []
+        parts = self._parts.get((part.attempt, part.rank), [])
+        if part.index != len(parts) or part.rank >= self.world_size or target.exists():
+            return
+        parts.append(part.data)
+        if len(parts) == part.count:
+            with _writable(self._files), fresh(target) as file:
+                file.write_bytes(b"".join(parts))
+            del self._parts[part.attempt, part.rank]
+
+
+# -- the thread ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time and waiting, as a follower uses them; tests have one of their own."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def wait(self, woken: threading.Event, seconds: float) -> None:
+        """Wait until the event is set, so long at most."""
+        woken.wait(seconds)
+
+
+class HeadReader:
+    """Follows the head of one run until it has ended and all of it that can be had is here.
+
+    Args:
+        place: Where the run is.
+        handle: The run.
+        client: For requests to the head; None where this user has no key.
+        copy: Where to write; no other thread appends to it meanwhile.
+        has_ended: Whether the head's container has ended or is gone.
+        on_end: Called when it has ended.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        handle: RunHandle,
+        client: HeadClient | None,
+        copy: RunCopy,
+        has_ended: Callable[[], bool],
+        on_end: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self.is_drained = False
+        """Whether nothing more will come."""
+        self.error: StoreError | None = None
+        """Why it gave up: the disk is full, or the job was deleted here."""
+        self._place = place
+        self._handle = handle
+        self._client = client
+        self._copy = copy
+        self._has_ended = has_ended
+        self._on_end = on_end
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._end_stream: Callable[[], None] | None = None
+        # Why lines that stdout lacks are not fetched: empty while a connection may still bring them.
+        self._only_stdout = "" if client is not None else "only the user who started the job can connect to its head"
+        self._failing_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kale_dist copy {handle.object}", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Read no more; what comes later is found by the next follower."""
+        self._stopped.set()
+        self.hurry()
+        self._thread.join(timeout_s)
+
+    def hurry(self) -> None:
+        """End a connection that may wait for a head that is gone."""
+        end = self._end_stream
+        if end is not None:
+            with contextlib.suppress(OSError, BackendError):
+                end()
+
+    # -- inside, in the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set() and not self._copy.is_complete:
+                # Asked before reading: what a head has said before its end is then read for certain.
+                if self._has_ended():
+                    break
+                self._read_once()
+                if not self._copy.is_complete:
+                    self._clock.wait(self._stopped, PAUSE_S)
+            if not self._stopped.is_set() and not self._copy.is_complete:
+                self._read_the_rest()
+        except StoreError as error:
+            self.error = error
+        finally:
+            self.is_drained = not self._stopped.is_set() and self.error is None
+            self._on_end()
+
+    def _read_once(self) -> None:
+        """Read until the stream ends, for any reason."""
+        if self._client is None or self._only_stdout:
+            with contextlib.suppress(BackendError):
+                self._read_stdout(follow=True, missing=self._only_stdout)
+            return
+        try:
+            self._read_connection(self._client)
+        except NoConnectionError as error:
+            self._only_stdout = (
+                f"there is no connection to the head, whose stdout has only a part of a fast log: {error}"
+            )
+        except BackendError:
+            now = self._clock.monotonic()
+            if self._failing_since is None:
+                self._failing_since = now
+            elif now - self._failing_since > CONNECT_S:
+                with contextlib.suppress(BackendError, GapError):
+                    self._read_stdout(follow=False, missing="")
+
+    def _read_connection(self, client: HeadClient) -> None:
+        with client.stream(self._copy.next_line, self._copy.next_event, SILENCE_S) as (pieces, end):
+            self._end_stream = end
+            try:
+                self._failing_since = None
+                self._take(pieces, _DROPPED)
+            finally:
+                self._end_stream = None
+
+    def _read_stdout(self, *, follow: bool, missing: str, is_last: bool = False) -> None:
+        with self._place.head_output(self._handle, follow=follow) as pieces:
+            self._take(pieces, missing, is_last=is_last)
+
+    def _take(self, pieces: Iterator[bytes], missing: str, *, is_last: bool = False) -> None:
+        blocks = BlockReader()
+        for piece in pieces:
+            if self._stopped.is_set():
+                return
+            self._copy.take(blocks.feed(piece), missing=missing, is_last=is_last)
+            if self._copy.is_complete:
+                return
+        if not self._stopped.is_set():
+            self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
+
+    def _read_the_rest(self) -> None:
+        """The head has ended: its folder, where its place still has it, then its stdout, then say what is missing."""
+        with contextlib.suppress(BackendError), tempfile.TemporaryDirectory(prefix="kale-dist-") as folder:
+            self._read_files(pathlib.Path(folder))
+        if not self._copy.is_complete:
+            with contextlib.suppress(BackendError):
+                self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
+        verdict = self._copy.verdict
+        if verdict is not None:
+            self._copy.skip_lines(verdict.get("next_line") or 0, _ENDED)
+            self._copy.flush()
+
+    def _read_files(self, folder: pathlib.Path) -> None:
+        log, events = folder / "log", folder / "events"
+        if self._place.fetch(self._handle, "log", log):
+            with log.open("rb") as file:
+                blocks = BlockReader()
+                while (piece := file.read(_PIECE_BYTES)) and not self._stopped.is_set():
+                    self._copy.take(blocks.feed(piece), missing=_DROPPED)
+        if self._place.fetch(self._handle, "events", events) and not self._stopped.is_set():
+            found = wire.decode_json_lines(events.read_bytes())
+            self._copy.take((EventBlock(number=at, event=event) for at, event in enumerate(found)), missing=_DROPPED)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+@contextlib.contextmanager
+def _writable(files: JobFiles) -> Any:
+    try:
+        yield
+    except OSError as error:
+        if not files.folder.exists():
+            raise StoreError(f"{files.folder} is gone: the job was deleted on this machine") from error
+        raise StoreError(
+            f"{files.folder} could not be written: {error.strerror or error}. Free some space; the job keeps running, and what is "
+            "missing here is copied once there is room"
+        ) from error

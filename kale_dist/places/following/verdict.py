@@ -1,0 +1,284 @@
+"""Decides a job's state and how it ended, from its head's messages and what its place sees. Pure.
+
+The sources, most trusted first: the head's final state event; the termination message of its container; the state of its
+container; the state of the object. The object's state comes last because a PyTorchJob is Failed as soon as one worker
+ends badly, while its head still runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kale_dist.job.backend import Look, Part, Trouble
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus, ReplicaStatus
+from kale_dist.places.manifests.bootstrap import EXIT_CODE
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+
+RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
+"""Losses after which another run may do better. Not `out of memory`: it would only happen again."""
+
+_UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
+"""Causes by which a head says that something was killed; the place may know by what."""
+
+_ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunVerdict:
+    """How a run ended."""
+
+    state: StateName
+    reason: str
+    cause: FailureCause | None = None
+    failed_rank: int | None = None
+    is_lost: bool = False
+    """Whether pods were lost through no fault of the job, so that another run may do better."""
+    is_suspended: bool = False
+    """Whether the run was suspended: the next one costs nothing."""
+
+
+def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: str = "") -> RunVerdict:
+    """Decide how a finished run ended.
+
+    Args:
+        said: The head's final state event; None if there is none and none will come.
+        look: What its place sees.
+        spec: What was submitted.
+        canceller: The user who cancelled the job here; empty if none did.
+    """
+    head, wish = look.head, f"The job was cancelled by {canceller}" if canceller else ""
+    if not wish and look.trouble is not None and look.trouble.cause is FailureCause.USER:
+        # Cancelled or deleted from elsewhere.
+        wish = str(look.trouble)
+    if said is not None:
+        verdict = _from_head(said, look, spec)
+    elif wish:
+        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=wish)
+    elif look.suspended:
+        verdict = RunVerdict(state=StateName.PENDING, reason=look.suspended, is_suspended=True)
+    elif look.gone:
+        reason = str(look.trouble) if look.trouble else "The job was deleted while it ran, and its last lines are lost"
+        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
+    elif head is not None and head.state == "ended":
+        verdict = _from_message(head, look, spec) or _from_part(head, look, spec)
+    elif head is None and look.finished == "succeeded":
+        # Its pods are gone; the results may lie in its store.
+        verdict = RunVerdict(state=StateName.SUCCEEDED, reason="")
+    elif head is None and look.finished == "":
+        verdict = RunVerdict(
+            state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True,
+            reason="The first pod of the job was deleted, and its last lines are lost",
+        )  # fmt: skip
+    else:
+        reason = (
+            str(look.trouble)
+            if look.trouble
+            else f"The job {look.finished or 'ended'} without a message from its ranks"
+        )
+        verdict = RunVerdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
+    if wish and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
+        # The head only knows that it got SIGTERM.
+        return dataclasses.replace(
+            verdict, state=StateName.CANCELLED, cause=FailureCause.USER, is_lost=False, is_suspended=False,
+            reason=wish,
+        )  # fmt: skip
+    return verdict
+
+
+def judge_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
+    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
+    return _from_part(part, look, spec)
+
+
+def judge_trouble(trouble: Trouble) -> RunVerdict:
+    """Decide how a run ends when it can never start."""
+    cause = trouble.cause or FailureCause.NOT_STARTED
+    return RunVerdict(state=StateName.FAILED, cause=cause, reason=str(trouble))
+
+
+def lost_part(look: Look) -> Part | None:
+    """The part whose end explains a failure best: one out of memory, then one that was lost, then any that failed."""
+    ended = [part for part in look.parts if part.state == "ended" and (part.lost or part.exit_code)]
+
+    def order(part: Part) -> tuple[bool, bool, int]:
+        return part.lost != "out of memory", not part.lost, part.number
+
+    return min(ended, key=order, default=None)
+
+
+def explains_loss(cause: str, look: Look, pods: int) -> bool:
+    """Whether a place says by now what became of the pods that a head has lost.
+
+    Args:
+        cause: Of the head's verdict.
+        look: What the place sees.
+        pods: How many pods the run has.
+    """
+    head = look.head
+    if cause == FailureCause.LOST:
+        return lost_part(look) is not None or len(look.parts) < pods
+    if cause == FailureCause.SUSPENDED:
+        return bool(look.suspended or look.gone or look.finished == "cancelled" or head is None or head.lost)
+    return True
+
+
+def overlay(
+    status: JobStatus, look: Look, spec: JobSpec, noun: str, *, activity: str = "", problem: str = ""
+) -> JobStatus:
+    """A job's status while it has not ended: what its head said, and what its place sees before and beside it.
+
+    Args:
+        status: From the job's folder.
+        look: What its place sees.
+        spec: What was submitted.
+        noun: What the place calls a part: `container`, `pod`.
+        activity: What this process does for the job that takes time, as a sentence.
+        problem: Why the place does not answer, as a sentence.
+    """
+    if status.is_final:
+        return status
+    parts = {part.number: part for part in look.parts}
+    per = spec.topology.processes_per_pod
+    status = dataclasses.replace(
+        status, replicas=tuple(_replica(replica, parts.get(replica.rank // per)) for replica in status.replicas)
+    )
+    running = sum(part.state == "running" for part in look.parts)
+    state, reason = status.state, status.reason
+    if look.suspended:
+        state, reason = StateName.PENDING, look.suspended
+    elif state is StateName.PENDING and running:
+        state = StateName.STARTING
+    troubles = [part.trouble for part in look.parts if part.trouble is not None and part.state != "ended"]
+    if look.trouble is not None:
+        troubles.insert(0, look.trouble)
+    if troubles and (state is not StateName.RUNNING or not reason):
+        reason = str(troubles[0])
+    elif not reason and state is not StateName.RUNNING and look.fresh:
+        expected = spec.topology.number_of_pods
+        shown = f"{running} of {expected} {noun}s run" if expected > 1 else f"The {noun} runs"
+        reason = (
+            shown if running else f"The {noun}s are being started" if expected > 1 else f"The {noun} is being started"
+        )
+    if activity:
+        reason = f"{reason}. {activity}" if reason and not reason.endswith(".") else f"{reason} {activity}".strip()
+    if problem:
+        reason = f"{problem} As last seen: {reason}" if reason else problem
+    return dataclasses.replace(status, state=state, reason=reason, queue_position=look.queue_position)
+
+
+def closing_events(verdict: RunVerdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
+    """The events by which a run ends whose head could not say so itself.
+
+    Args:
+        verdict: How it ended.
+        status: What is known of its ranks.
+        attempt: As the head counts.
+        now: Seconds since 1970.
+    """
+    common = {"time": now, "attempt": attempt}
+    ranks = [
+        {
+            **common, "event": EventKind.RANK, "rank": replica.rank, "pid": None, "exit_code": replica.exit_code,
+            "signal": replica.signal, "state": RankStateName.FAILED if failed else RankStateName.STOPPED,
+        }
+        for replica in status.replicas
+        if (failed := replica.rank == verdict.failed_rank) or replica.state not in _ENDED
+    ]  # fmt: skip
+    state = {
+        **common, "event": EventKind.STATE, "rank": None, "state": verdict.state, "reason": verdict.reason,
+        "cause": verdict.cause or "", "failed_rank": verdict.failed_rank,
+    }  # fmt: skip
+    return [*ranks, state]
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> RunVerdict:
+    failed_rank = said.get("failed_rank")
+    verdict = RunVerdict(
+        state=StateName(said["state"]), reason=str(said.get("reason") or ""), cause=_cause(said.get("cause")),
+        failed_rank=failed_rank if isinstance(failed_rank, int) else None,
+    )  # fmt: skip
+    head, part = look.head, lost_part(look)
+    if verdict.cause is FailureCause.SUSPENDED:
+        if look.suspended:
+            return dataclasses.replace(verdict, is_suspended=True, reason=look.suspended)
+        why = "Its first pod received SIGTERM"
+        if (head is not None and head.lost) or look.trouble is not None:
+            why = _loss(head, look) if head is not None else str(look.trouble)
+        return dataclasses.replace(verdict, state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True, reason=why)
+    if verdict.state is StateName.FAILED and verdict.cause in _UNSURE and part is not None and part.lost:
+        if part.lost == "out of memory":
+            reason = f"{_loss(part, look).rstrip('.')}. {verdict.reason}".strip()
+            rank = _first_rank(part, spec) if verdict.failed_rank is None else verdict.failed_rank
+            return dataclasses.replace(verdict, reason=reason, failed_rank=rank)
+        if verdict.cause is FailureCause.LOST:
+            return dataclasses.replace(verdict, is_lost=True, reason=_loss(part, look))
+    if verdict.cause is FailureCause.LOST:
+        # The head only knows that a connection ended.
+        return dataclasses.replace(verdict, is_lost=True, reason=str(look.trouble or verdict.reason))
+    return verdict
+
+
+def _from_message(head: Part, look: Look, spec: JobSpec) -> RunVerdict | None:
+    """What the head's termination message says; None where it says nothing that can be read."""
+    try:
+        told = json.loads(head.message)
+        state = StateName(told["state"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    if state not in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED):
+        return None
+    said = {"state": state, "reason": told.get("message"), "cause": told.get("cause"), "failed_rank": told.get("rank")}
+    return _from_head(said, look, spec)
+
+
+def _from_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
+    reason = _loss(part, look)
+    trouble = part.trouble or look.trouble
+    cause = trouble.cause if trouble is not None else None
+    if part.lost in RETRIED:
+        return RunVerdict(state=StateName.FAILED, cause=cause or FailureCause.LOST, reason=reason, is_lost=True)
+    if part.exit_code == EXIT_CODE:
+        return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
+    rank = _first_rank(part, spec)
+    return RunVerdict(state=StateName.FAILED, cause=cause or FailureCause.DIED, reason=reason, failed_rank=rank)
+
+
+def _loss(part: Part, look: Look) -> str:
+    trouble = part.trouble or look.trouble
+    if trouble is not None:
+        return str(trouble)
+    if part.lost:
+        return f"{part.name} was {part.lost}" if part.lost != "node lost" else f"The node of {part.name} was lost"
+    return f"{part.name} ended with exit code {part.exit_code} before it could say why"
+
+
+def _first_rank(part: Part, spec: JobSpec) -> int | None:
+    rank = part.number * spec.topology.processes_per_pod
+    return rank if rank < spec.topology.number_of_processes else None
+
+
+def _replica(replica: ReplicaStatus, part: Part | None) -> ReplicaStatus:
+    if part is None:
+        return replica
+    replica = dataclasses.replace(replica, pod=part.name, node=part.node or replica.node)
+    if replica.state in _ENDED:
+        return replica
+    if part.state == "running" and replica.state is RankStateName.PENDING:
+        return dataclasses.replace(replica, state=RankStateName.STARTING)
+    if part.state == "ended" and part.exit_code:
+        return dataclasses.replace(replica, state=RankStateName.FAILED, exit_code=part.exit_code)
+    return replica
+
+
+def _cause(word: Any) -> FailureCause | None:
+    try:
+        return FailureCause(word)
+    except ValueError:
+        return None

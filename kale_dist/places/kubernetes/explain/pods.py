@@ -1,0 +1,233 @@
+"""From what the cluster says of a job and its pods to sentences with remedies. Pure; the sentences are in `table`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kale_dist.places.kubernetes.explain import table
+from kale_dist.places.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
+from kale_dist.places.kubernetes.explain.table import Seen
+from kale_dist.places.kubernetes.views import ContainerView, JobView, PodView, seconds
+from kale_dist.places.manifests import Kind
+from kale_dist.wire import EXIT_BROKEN
+
+_TOLD_TO_END = (0, 137, 143)
+"""Exit codes of a container whose pod is deleted: SIGTERM, SIGKILL after the grace period, and that of a relay whose ranks'
+ends have reached the head."""
+
+_INIT = "init-pytorch"
+_PREEMPTION = re.compile(r"\.?( no new claims to deallocate,)? preemption: .*", re.DOTALL)
+
+
+def hindrance(pod: PodView, view: JobView) -> Found | None:
+    """What keeps a pod from running; None if nothing is known to, or if it runs or has ended."""
+    if pod.has_ended or pod.is_running:
+        return None
+    if pod.scheduling and not pod.node:
+        return _match(Seen.SCHEDULING, pod.scheduling, pod, view, {"nodes": _nodes(pod)})
+    for container in pod.containers:
+        said = f"{container.reason}: {container.message}"
+        if container.is_init and container.state == "running" and container.name == _INIT:
+            return _named("waits-for-master", pod, view, container=container)
+        if (
+            container.state == "terminated"
+            and (container.is_init or container.name == pod.container)
+            and container.exit_code
+        ):
+            # The pause before another start begins a little later.
+            found = _match(Seen.ENDED, said, pod, view, container=container)
+            return found if found is not None and not container.is_init else None
+        if container.state == "waiting":
+            pulling = _last_event(pod, view, "Failed") if container.reason == "ImagePullBackOff" else ""
+            found = _match(Seen.WAITING, f"{said} {pulling}", pod, view, container=container)
+            if found is not None:
+                return found
+    said = _last_event(pod, view)
+    return _match(Seen.POD_EVENT, said, pod, view, {"detail": detail(said)}) if said else None
+
+
+def progress(pod: PodView, view: JobView) -> str:
+    """What a pod without a hindrance does before it runs, as a sentence without its full stop."""
+    if not pod.node:
+        return f"Pod {pod.name} waits for a node"
+    mine = [event for event in view.events if event.object_uid == pod.uid]
+    last = max(mine, key=lambda event: event.time, default=None)
+    if last is not None and last.reason == "Pulling":
+        return f"Pod {pod.name} pulls the image {pod.main.image} on node {pod.node}"
+    return f"Pod {pod.name} is being prepared on node {pod.node}"
+
+
+def end(pod: PodView, view: JobView) -> Found | None:
+    """Why a pod has failed; None if it has not."""
+    main = pod.main
+    said = f"{pod.reason}: {pod.message}"
+    if pod.disruption and (found := _match(Seen.DISRUPTION, pod.disruption, pod, view)):
+        return found if pod.has_ended else None
+    # Before the containers: they only know of a signal.
+    if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, said, pod, view, {"detail": detail(said)})):
+        return found
+    for container in pod.containers:
+        if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
+            name = "init-gave-up" if container.name == _INIT else "init-failed"
+            return _match_end(container, pod, view) or _named(name, pod, view, container=container)
+    has_succeeded = main.exit_code == 0 and told(pod) is not None
+    if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and not has_succeeded:
+        return _named("pod-deleted", pod, view)
+    if main.exit_code == EXIT_BROKEN and main.message and told(pod) is None:
+        return _named("agent-gave-up", pod, view, {"said": cut(main.message.removeprefix("kale_dist: "))})
+    if main.state == "terminated" and main.exit_code:
+        return _match_end(main, pod, view) or _named("ended", pod, view, container=main)
+    if pod.is_gone and pod.has_started and not has_succeeded:
+        return _named("pod-deleted", pod, view)
+    if pod.phase == "Failed":
+        return _match(Seen.POD, said, pod, view, {"detail": detail(said) or "no reason is given"})
+    return None
+
+
+def told(pod: PodView | None) -> dict[str, Any] | None:
+    """What an agent has left in its container's termination message, if that is the verdict of a job."""
+    text = "" if pod is None else pod.main.message
+    try:
+        said = json.loads(text) if text.startswith("{") else None
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and "state" in said else None
+
+
+def refusal(view: JobView, kind: Kind) -> Found | None:
+    """Why the controller has not made all pods of the job; None if it has, or if no event says why."""
+    there = [pod for pod in view.latest_pods if not pod.is_gone]
+    expected = kind.number_of_pods(view.job or {})
+    meta, told = (view.job or {}).get("metadata") or {}, kind.told_by(view.name)
+    began = seconds(meta.get("creationTimestamp")) or 0.0
+    # An object of the same name may have been there before.
+    events = [
+        event for event in view.events
+        if event.is_warning and "FailedCreate" in event.reason and (event.kind, event.name) in told
+        and (event.object_uid == meta.get("uid") or (event.kind != kind.name and event.time >= began))
+    ]  # fmt: skip
+    if len(there) >= expected or not events:
+        return None
+    said = without_repetition(events[-1].message)
+    name = re.search(r'(?:pods|services) "([^"]+)"', said)
+    rest = expected - len(there)
+    what = f"pod {name[1]}" if name else "the job's pod" if expected == 1 else f"{rest} of {expected} pods"
+    found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {said}")
+    if found is None:
+        return None
+    facts = {**facts_of(kind), "namespace": view.namespace, "job": view.name, "detail": cut(said)}
+    return tell(found[0], facts | _cut(found[1]), prefix=f"{what} cannot be made: ")
+
+
+def sidecar(pod: PodView, view: JobView) -> Found | None:
+    """What keeps a pod alive whose ranks have ended."""
+    if pod.is_gone or pod.phase in ("Succeeded", "Failed") or pod.main.state != "terminated":
+        return None
+    others = [item.name for item in pod.containers if item.name != pod.container and item.state == "running"]
+    return _named("sidecar", pod, view, {"sidecar": " and ".join(others)}) if others else None
+
+
+def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None = None) -> Found:
+    """A trouble of the whole job by its name in the table."""
+    return _named(name, None, view, {**facts_of(kind), **(facts or {})})
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _match(
+    seen: Seen,
+    said: str,
+    pod: PodView,
+    view: JobView,
+    facts: Mapping[str, str] | None = None,
+    container: ContainerView | None = None,
+) -> Found | None:
+    found = table.match(seen, said, "" if container is None else container.name)
+    if found is None:
+        return None
+    entry, groups = found
+    amounts = dict(pod.main.limits) | dict(pod.main.requests)
+    wanted = {"wanted": amounts.get(groups.get("resource", ""), "some")}
+    return tell(entry, _pod_facts(pod, view, container) | _cut(groups | dict(facts or {})) | wanted)
+
+
+def _match_end(container: ContainerView, pod: PodView, view: JobView) -> Found | None:
+    return _match(Seen.ENDED, f"{container.reason}: {container.message}", pod, view, container=container)
+
+
+def _named(
+    name: str,
+    pod: PodView | None,
+    view: JobView,
+    facts: Mapping[str, str] | None = None,
+    container: ContainerView | None = None,
+) -> Found:
+    known = {"namespace": view.namespace, "job": view.name} if pod is None else _pod_facts(pod, view, container)
+    return tell(table.named(name), known | _cut(facts or {}))
+
+
+def _cut(facts: Mapping[str, str]) -> dict[str, str]:
+    return {name: cut(value) for name, value in facts.items()}
+
+
+def _pod_facts(pod: PodView, view: JobView, container: ContainerView | None) -> dict[str, str]:
+    container = pod.main if container is None else container
+    about_claims = [event for event in view.events if event.kind == "PersistentVolumeClaim" and event.is_warning]
+    last = container.last_message or (container.message if container.exit_code is not None else "")
+    exit_code = container.exit_code if container.exit_code is not None else container.last_exit_code
+    return {
+        "namespace": view.namespace,
+        "job": view.name,
+        "pod": f"pod {pod.name}",
+        "pod_name": pod.name,
+        "node": pod.node or "of an unknown name",
+        "container": container.name,
+        "image": container.image,
+        "claims": " or ".join(pod.claims) or "of an unknown name",
+        "claim_said": f" ({cut(about_claims[-1].message)})" if about_claims else "",
+        "memory_limit": dict(container.limits).get("memory", "the node's whole memory"),
+        "restarts": str(container.restarts),
+        "last_exit": _exit(exit_code),
+        "exit": _exit(container.exit_code),
+        "last_said": f"; it said: {_last_line(last)}" if last else "",
+        "disruption": pod.disruption.partition(":")[0],
+        "detail": detail(f"{container.reason}: {container.message}"),
+        "nodes": "",
+    }
+
+
+def _exit(code: int | None) -> str:
+    if code is None:
+        return "an unknown exit code"
+    # A shell and the container runtime say so of a process that a signal ended.
+    signals = {
+        128 + number: name for number, name in ((6, "SIGABRT"), (9, "SIGKILL"), (11, "SIGSEGV"), (15, "SIGTERM"))
+    }
+    return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
+
+
+def _nodes(pod: PodView) -> str:
+    """What the scheduler says of the nodes, without its second half, which is about preemption."""
+    return detail(_PREEMPTION.sub("", pod.scheduling))
+
+
+def _last_event(pod: PodView, view: JobView, reason: str = "") -> str:
+    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed."""
+    mine = [event for event in view.events if event.object_uid == pod.uid and reason in ("", event.reason)]
+    # What is said in one second has no order; then a warning counts, and not that the pod got its node.
+    last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
+    return f"{last.reason}: {last.message}" if last is not None and last.is_warning else ""
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = lines[-1].strip() if lines else ""
+    # An agent's verdict is JSON with a sentence in it.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        said = str(json.loads(said)["message"])
+    return cut(said)

@@ -1,0 +1,264 @@
+"""Turns what the cluster says of a run's object and pods into a `Look`: what runs, what waits, and why. Pure.
+
+This module reports, and the follower judges. `Look.trouble` is the one sentence that helps most: a pod that the cluster
+killed comes before the pods that ended because of it, and a refused pod before one that merely waits for the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kale_dist.job.backend import Look, Part, Trouble
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus, ReplicaStatus
+from kale_dist.places.kubernetes.explain import pods as explain
+from kale_dist.places.kubernetes.explain.sentences import Found
+from kale_dist.places.kubernetes.views import JobView, PodView, QueuePosition, seconds
+from kale_dist.places.manifests import Kind, ObjectState, kind_of
+from kale_dist.places.manifests.settings import (
+    CANCELLED_ANNOTATION,
+    FAILED_ANNOTATION,
+    INSTANCE_LABEL,
+    QUEUE_LABEL,
+    SPEC_ANNOTATION,
+)
+from kale_dist.wire import FailureCause, StateName
+
+_DEAD_AFTER_S = 15.0
+"""An operator that works looks at a job within a second or two; a busy one may need longer."""
+
+_START_SLACK_S = 5.0
+"""The operator writes down when it began a little after it made the first pod."""
+
+
+def look(view: JobView, spec: JobSpec, now: float) -> Look:
+    """How a run is now.
+
+    Args:
+        view: What the cluster says.
+        spec: What was submitted.
+        now: Seconds since 1970.
+    """
+    job, is_fresh, kind = view.job, view.healthy and view.is_complete, kind_of(spec)
+    if view.is_deleted:
+        is_late = spec.cluster.ttl_s is not None and not view.pods
+        name = "job-expired" if is_late else "job-deleted"
+        trouble = explain.of_job(name, view, kind, {"ttl": f"{spec.cluster.ttl_s}"}).trouble
+        return Look(parts=_parts(view, ObjectState()), trouble=trouble, gone=True, fresh=is_fresh)
+    if job is None:
+        problem = Trouble(sentence=view.problem.rstrip("."), heals=True) if view.problem else None
+        return Look(trouble=problem, fresh=False)
+    state, is_suspended = kind.state(job), kind.is_suspended(job)
+    parts = _parts(view, state)
+    person, failure = (_annotation(job, name) for name in (CANCELLED_ANNOTATION, FAILED_ANNOTATION))
+    if person or failure:
+        is_over = all(part.state == "ended" for part in parts) and (is_suspended or bool(parts))
+        word: Any = "cancelled" if person else "failed"
+        sentence = f"The job was cancelled by {person}" if person else failure.rstrip(".")
+        cause = FailureCause.USER if person else FailureCause.LOST
+        trouble = Trouble(sentence=sentence, heals=not is_over, cause=cause)
+        return Look(parts=parts, trouble=trouble, finished=word if is_over else "", fresh=is_fresh)
+    if is_suspended:
+        trouble = _why_suspended(job, view, kind)
+        there = tuple(part for part in parts if part.lost != "deleted")
+        number = None if view.queue_position is None else view.queue_position.number
+        return Look(parts=there, trouble=trouble, suspended=str(trouble), queue_position=number, fresh=is_fresh)
+    found = _ended(view, kind, state) or _waiting(view, kind, state, now)
+    known = found.trouble if isinstance(found, Found) else found
+    if not view.healthy and view.problem:
+        last = "" if known is None else f"As last seen: {known}"
+        known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
+    return Look(parts=parts, trouble=known, finished=state.finished, fresh=is_fresh)
+
+
+def _annotation(job: Mapping[str, Any], name: str) -> str:
+    return str(((job.get("metadata") or {}).get("annotations") or {}).get(name) or "")
+
+
+def pods_of_run(view: JobView, state: ObjectState) -> Sequence[PodView]:
+    """One pod of each number: the newest since the job was started or resumed, for earlier ones ended with a suspension.
+
+    Of a worker that was deleted it is the deleted one: what the operator makes in its place comes too late for this run.
+    """
+    began = seconds(state.started)
+    head = view.latest_pods[0] if view.latest_pods else None
+    found = []
+    for pod in view.latest_pods:
+        since = (began or 0.0) if pod is head or head is None else max(began or 0.0, head.created)
+        lost = (
+            old for old in view.pods
+            if old.number == pod.number and pod is not head
+            and old.is_gone and old.has_started and old.created >= since - _START_SLACK_S
+        )  # fmt: skip
+        if pod.created >= (began or 0.0) - _START_SLACK_S:
+            found.append(next(lost, pod))
+    return found
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _parts(view: JobView, state: ObjectState) -> tuple[Part, ...]:
+    return tuple(_part(pod, view) for pod in pods_of_run(view, state))
+
+
+def _part(pod: PodView, view: JobView) -> Part:
+    state: Any = "ended" if pod.has_ended else "running" if pod.is_running else "waiting"
+    found = explain.end(pod, view) or explain.sidecar(pod, view) if pod.has_ended else explain.hindrance(pod, view)
+    return Part(
+        number=pod.number,
+        name=pod.name,
+        uid=pod.uid,
+        state=state,
+        exit_code=pod.main.exit_code,
+        message=pod.main.message,
+        trouble=None if found is None else found.trouble,
+        lost=found.lost if found is not None and pod.has_ended else "",
+        node=pod.node,
+    )
+
+
+# -- what ended the run ------------------------------------------------------------------------------------------------
+
+
+def _ended(view: JobView, kind: Kind, state: ObjectState) -> Found | None:
+    """What ended the run, or will: a pod that failed, one that can never start."""
+    hindered = (explain.hindrance(pod, view) for pod in view.latest_pods)
+    hopeless = (found for found in hindered if found is not None and not found.trouble.heals)
+    sidecars = (explain.sidecar(pod, view) for pod in view.latest_pods)
+    found = _first_failure(view, state) or next(hopeless, None) or next(filter(None, sidecars), None)
+    # The operator counts a relay that was lost as a failure while the head still works. A limit of the object's own ends it
+    # with all of its pods deleted.
+    was_deleted = found is not None and found.name == "pod-deleted" and all(pod.is_gone for pod in view.latest_pods)
+    is_over = found is None and all(pod.has_ended for pod in view.latest_pods)
+    if state.finished == "failed" and (is_over or was_deleted):
+        return explain.of_job("job-failed", view, kind, {"detail": state.message or "without a reason"})
+    return found
+
+
+def _first_failure(view: JobView, state: ObjectState) -> Found | None:
+    """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
+    ends = ((pod, explain.end(pod, view)) for pod in pods_of_run(view, state))
+    found = [(pod, finding) for pod, finding in ends if finding is not None]
+
+    def order(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
+        pod, finding = item
+        said = explain.told(pod) or {}
+        knows = said.get("state") == StateName.FAILED and said.get("cause") == FailureCause.ERROR
+        rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(finding.name, 0)
+        return rank, not said, pod.main.ended or pod.created
+
+    return min(found, key=order)[1] if found else None
+
+
+# -- what it waits for -------------------------------------------------------------------------------------------------
+
+
+def _waiting(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | Trouble | None:
+    """What the run waits for; None if nothing is known to be missing."""
+    refused = explain.refusal(view, kind)
+    if refused is not None:
+        return refused
+    there = [pod for pod in view.latest_pods if not pod.is_gone]
+    hindered = [found for pod in there if (found := explain.hindrance(pod, view)) is not None]
+    # A worker that waits for the master is the last thing to speak of.
+    hindered.sort(key=lambda found: found.name == "waits-for-master")
+    if hindered:
+        return hindered[0]
+    idle = [pod for pod in there if not pod.is_running and not pod.has_ended]
+    if idle:
+        return Trouble(sentence=explain.progress(idle[0], view), heals=True)
+    return _untouched(view, kind, state, now) if not there else None
+
+
+def _untouched(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | None:
+    """What is wrong with a job without pods of which no part of the cluster has said anything."""
+    job = view.job or {"metadata": {}}
+    waited_s = now - (seconds(job["metadata"].get("creationTimestamp")) or now)
+    if waited_s < _DEAD_AFTER_S:
+        return None
+    facts = {"waited": f"{waited_s:.0f}"}
+    if view.lacks_events:
+        return explain.of_job("no-pods", view, kind, facts)
+    return None if state.is_known or view.events else explain.of_job("operator-dead", view, kind, facts)
+
+
+def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble:
+    queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+    if queue is None:
+        return explain.of_job("suspended", view, kind).trouble
+    said = [event.message for event in view.events if event.kind == "Workload"]
+    facts = {
+        "queue": f"Kueue's queue {queue}",
+        "position": "" if view.queue_position is None else f", {view.queue_position}",
+        "queue_said": f": {said[-1]}" if said else "",
+    }
+    if view.queue_position is not None and view.queue_position.problem:
+        return explain.of_job("queue-closed", view, kind, {**facts, "detail": view.queue_position.problem}).trouble
+    is_too_large = said and "maximum capacity" in said[-1]
+    return explain.of_job("queued-for-ever" if is_too_large else "queued", view, kind, facts).trouble
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+def statuses(
+    items: Sequence[tuple[Kind, Mapping[str, Any]]], queued: Mapping[str, QueuePosition | None] | None = None
+) -> list[JobStatus]:
+    """The status of each job by its objects alone, for lists, which follow no job.
+
+    Args:
+        items: Objects with their kinds, oldest first. The last run of a job decides; the first one names it.
+        queued: Where those stand that wait in a queue, by their UIDs.
+    """
+    jobs: dict[tuple[str, str], list[tuple[Kind, Mapping[str, Any]]]] = {}
+    for kind, item in items:
+        metadata = item["metadata"]
+        name = metadata.get("labels", {}).get(INSTANCE_LABEL, metadata["name"])
+        jobs.setdefault((metadata["namespace"], name), []).append((kind, item))
+    return [_status(namespace, name, runs, queued or {}) for (namespace, name), runs in jobs.items()]
+
+
+def _status(
+    namespace: str,
+    name: str,
+    runs: Sequence[tuple[Kind, Mapping[str, Any]]],
+    queued: Mapping[str, QueuePosition | None],
+) -> JobStatus:
+    (kind, first), (_, last) = runs[0], runs[-1]
+    said = kind.state(last)
+    state = StateName.RUNNING if said.is_running else StateName.PENDING
+    if kind.is_suspended(last):
+        state = StateName.PENDING
+    if said.finished:
+        state = StateName(said.finished)
+    failure = _annotation(last, FAILED_ANNOTATION)
+    if state is not StateName.RUNNING and failure:
+        state = StateName.FAILED
+    if state is not StateName.RUNNING and _annotation(last, CANCELLED_ANNOTATION):
+        state = StateName.CANCELLED
+    position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
+    is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+    reason = failure or said.message if state is StateName.FAILED else ""
+    if position is not None:
+        reason = position.problem or f"Queued {position}"
+    return JobStatus(
+        ref=f"kubernetes://{namespace}/{name}",
+        state=state,
+        reason=reason,
+        queue_position=None if position is None else position.number,
+        created=seconds(first["metadata"]["creationTimestamp"]),
+        started=seconds(kind.state(first).started),
+        ended=seconds(said.ended) if is_final else None,
+        replicas=tuple(ReplicaStatus(rank=rank) for rank in range(_ranks(first))),
+    )
+
+
+def _ranks(job: Mapping[str, Any]) -> int:
+    try:
+        spec = json.loads(job["metadata"]["annotations"][SPEC_ANNOTATION])
+        return int(spec["topology"]["number_of_processes"])
+    except (KeyError, ValueError, TypeError):
+        return 0

@@ -1,0 +1,255 @@
+"""Objects of jobs on a cluster: which kinds it serves, and how they are created, found, cancelled and deleted."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kale_dist.errors import BackendError, ConfigError
+from kale_dist.job.backend import RunHandle
+from kale_dist.job.spec.job_spec import Settled
+from kale_dist.places import manifests
+from kale_dist.places.kubernetes.client import Cluster
+from kale_dist.places.kubernetes.explain import api
+from kale_dist.places.kubernetes.explain.api import Doing
+from kale_dist.places.manifests import KINDS, Kind, kind_of
+from kale_dist.places.manifests.settings import OBJECT_LABEL
+from kale_dist.places.manifests.train_job import TrainJob
+
+_POLL_S = 0.3
+_RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
+
+AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
+"""Those that are chosen without a wish, the best first."""
+
+
+def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
+    """Whether the cluster has this kind, in the version that this library writes. Every user may ask this.
+
+    Raises:
+        BackendError: The cluster does not answer.
+    """
+    try:
+        listed = cluster.custom.get_api_resources(kind.group, version or kind.version)
+    except Exception as error:
+        if api.status_of(error) == api.NOT_FOUND:
+            return False
+        raise api.explain(error, Doing(verb="list", resource=kind.plural)) from error
+    return any(resource.name == kind.plural for resource in listed.resources or ())
+
+
+def choose(cluster: Cluster, word: str) -> Kind:
+    """The kind that a job becomes: the one that was asked for, else the first that the cluster serves.
+
+    Args:
+        cluster: Where.
+        word: As `kd.Kubernetes(kind=...)` has it; empty for no wish.
+
+    Raises:
+        ConfigError: The cluster does not serve it; the message says what it serves, and how to install the rest.
+        BackendError: The cluster does not answer.
+    """
+    if word and is_served(cluster, KINDS[word]):
+        return KINDS[word]
+    if not word:
+        # The last one is a part of Kubernetes itself.
+        *first, last = AUTOMATIC
+        return next((kind for kind in first if is_served(cluster, kind)), last)
+    there = [repr(kind.word) for kind in KINDS.values() if is_served(cluster, kind)]
+    kind = KINDS[word]
+    problem = (
+        f"{cluster.server} serves no {kind.name} of {'/'.join(kind.api)}: {kind.controller} is not installed there"
+    )
+    remedy = f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator install it: {kind.install}"
+    if kind.clashes_with and is_served(cluster, kind, kind.clashes_with):
+        problem = (
+            f"{cluster.server} serves another {kind.name}, of {kind.group}/{kind.clashes_with} (Kubeflow's Training Operator), "
+            f"and not that of {'/'.join(kind.api)} ({kind.controller}). A cluster can have only one of them"
+        )
+        remedy = (
+            f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator replace it by: {kind.install}"
+        )
+    raise ConfigError("kind", problem, remedy)
+
+
+def runtime_field(cluster: Cluster, spec: Settled) -> str:
+    """The field by which this cluster's version of Trainer changes a runtime's pods; empty for what is no TrainJob.
+
+    A dry run tells: an API server drops fields that it does not know. Where even that is refused, it is empty, too, and the
+    checks that follow say why.
+    """
+    kind = kind_of(spec)
+    if not isinstance(kind, TrainJob):
+        return ""
+    taken: Any = {}
+    with contextlib.suppress(Exception):
+        taken = cluster.custom.create_namespaced_custom_object(
+            *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec), dry_run="All"
+        )  # fmt: skip
+    if not taken:
+        return ""
+    return "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
+
+
+def runtimes(cluster: Cluster) -> tuple[str, ...]:
+    """Names of the runtimes that TrainJobs of the namespace can have, as far as this user may list them."""
+    found: list[str] = []
+    for plural, prefix in _RUNTIMES:
+        api_of = KINDS[TrainJob.word].api
+        with contextlib.suppress(Exception):
+            listed: Any = (
+                cluster.custom.list_namespaced_custom_object(*api_of, cluster.namespace, plural)
+                if prefix
+                else cluster.custom.list_cluster_custom_object(*api_of, plural)
+            )
+            found += [prefix + item["metadata"]["name"] for item in listed["items"]]
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _asking(verb: str, kind: Kind, namespace: str, name: str) -> Iterator[None]:
+    """Explain what the cluster refuses. That an object does not exist is no error, unless it was to be created."""
+    try:
+        yield
+    except Exception as error:
+        if verb == "create" or api.status_of(error) != api.NOT_FOUND:
+            doing = Doing(verb=verb, resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
+            raise api.explain(error, doing) from error
+
+
+# -- one of them -------------------------------------------------------------------------------------------------------
+
+
+def create(cluster: Cluster, kind: Kind, job: Any) -> Any:
+    """Create a job's object alone; gives it as the cluster has it.
+
+    Raises:
+        JobExistsError: The name is taken.
+        BackendError: The cluster refused.
+    """
+    namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+    with _asking("create", kind, namespace, name):
+        return cluster.custom.create_namespaced_custom_object(*kind.api, namespace, kind.plural, job)
+
+
+def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
+    """A job's object; None if it does not exist.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    found = None
+    with _asking("get", kind, namespace, name):
+        found = cluster.custom.get_namespaced_custom_object(*kind.api, namespace, kind.plural, name)
+    return found  # noqa: RET504 - of one that does not exist it is None
+
+
+def end(cluster: Cluster, kind: Kind, namespace: str, name: str, mark: Mapping[str, str]) -> None:
+    """Annotate a job with why it ends, which is seen from everywhere, and suspend it: the operator ends its pods.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    change = {"metadata": {"annotations": dict(mark)}, **kind.suspension(value=True)}
+    with _asking("patch", kind, namespace, name):
+        cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
+
+
+def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
+    """Delete a job's object; the cluster deletes what it owns. One that does not exist is no error.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    with _asking("delete", kind, namespace, name):
+        cluster.custom.delete_namespaced_custom_object(
+            *kind.api, namespace, kind.plural, name, propagation_policy="Background"
+        )
+
+
+def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
+    """Delete a job with its Secret and its Service. One that does not exist is no error.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    # First of all: this process may have little time left.
+    delete_object(cluster, kind, namespace, name)
+    with contextlib.suppress(Exception):
+        # The job owns it; without the garbage collector (a dead controller manager) it would stay.
+        cluster.core.delete_namespaced_secret(manifests.input_secret_name(name), namespace)
+    with contextlib.suppress(Exception):
+        if kind.makes_services:
+            cluster.core.delete_namespaced_service(name, namespace)
+
+
+def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
+    """Wait until no pod of a deleted job is left: they hold GPUs and quota, and their names.
+
+    Pods whose init container still runs are not waited for: the operator's ignores SIGTERM for 60 s, and nothing runs after
+    it.
+
+    Raises:
+        BackendError: Pods still exist after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    namespace, selector = handle.spec.cluster.namespace, f"{OBJECT_LABEL}={handle.object}"
+    while True:
+        try:
+            items: list[Any] = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
+        except Exception as error:
+            raise api.explain(error, Doing(verb="list", resource="pods", namespace=namespace)) from error
+        for pod in items:
+            if not (pod.metadata.owner_references or pod.metadata.deletion_timestamp):
+                # An object that was deleted with --cascade=orphan has left it behind.
+                with contextlib.suppress(Exception):
+                    cluster.core.delete_namespaced_pod(pod.metadata.name, namespace)
+        left = [pod.metadata.name for pod in items if not (pod.metadata.deletion_timestamp and _initialises(pod))]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise BackendError(
+                f"The job {handle.ref} was deleted, but its pods {', '.join(left)} have not ended within {timeout_s:.0f} s. "
+                f"If their node is gone, remove them with: kubectl -n {namespace} delete pod --force {left[0]}",
+                retryable=True,
+            )
+        time.sleep(_POLL_S)
+
+
+def _initialises(pod: Any) -> bool:
+    """Whether an init container of a pod runs."""
+    return any(one.state and one.state.running for one in pod.status.init_container_statuses or ())
+
+
+def list_all(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind, Any]]:
+    """Objects of all kinds that the cluster serves and this user may list; an error if that is none."""
+    found: list[tuple[Kind, Any]] = []
+    refusals: list[Exception] = []
+    for kind in KINDS.values():
+        try:
+            listed: Any = (
+                cluster.custom.list_namespaced_custom_object(*kind.api, namespace, kind.plural, label_selector=selector)
+                if namespace
+                else cluster.custom.list_cluster_custom_object(*kind.api, kind.plural, label_selector=selector)
+            )
+        except Exception as error:
+            explained = api.explain(error, Doing(verb="list", resource=kind.plural, namespace=namespace))
+            if api.status_of(error) not in (api.NOT_FOUND, api.FORBIDDEN):
+                raise explained from error
+            refusals.append(explained)
+            continue
+        found += [(kind, item) for item in listed["items"]]
+    if len(refusals) == len(KINDS):
+        raise refusals[0]
+    return found
+
+
+def read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:
+    """A run's Secret; empty if this user may not read it."""
+    with contextlib.suppress(Exception):
+        secret = cluster.core.read_namespaced_secret(manifests.input_secret_name(name), namespace)
+        return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
+    return {}

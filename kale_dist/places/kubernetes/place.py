@@ -1,0 +1,369 @@
+"""A cluster as a `Place`: each run of a job is an object of some kind and a Secret; `following` does everything beyond that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, Look, Part, PlaceEvent, RunHandle
+from kale_dist.job.spec import names
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus
+from kale_dist.places import manifests
+from kale_dist.places.following.client import HeadClient, writing
+from kale_dist.places.kubernetes import client, errand, objects, port_forward, queue, self_pod, watch
+from kale_dist.places.kubernetes import look as looks
+from kale_dist.places.kubernetes import submit as submission
+from kale_dist.places.kubernetes.client import Cluster
+from kale_dist.places.kubernetes.explain import api
+from kale_dist.places.kubernetes.explain.api import Doing
+from kale_dist.places.kubernetes.port_forward import PodConnection
+from kale_dist.places.kubernetes.views import event_view, is_about, seconds
+from kale_dist.places.manifests import kind_of
+from kale_dist.places.manifests.settings import (
+    CANCELLED_ANNOTATION,
+    FAILED_ANNOTATION,
+    INSTANCE_LABEL,
+    PORT,
+    RUN_LABEL,
+    SELECTOR,
+    SPEC_ANNOTATION,
+    SUBMITTED_BY_ANNOTATION,
+)
+from kale_dist.wire import BlockReader, InputFiles, OutcomePart, Source, blobs
+from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.url_store import UrlStore
+from kale_dist.wording import listing, show
+
+_BYTES_PORT = PORT + 2
+_GONE_S = 90.0
+"""How long pods may take to end: their grace of 60 s and a busy node."""
+
+_CONNECT_S = 10.0
+_READ_BYTES = 1 << 16
+_MIB = 1 << 20
+
+
+class KubernetesPlace:
+    """Runs jobs as objects of a cluster. One instance serves a whole process; it is safe to use from threads."""
+
+    name = "kubernetes"
+    noun = "pod"
+
+    settle = staticmethod(submission.settle)
+    render = staticmethod(submission.render)
+    object_name = staticmethod(manifests.object_name)
+
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
+        """Create the object of a run, then its Secret."""
+        cluster = client.connect(spec.cluster.namespace, spec.cluster.context, secret=spec.cluster.cluster_secret)
+        made, source = submission.create(
+            cluster, spec, key, run=run, checkpoint=checkpoint, used_restarts=used_restarts
+        )
+        return self._handle(cluster, spec, made, source, run)
+
+    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
+        """Send a snapshot that neither the Secret nor a store holds to the head, which has to run.
+
+        What this machine does not have is left to the one that submitted the job.
+        """
+        if handle.get("source") != Source.STREAM:
+            return
+        head, store = HeadClient(lambda: self.connect(handle), key), FolderStore(records.blobs_dir())
+
+        def show(done: int, total: int) -> None:
+            on_progress(f"Sending the snapshot: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+
+        missing = [digest for digest in head.status()["missing"] if store.exists(digest)]
+        if missing:
+            head.upload(store, missing, show)
+
+    # -- while it runs --------------------------------------------------------------------------------------------------
+
+    def look(self, handle: RunHandle) -> Look:
+        """How the run is, as the watch of its namespace has it."""
+        view = watch.shared(self._cluster(handle), kind_of(handle.spec)).view(handle.object)
+        uid = ((view.job or {}).get("metadata") or {}).get("uid")
+        if uid is not None and handle.get("uid") not in ("", uid):
+            # Another job has its name by now.
+            view = dataclasses.replace(view, job=None, pods=(), events=(), is_deleted=True)
+        if view.job is not None:
+            position = queue.position(self._cluster(handle), kind_of(handle.spec), view.job)
+            view = dataclasses.replace(view, queue_position=position)
+        return looks.look(view, handle.spec, time.time())
+
+    def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
+        """Watch the run; its namespace has one set of watches for all jobs."""
+        return watch.shared(self._cluster(handle), kind_of(handle.spec)).subscribe(handle.object, changed)
+
+    @contextlib.contextmanager
+    def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
+        """The log of the head's container, as far as its node still has it."""
+        pod, namespace = self._head(handle).name, handle.spec.cluster.namespace
+        doing = Doing(verb="get", resource="pods/log", namespace=namespace, name=pod)
+        try:
+            # A log may be silent for hours; a dead connection is found by TCP's keepalive.
+            core: Any = self._cluster(handle).core
+            answer = core.read_namespaced_pod_log(
+                pod, namespace, container=kind_of(handle.spec).container, follow=follow, _preload_content=False,
+                _request_timeout=(_CONNECT_S, None),
+            )  # fmt: skip
+        except Exception as error:
+            raise api.explain(error, doing) from error
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                yield from answer.stream(_READ_BYTES)
+            except Exception as error:
+                raise api.explain(error, doing) from error
+
+        try:
+            yield pieces()
+        finally:
+            answer.close()
+            answer.release_conn()
+
+    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+        """The end of a pod's log; empty if the pod is gone."""
+        with contextlib.suppress(Exception):
+            answer: Any = self._cluster(handle).core.read_namespaced_pod_log(
+                part.name, handle.spec.cluster.namespace, container=kind_of(handle.spec).container,
+                tail_lines=max(1, limit // 50), _preload_content=False,
+            )  # fmt: skip
+            return bytes(answer.data[-limit:])
+        return b""
+
+    def connect(self, handle: RunHandle) -> PodConnection:
+        """Connect to the head's byte server by port-forward."""
+        namespace, pod = handle.spec.cluster.namespace, self._head(handle).name
+        return port_forward.connect(self._cluster(handle), namespace, pod, _BYTES_PORT)
+
+    # -- its end --------------------------------------------------------------------------------------------------------
+
+    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Bring an outcome or the checkpoint from the log of the head, or from the job's store."""
+        if name.startswith("outcome-") and self._from_log(handle, name, target):
+            return True
+        if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
+            return False
+        return self._from_store(handle, name, target)
+
+    def _from_log(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        """Bring small outcomes out of the head's log: all that it has, as reading it again for each would take long."""
+        parts: dict[str, list[bytes]] = {}
+        reader = BlockReader()
+        with contextlib.suppress(BackendError), self.head_output(handle, follow=False) as pieces:
+            for piece in pieces:
+                for block in reader.feed(piece):
+                    if isinstance(block, OutcomePart):
+                        known = parts.setdefault(f"outcome-{block.attempt}-{block.rank}", [])
+                        if block.index == len(known):
+                            known.append(block.data)
+                        if len(known) == block.count:
+                            _write(target.with_name(f"outcome-{block.attempt}-{block.rank}"), b"".join(known))
+        return name in parts and target.exists()
+
+    def _from_store(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+        spec, kept = handle.spec, f"jobs/{handle.object}/{name}"
+        claim, _ = manifests.claim_of(spec)
+        if not claim:
+            store = UrlStore(spec.store)
+            if not store.exists(kept):
+                return False
+            store.get_file(kept, target)
+            return True
+        cluster = self._cluster(handle)
+        folder = self_pod.claim_here(spec, self_pod.find(cluster))
+        if folder is None:
+            return errand.read_store(cluster, spec, handle.object, name, target)
+        if not (folder / kept).exists():
+            return False
+        _write(target, (folder / kept).read_bytes())
+        return True
+
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "") -> None:
+        """Mark the object as cancelled or failed, and suspend it: its controller ends its pods, which have their own grace."""
+        del grace_s
+        mark = {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
+        objects.end(self._cluster(handle), kind_of(handle.spec), handle.spec.cluster.namespace, handle.object, mark)
+
+    def remove(self, handle: RunHandle) -> None:
+        """Delete the object and its Secret, and wait until its pods are gone."""
+        cluster = self._cluster(handle)
+        objects.delete(cluster, kind_of(handle.spec), handle.spec.cluster.namespace, handle.object)
+        objects.wait_until_gone(cluster, handle, _GONE_S)
+
+    # -- jobs of other machines -----------------------------------------------------------------------------------------
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """How the jobs of a namespace are by their objects alone, oldest first.
+
+        Args:
+            namespace: None for the configured one, `*` for all.
+            labels: Those that have all of these.
+
+        Raises:
+            ConfigError: The namespace or a label is not valid.
+            BackendError: The cluster refused.
+        """
+        _check_selection(namespace, labels)
+        cluster = client.connect()
+        where = cluster.namespace if namespace is None else namespace
+        selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
+        found = objects.list_all(cluster, "" if where == "*" else where, selector)
+        found.sort(key=lambda item: (item[1]["metadata"]["creationTimestamp"], item[1]["metadata"]["name"]))
+        queued = {item["metadata"]["uid"]: queue.position(cluster, kind, item) for kind, item in found}
+        return looks.statuses(found, queued)
+
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
+        """Find the newest run of a job on the cluster, and its key."""
+        asked, _, name = ref.name.rpartition("/")
+        cluster = client.connect(namespace=asked)
+        namespace = cluster.namespace
+        selector = f"{SELECTOR},{INSTANCE_LABEL}={name}"
+        # Other text than names would be refused as a selector or a path, or select other jobs.
+        is_name = names.is_label_value(name) and "/" not in asked
+        found = objects.list_all(cluster, namespace, selector) if is_name else []
+        if not found:
+            raise JobNotFoundError(
+                f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. {listing(self.name)}"
+            )
+        _, job = max(found, key=lambda item: _run_of(item[1]))
+        annotations = job["metadata"].get("annotations") or {}
+        ref = JobRef(self.name, f"{namespace}/{name}")
+        try:
+            spec = JobSpec.from_json(json.loads(annotations[SPEC_ANNOTATION]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise JobNotFoundError(
+                f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
+            ) from error
+        data = objects.read_input(cluster, namespace, job["metadata"]["name"])
+        key: bytes | None = None if trust is None else data.get(InputFiles.KEY) or None
+        submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
+        if key is not None and submitter != cluster.identity and not trust:
+            key = None
+            warn(
+                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run their code: "
+                "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
+            )
+        source = Source.INPUT
+        if InputFiles.ORDER in data:
+            source = Source(json.loads(data[InputFiles.ORDER])["source"])
+        if key is not None and InputFiles.SNAPSHOT in data:
+            # The model can then be built again from here.
+            with records.keeping_blobs():
+                blobs.unpack_blobs(data[InputFiles.SNAPSHOT], records.blobs_dir())
+        return self._handle(cluster, spec, job, source, _run_of(job)), key
+
+    def describe(self, handle: RunHandle) -> dict[str, Any]:
+        """The object.
+
+        Raises:
+            JobNotFoundError: It was deleted.
+        """
+        kind = kind_of(handle.spec)
+        found = objects.find(self._cluster(handle), kind, handle.spec.cluster.namespace, handle.object)
+        if found is None:
+            raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} no longer exists")
+        return dict(found)
+
+    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
+        """What the cluster has said of the object and its pods; it keeps that for an hour."""
+        namespace = handle.spec.cluster.namespace
+        try:
+            listed: Any = self._cluster(handle).core.list_namespaced_event(namespace, _preload_content=False)
+            found = [event_view(item) for item in listed.json()["items"]]
+        except Exception as error:
+            raise api.explain(error, Doing(verb="list", resource="events", namespace=namespace)) from error
+        return [
+            PlaceEvent(
+                time=event.time, about=f"{event.kind.lower()}/{event.name}", is_warning=event.is_warning, reason=event.reason,
+                message=" ".join(event.message.split()), count=event.count,
+            )
+            for event in sorted(found, key=lambda event: event.time)
+            if is_about(event, handle)
+        ]  # fmt: skip
+
+    def volumes(self) -> Sequence[str]:
+        """Names of the claims in the configured namespace."""
+        cluster = client.connect()
+        try:
+            listed = cluster.core.list_namespaced_persistent_volume_claim(cluster.namespace)
+        except Exception as error:
+            doing = Doing(verb="list", resource="persistentvolumeclaims", namespace=cluster.namespace)
+            raise api.explain(error, doing) from error
+        return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
+
+    def close(self) -> None:
+        """Close idle connections; the next call opens others."""
+        client.disconnect()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, run: int) -> RunHandle:
+        place = {
+            "server": cluster.server, "context": cluster.context, "uid": job["metadata"]["uid"], "source": str(source),
+            "created": str(seconds(job["metadata"].get("creationTimestamp")) or 0),
+        }  # fmt: skip
+        return RunHandle(
+            ref=JobRef(self.name, f"{spec.cluster.namespace}/{spec.name}"),
+            object=job["metadata"]["name"],
+            run=run,
+            spec=spec,
+            place=tuple(place.items()),
+        )
+
+    def _cluster(self, handle: RunHandle) -> Cluster:
+        """The cluster that a run was started on, also when the kubeconfig's current context is another one by now."""
+        asked = handle.spec.cluster.namespace, handle.spec.cluster.context or handle.get("context")
+        try:
+            return client.connect(*asked, secret=handle.spec.cluster.cluster_secret)
+        except ConfigError as error:
+            raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
+
+    def _head(self, handle: RunHandle) -> Part:
+        head = self.look(handle).head
+        if head is None or head.state == "waiting":
+            raise BackendError(f"The first pod of {handle.ref} does not run yet", retryable=True)
+        return head
+
+
+def _write(target: pathlib.Path, data: bytes) -> None:
+    with writing(target) as file:
+        file.write(data)
+
+
+def _run_of(job: Mapping[str, Any]) -> int:
+    return int((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
+
+
+def _check_selection(namespace: Any, labels: Any) -> None:
+    """Refuse what would select other jobs than meant: a comma in a value begins another condition."""
+    is_place = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
+    if not is_place:
+        remedy = "Write lower-case letters, digits and dashes, such as 'team-a', or '*' for all"
+        raise ConfigError("namespace", f"{show(namespace)} cannot be a namespace", remedy)
+    if not isinstance(labels, Mapping):
+        raise ConfigError("labels", f"{show(labels)} is not a dict", "Write it as {'team': 'vision'}")
+    for key, value in labels.items():
+        if not isinstance(key, str) or not names.is_qualified_name(key):
+            raise ConfigError("labels", f"{show(key)} cannot be a label", "Write it as 'team' or 'example.com/team'")
+        if not isinstance(value, str) or not names.is_label_value(value):
+            remedy = "Write at most 63 letters, digits, '-', '_' and '.'"
+            raise ConfigError("labels", f"{show(value)} of {key} cannot be a label's value", remedy)
+
+
+def _person() -> str:
+    with contextlib.suppress(Exception):
+        return getpass.getuser()
+    return "a user without a name"

@@ -1,0 +1,174 @@
+"""The permissions that a user of this library needs in a namespace, and what does not work without each. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from kale_dist.places.manifests import Kind
+
+_CORE = ""
+_SERVICE_ACCOUNT = "system:serviceaccount:"
+
+NAME = "kale-dist"
+"""Of the Role and its binding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Right:
+    """Verbs on one resource that are granted together."""
+
+    group: str
+    """API group; empty for the core."""
+    resource: str
+    """With its subresource, such as `pods/log`."""
+    verbs: tuple[str, ...]
+    without: str
+    """What is lost without it; a sentence without its full stop."""
+    is_needed: bool = False
+    """Whether no job can run without it."""
+
+    def __str__(self) -> str:
+        """Such as `get pods/log`."""
+        return f"{', '.join(self.verbs)} {self.resource}"
+
+
+_SERVICES = Right(
+    group=_CORE,
+    resource="services",
+    verbs=("create", "delete"),
+    without="No job of more than one pod can be submitted: its pods find each other by a Service",
+    is_needed=True,
+)
+
+_FOR_ALL = (
+    Right(
+        group=_CORE,
+        resource="secrets",
+        verbs=("create",),
+        without="No job can be submitted: its code and its key are sent in a Secret",
+        is_needed=True,
+    ),
+    Right(
+        group=_CORE,
+        resource="pods",
+        verbs=("get", "list", "watch"),
+        without="You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
+        is_needed=True,
+    ),
+    Right(
+        group=_CORE,
+        resource="pods/log",
+        verbs=("get",),
+        without="Logs come from the first pod through port-forward, and only while it runs",
+    ),
+    Right(
+        group=_CORE,
+        resource="pods/portforward",
+        verbs=("create", "get"),
+        without="Nothing can be sent to pods or fetched from them: snapshots over 600 kB and weights need a store (store=), and "
+        "a chatty log arrives with gaps",
+    ),
+    Right(
+        group=_CORE,
+        resource="events",
+        verbs=("get", "list", "watch"),
+        without="Pods that are refused, wait for volumes or cannot pull images are explained less well or not at all",
+    ),
+    Right(
+        group=_CORE,
+        resource="secrets",
+        verbs=("get", "delete"),
+        without="Results cannot be read from another machine, and the Secret of a job is deleted only by the garbage collector",
+    ),
+    Right(
+        group=_CORE,
+        resource="persistentvolumeclaims",
+        verbs=("get",),
+        without="A claim that is missing is noticed only when pods wait for it",
+    ),
+    Right(
+        group=_CORE,
+        resource="resourcequotas",
+        verbs=("list", "watch"),
+        without="A quota that is exhausted is noticed only when pods are refused, and a job that waits for it starts up to a "
+        "minute late",
+    ),
+    Right(
+        group=_CORE,
+        resource="limitranges",
+        verbs=("list",),
+        without="A limit of cores that the namespace demands is noticed only when pods are refused",
+    ),
+    Right(
+        group=_CORE,
+        resource="namespaces",
+        verbs=("get",),
+        without='Whether the namespace enforces Pod Security "restricted" is not known before pods are refused; give '
+        "master=False there",
+    ),
+)
+"""What jobs of any kind need."""
+
+
+def rights(kind: Kind) -> tuple[Right, ...]:
+    """The least Role for a kind of job; without those that are needed no job runs."""
+    return (
+        Right(
+            group=kind.group,
+            resource=kind.plural,
+            verbs=("create", "get", "list", "watch"),
+            without="No job can be submitted or followed",
+            is_needed=True,
+        ),
+        Right(
+            group=kind.group,
+            resource=kind.plural,
+            verbs=("patch", "delete"),
+            without="Jobs cannot be deleted, a job that loses a pod does not resume, and only jobs whose first pod can be "
+            "reached can be cancelled",
+        ),
+        *((_SERVICES,) if kind.makes_services else ()),
+        *_FOR_ALL,
+    )
+
+
+def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Sequence[str] = ()) -> str:
+    """A Role with these rights and its binding, for `kubectl apply -f -`.
+
+    Args:
+        namespace: Where; empty for a ClusterRole and its binding.
+        identity: The user or service account as the API server names it; empty for a placeholder.
+        rights: What it grants.
+        groups: Bound in the place of `identity`, if there are any.
+    """
+    verbs: dict[tuple[str, str], list[str]] = {}
+    for right in rights:
+        known = verbs.setdefault((right.group, right.resource), [])
+        known += [verb for verb in right.verbs if verb not in known]
+    kind = "Role" if namespace else "ClusterRole"
+    place = [f"  namespace: {namespace}"] if namespace else []
+    lines = ["apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}", "metadata:", f"  name: {NAME}", *place]
+    lines.append("rules:")
+    for (group, resource), allowed in verbs.items():
+        lines.append(f'- {{apiGroups: ["{group}"], resources: ["{resource}"], verbs: [{", ".join(allowed)}]}}')
+    lines += ["---", "apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}Binding", "metadata:"]
+    lines += [f"  name: {NAME}", *place]
+    lines.append(f"roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: {kind}, name: {NAME}}}")
+    lines.append("subjects:")
+    lines += [f"- {_subject('Group', group)}" for group in groups] or [f"- {_identity(identity, namespace)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _identity(identity: str, namespace: str) -> str:
+    if identity.startswith(_SERVICE_ACCOUNT):
+        place, _, name = identity.removeprefix(_SERVICE_ACCOUNT).partition(":")
+        return f'{{kind: ServiceAccount, name: "{name}", namespace: "{place}"}}'
+    if not identity:
+        return f'{{kind: ServiceAccount, name: default, namespace: "{namespace or "default"}"}}'
+    return _subject("User", identity)
+
+
+def _subject(kind: str, name: str) -> str:
+    quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{{apiGroup: rbac.authorization.k8s.io, kind: {kind}, name: "{quoted}"}}'

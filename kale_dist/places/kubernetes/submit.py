@@ -1,0 +1,324 @@
+"""From a job's specification to its objects on a cluster: settled and checked, then created.
+
+What is created is an object of some kind, and one Secret that it owns: the pods wait for the Secret, and it is deleted
+with the object.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+from kale_dist import config
+from kale_dist.config import Config
+from kale_dist.errors import BackendError, ConfigError, say, warn
+from kale_dist.image import for_job
+from kale_dist.job import records
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.job.spec.resources import DEFAULT_CPU
+from kale_dist.places import manifests, orders
+from kale_dist.places.kubernetes import checks, client, errand, objects, self_pod
+from kale_dist.places.kubernetes.client import Cluster
+from kale_dist.places.kubernetes.explain import api
+from kale_dist.places.kubernetes.explain.api import Doing
+from kale_dist.places.kubernetes.self_pod import SelfPod
+from kale_dist.places.manifests import RunSettings, claim_of, kind_of, owner_of
+from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, START_WAIT_S, STORE_FOLDER
+from kale_dist.wire import InputFiles, Order, Source, encode_json, payload
+from kale_dist.wire.blobs import FolderStore, Store, pack_blobs
+from kale_dist.wire.url_store import UrlStore
+from kale_dist.worker.rank import process_state
+
+_SECRET_BYTES = 1_000_000
+_MIB = 1 << 20
+_LONG_S = 3600.0
+_NOT_MADE_YET = "made-first"
+"""Stands for the image in dry runs: an API server wants one."""
+
+
+def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+    """Settle namespace, image, kind and form of a job, its volumes, user and store; look whether it could run.
+
+    Arguments as for `Backend.settle`. Without a submission a request is also settled where no cluster can be reached, and no
+    image is made.
+
+    Raises:
+        ConfigError: There is no image, or the cluster does not serve the kind.
+        BackendError: The job could not run; the message says why.
+    """
+    configured, asked = config.load(), request.cluster
+    cluster = _reach(asked, configured, required=submit)
+    own = self_pod.find(cluster) if cluster is not None else None
+    kind = objects.choose(cluster, asked.kind) if cluster is not None else None
+    found = checks.look_at_namespace(cluster, kind) if cluster is not None and kind is not None else None
+    namespace = cluster.namespace if cluster is not None else asked.namespace or configured.namespace or "default"
+    own_secrets = own.image_pull_secrets if own is not None and not image else ()
+    options = dataclasses.replace(
+        asked,
+        namespace=namespace,
+        service_account=asked.service_account or configured.service_account,
+        queue=asked.queue or configured.queue,
+        image_pull_secrets=asked.image_pull_secrets or configured.image_pull_secrets or own_secrets,
+        kind=kind.word if kind is not None else asked.kind,
+        run_as_user=own.run_as_user if asked.run_as_user is None and own is not None else asked.run_as_user,
+        master=False if asked.master is None and found is not None and found.forbids_master else asked.master,
+    )
+    volumes = (*request.volumes, *self_pod.own_volumes(request.volumes, own, namespace))
+    options = dataclasses.replace(options, affinity=self_pod.affinity_of(options, volumes, own))
+    resources, cores = request.resources, request.resources.cpu or DEFAULT_CPU
+    free_cores = found.free_cores if found is not None else math.inf
+    if resources.cpu_limit is None and cores * request.topology.processes_per_pod > free_cores:
+        resources = dataclasses.replace(resources, cpu_limit=cores)
+    store = request.store or configured.store or self_pod.own_store(own)
+    image = _image(image, recipe, configured, own, cuda=request.cuda)
+
+    def settled(image: str) -> Settled:
+        return Settled.of(
+            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options
+        )  # fmt: skip
+
+    # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
+    draft = settled(image or (recipe.base if recipe is not None else "") or _NOT_MADE_YET)
+    if cluster is not None and not options.runtime_field:
+        options = dataclasses.replace(options, runtime_field=objects.runtime_field(cluster, draft))
+    if cluster is None or found is None or not submit:
+        return settled(image)
+    for line in self_pod.about_claims(request, draft, own):
+        say(line)
+    if store and not request.store and not configured.store:
+        warn(
+            f"Results, and the snapshot if it is large, are kept in {store}, a volume of this notebook's pod that "
+            "other pods can write to. store= names another place"
+        )
+    _check(cluster, settled(draft.image), own, found)
+    # The image of a job that is submitted again is made.
+    return settled(image if isinstance(request, Settled) else _made(cluster, settled(image), configured))
+
+
+def render(spec: JobSpec) -> str:
+    """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
+    source, settings, kind = _source(spec), RunSettings(), kind_of(spec)
+    order = json.dumps(_order(spec, source).to_json(), indent=2).encode()
+    secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: order})
+    files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
+    recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
+    return (
+        f"{recipe}"
+        f"# The {kind.name} becomes the owner of what follows it, once it has a uid. "
+        f"The Secret also gets: {', '.join(files)}.\n"
+        f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
+        f"{manifests.to_yaml(kind.make(spec, settings), *kind.beside(spec, settings, {}), secret)}"
+    )
+
+
+def create(
+    cluster: Cluster,
+    spec: JobSpec,
+    key: bytes,
+    *,
+    run: int = 1,
+    checkpoint: pathlib.Path | None = None,
+    used_restarts: int = 0,
+) -> tuple[Any, Source]:
+    """Create a run's object, then at once what stands beside it. If that is refused, the object is deleted again.
+
+    Args:
+        cluster: Where.
+        spec: The job, settled.
+        key: Its secret bytes.
+        run: Which run.
+        checkpoint: What the run resumes from; one that a Secret cannot hold is left to the job's store.
+        used_restarts: How often earlier runs have restarted the ranks.
+
+    Returns:
+        The object as the cluster has it, and where its pods find the snapshot.
+
+    Raises:
+        JobExistsError: The name is taken.
+        StoreError: The store cannot be written.
+        BackendError: The cluster refused; the message says what and what to do.
+    """
+    source = _place_bytes(cluster, spec, says=run == 1)
+    data = _input(spec, key, source, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
+    namespace, settings, kind = spec.cluster.namespace, RunSettings(run=run, submitter=cluster.identity), kind_of(spec)
+    made = objects.create(cluster, kind, kind.make(spec, settings))
+    owner, core = owner_of(made), cluster.core
+    secret: Any = manifests.input_secret(spec, settings, owner, data)
+    services: list[Any] = list(kind.beside(spec, settings, owner))
+    # The Secret last: the pods wait for it.
+    beside: list[tuple[str, Any, Any]] = [
+        *(("services", core.create_namespaced_service, service) for service in services),
+        ("secrets", core.create_namespaced_secret, secret),
+    ]
+    for resource, make, wanted in beside:
+        try:
+            make(namespace, wanted)
+        except BaseException as error:
+            # Alone: the Secret or Service that is in the way may be that of another user's job of another kind.
+            objects.delete_object(cluster, kind, namespace, made["metadata"]["name"])
+            if not isinstance(error, Exception):
+                raise
+            name = wanted["metadata"]["name"]
+            doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
+            raise api.explain(error, doing) from error
+    return made, source
+
+
+# -- settling and checking ----------------------------------------------------------------------------------------------
+
+
+def _reach(asked: ClusterOptions, configured: Config, *, required: bool) -> Cluster | None:
+    try:
+        return client.connect(asked.namespace, asked.context, configured, secret=asked.cluster_secret)
+    except (BackendError, ConfigError):
+        if required:
+            raise
+        return None
+
+
+def _image(asked: str, recipe: Recipe | None, configured: Config, own: SelfPod | None, *, cuda: bool) -> str:
+    """The image, or what its recipe goes on top of; empty where an image like this Python has to be made."""
+    image = asked or configured.image or (own.image if own is not None else "")
+    if not image and recipe is None and not configured.registry:
+        return for_job.make(None, image="", settings=configured, cuda=cuda, in_engine=False)
+    return image
+
+
+def _made(cluster: Cluster, spec: Settled, configured: Config) -> str:
+    """The image by its digest, made now if it has to be."""
+
+    def ask(image: str) -> bytes:
+        # It needs packages that a job without an image of its own does not need.
+        from kale_dist.image import base
+
+        return errand.ask(cluster, spec, image, base.COMMAND, base.ENVIRONMENT)
+
+    secrets = []
+    if spec.recipe is not None or not spec.image:
+        for name in spec.cluster.image_pull_secrets:
+            # The registry may let this machine in without it.
+            with contextlib.suppress(Exception):
+                data = cluster.core.read_namespaced_secret(name, spec.cluster.namespace).data or {}
+                secrets.append(base64.b64decode(data[".dockerconfigjson"]).decode())
+    return for_job.make(
+        spec.recipe,
+        image=spec.image,
+        settings=configured,
+        cuda=spec.cuda,
+        in_engine=False,
+        pull_secret_jsons=tuple(secrets),
+        ask=ask,
+        adds_torch=spec.cluster.kind != "tf",
+    )
+
+
+def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: checks.Namespace) -> None:
+    """Ask the cluster whether the job would run, and tell the user what it would lack."""
+    if spec.store and not spec.store.startswith(CLAIM_SCHEME):
+        # A protocol that this side cannot speak would show only when the results are wanted.
+        UrlStore(spec.store)
+    found = checks.check(cluster, spec, namespace)
+    fatal = [str(item.trouble) for item in found if item.is_fatal]
+    if fatal:
+        raise BackendError(f"The job cannot run in the namespace {cluster.namespace!r}. " + "\n".join(fatal))
+    for item in found:
+        warn(str(item.trouble))
+    if own is not None and own.image_warning and spec.image == own.image:
+        warn(own.image_warning)
+    if spec.policy.timeout_s is not None and spec.policy.timeout_s > _LONG_S and not spec.store:
+        warn(
+            f"The job may run for {spec.policy.timeout_s / _LONG_S:.1f} hours, and its results are lost if this kernel "
+            f"does not fetch them within {spec.cluster.collect_wait_s:g} s of its end: give a store, such as "
+            "store='pvc://claim'"
+        )
+
+
+# -- what a run gets ----------------------------------------------------------------------------------------------------
+
+
+def _place_bytes(cluster: Cluster, spec: JobSpec, *, says: bool) -> Source:
+    """Put the snapshot where the pods will find it, if that is not the job's own input; gives where they do."""
+    source = _source(spec)
+    if source is Source.URL:
+        _put(spec, UrlStore(spec.store))
+    elif source is Source.STREAM:
+        folder = self_pod.claim_here(spec, self_pod.find(cluster))
+        if folder is not None:
+            _put(spec, FolderStore(folder))
+            return Source.FOLDER
+        if says:
+            warn(
+                f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
+                "Until a line of the log says so, this kernel has to live"
+            )
+    return source
+
+
+def _put(spec: JobSpec, store: Store) -> None:
+    """Copy what the store lacks of the snapshot."""
+    ours = FolderStore(records.blobs_dir())
+    for digest in spec.blobs:
+        if not store.exists(digest):
+            store.put([ours.open(digest)])
+
+
+def _source(spec: JobSpec) -> Source:
+    """Where the pods get the snapshot from, as far as the specification decides it."""
+    if spec.snapshot_bytes <= INPUT_BYTES:
+        return Source.INPUT
+    return Source.URL if spec.store and not spec.store.startswith(CLAIM_SCHEME) else Source.STREAM
+
+
+def _order(
+    spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "", used_restarts: int = 0
+) -> Order:
+    """The order that the agents get."""
+    claim, folder = claim_of(spec)
+    return orders.order_of(
+        spec,
+        used_restarts=used_restarts,
+        job=manifests.object_name(spec.name, run),
+        run=run,
+        processes_per_agent=spec.topology.processes_per_pod,
+        head=kind_of(spec).head_host(spec, run),
+        port=PORT,
+        store=f"{STORE_FOLDER}/{folder}".rstrip("/") if claim else spec.store,
+        source=source,
+        torch_flags=torch_flags,
+        note=note,
+        start_wait_s=START_WAIT_S,
+        input_wait_s=spec.cluster.input_wait_s,
+        collect_wait_s=spec.cluster.collect_wait_s,
+        metrics_port=spec.cluster.metrics_port or 0,
+        **kind_of(spec).order(spec),
+    )
+
+
+def _input(
+    spec: JobSpec, key: bytes, source: Source, *, run: int, checkpoint: pathlib.Path | None, used_restarts: int
+) -> dict[str, bytes]:
+    """Files of a run's input."""
+    data = {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key}
+    if source is Source.INPUT:
+        data[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
+    note = ""
+    if checkpoint is not None:
+        room, size = _SECRET_BYTES - sum(map(len, data.values())), checkpoint.stat().st_size
+        if size < room:
+            data[InputFiles.CHECKPOINT] = checkpoint.read_bytes()
+        elif not spec.store:
+            note = (
+                f"The last checkpoint has {size / _MIB:,.1f} MiB, too much to send to new pods without a store, so that the "
+                "training starts from the beginning: give a store=, such as 'pvc://claim'"
+            )
+    flags = process_state.read_flags(cuda=spec.cuda)
+    order = _order(spec, source, run=run, torch_flags=flags, note=note, used_restarts=used_restarts)
+    data[InputFiles.ORDER] = encode_json(order.to_json())
+    return data

@@ -1,0 +1,228 @@
+"""The local backend: ranks are processes of this machine, run by an agent that the notebook's process starts.
+
+A job's folder holds everything about it. This process's agent only says when to look again. A job of another process is
+read from its files alone, so `attach` needs no connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import Sequence
+
+from kale_dist.errors import BackendError, BackendUnavailableError
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, Plan
+from kale_dist.job.reader import FolderBackend
+from kale_dist.job.records import Record
+from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.status import JobStatus
+from kale_dist.places import agent_client
+from kale_dist.places.agent_client import AgentClient, Fingerprint
+from kale_dist.places.orders import order_of
+from kale_dist.wire import CANCEL_GRACE_S, Order
+from kale_dist.worker.agent import processes
+from kale_dist.worker.rank import process_state
+
+_FOREIGN_POLL_S = 0.1
+_OWN_POLL_S = 1.0
+"""The agent wakes us; this only covers an agent that was killed."""
+
+_DELETE_TIMEOUT_S = 15.0
+
+
+class LocalBackend(FolderBackend):
+    """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
+
+    def __init__(self) -> None:
+        super().__init__(_agent_lives)
+        self._client: AgentClient | None = None
+        self._note = ""
+
+    @property
+    def name(self) -> str:
+        """The word that `on=` takes."""
+        return "local"
+
+    def warm_up(self) -> None:
+        """Have an agent that can run jobs of this process as its environment is now. Returns at once.
+
+        Raises:
+            BackendUnavailableError: None can be started.
+        """
+        self._ready_client()
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """What would run: one line for each thing that the ranks get."""
+        return Plan(backend=self.name, spec=spec, text=_plan_text(spec))
+
+    def submit(self, spec: JobSpec, key: bytes) -> JobRef:
+        """Write the job down and hand it to the agent. Returns before any rank has started.
+
+        Raises:
+            JobExistsError: The name is taken.
+            StoreError: The job's folder cannot be written.
+            BackendUnavailableError: No agent can be started.
+        """
+        ref = JobRef(self.name, spec.name)
+        files = records.create(spec.name, key)
+        try:
+            self._hand_over(spec, str(files.folder), key)
+        except BaseException:
+            records.withdraw(spec.name)
+            raise
+        return ref
+
+    def status(self, ref: JobRef) -> JobStatus:
+        """What the job's files say now."""
+        return self._reader(ref).status()
+
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
+        """End a job's ranks. If its agent is gone, so are they."""
+        reader = self._reader(ref)
+        if reader.status().is_final:
+            return
+        record = reader.record()
+        client = self._client
+        if client is not None and client.alive and client.pid == record.agent_pid:
+            with contextlib.suppress(BackendUnavailableError):
+                client.cancel(ref.name, grace_s)
+        else:
+            # Its agent may not have its order yet.
+            records.mark_cancelled(records.files(ref.name))
+            agent_client.send(record.agent_socket, agent_client.cancel_message(ref.name, grace_s))
+
+    def delete(self, ref: JobRef) -> None:
+        """Cancel if need be, wait for the end, and remove the job's folder and the blobs no other job needs.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: The job does not end.
+        """
+        reader = self._reader(ref)
+        self.cancel(ref, grace_s=1.0)
+        deadline = time.monotonic() + _DELETE_TIMEOUT_S
+        while not reader.status().is_final:
+            if time.monotonic() > deadline:
+                problem = f"{ref} has not ended within {_DELETE_TIMEOUT_S:.0f} s of its cancellation"
+                raise BackendError(f"{problem}; try again", retryable=True)
+            time.sleep(0.05)
+        records.delete(ref.name)
+        with self._lock:
+            self._readers.pop(ref.name, None)
+        self._tell(ref)
+
+    def list(self) -> Sequence[JobRef]:
+        """All jobs of this user on this machine, oldest first."""
+        return [JobRef.parse(ref) for ref in records.refs(self.name)]
+
+    def close(self) -> None:
+        """Leave the agent: it ends with its last job. Another job starts a new one."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> AgentClient:
+        client = AgentClient(on_wake=lambda job: self._tell(JobRef(self.name, job)), on_end=self._wake_all)
+        client.start()
+        return client
+
+    def _ready_client(self) -> AgentClient:
+        with self._lock:
+            if self._client is None or not self._client.alive:
+                self._client = self._start()
+            elif changes := self._client.fingerprint.changes(Fingerprint.now()):
+                before, self._client = self._client, self._start()
+                before.stop()
+                self._note = f"A new agent was started for this job: {'; '.join(changes)}"
+            return self._client
+
+    def _hand_over(self, spec: JobSpec, folder: str, key: bytes) -> None:
+        """Give the job's order to the agent, a new one if need be."""
+        with self._lock:
+            client = self._ready_client()
+            # Why the agent is new belongs to the first job that it gets.
+            note, self._note = self._note, ""
+            self._write_record(spec, client)
+            client.take(_order(spec, folder, key, note))
+            if spec.policy.detach:
+                client.wait_until_taken(spec.name)
+
+    def _write_record(self, spec: JobSpec, client: AgentClient) -> None:
+        record = Record(
+            ref=str(JobRef(self.name, spec.name)), name=spec.name, created=time.time(), spec=spec,
+            agent_pid=client.pid, agent_start=client.start_time, agent_socket=client.address,
+            kernel_pid=os.getpid(), detach=spec.policy.detach,
+        )  # fmt: skip
+        records.write(record)
+
+    def _wake_all(self) -> None:
+        """The agent's connection has ended, and its jobs may have with it."""
+        with self._lock:
+            running = list(self._readers)
+        for job in running:
+            self._tell(JobRef(self.name, job))
+
+    def _attend(self, ref: JobRef) -> float:
+        client = self._client
+        own = client is not None and client.alive and client.pid == self._reader(ref).record().agent_pid
+        return _OWN_POLL_S if own else _FOREIGN_POLL_S
+
+
+def _agent_lives(record: Record) -> bool:
+    return processes.is_running(record.agent_pid, record.agent_start)
+
+
+@functools.cache
+def shared() -> LocalBackend:
+    """The backend of this process: one agent serves all its jobs."""
+    return LocalBackend()
+
+
+def _order(spec: JobSpec, folder: str, key: bytes, note: str) -> Order:
+    inherited = process_state.capture(cuda=spec.cuda)
+    environment = dict(inherited.environment) | dict(spec.environment)
+    return order_of(
+        spec,
+        folder=folder,
+        store=str(records.blobs_dir()),
+        key=key.hex(),
+        note=note,
+        process=dataclasses.replace(inherited, environment=tuple(sorted(environment.items()))),
+    )
+
+
+def _plan_text(spec: JobSpec) -> str:
+    """A spec for people, as YAML. Pure, so that equal specs give equal text."""
+    world = spec.topology.number_of_processes
+    policy = spec.policy
+    training = spec.kind == "training"
+    lines = [
+        f"name: {spec.name}",
+        "backend: local",
+        f"runs: {json.dumps(spec.label)}",
+        f"ranks: {world}",
+        f"device: {'cuda, one GPU a rank' if spec.cuda else 'cpu'}",
+        f"threads a rank: {spec.threads or 'cores // ranks'}",
+        f"seed: {'random' if spec.seed is None else spec.seed}",
+        f"snapshot: {spec.snapshot} # {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs",
+        *([f"strategy: {type(spec.strategy).__name__} {json.dumps(dataclasses.asdict(spec.strategy))}"] * training),
+        f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s')})}",
+        f"outlives the notebook: {'yes' if policy.detach else 'no'}",
+        *([f"restarts after a lost rank: {policy.max_restarts}"] if policy.max_restarts else []),
+        "environment added:" if spec.environment else "environment added: none",
+        *(f"  {name}: {json.dumps(value)}" for name, value in spec.environment),
+        "folders:" if spec.volumes else "folders: those of this machine",
+        *(f"  {volume.mount_path}: {json.dumps(volume.source)}" for volume in spec.volumes),
+        "processes:",
+        "  - python -P -m kale_dist.worker agent # one for all jobs of this notebook",
+        *(f"  - env RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world} python # forked ahead" for rank in range(world)),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,85 @@
+"""A job as a batch Job, which every cluster has without an operator. Pure.
+
+Several pods are an indexed Job with a headless Service for their names; one pod is an ordinary Job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kale_dist.errors import ConfigError
+from kale_dist.job.spec.job_spec import Settled
+from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
+from kale_dist.places.manifests.pod_template import pod_template
+from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
+
+
+class BatchJob(Kind):
+    """A pod that fails is not made again, and the others continue: the head decides what that means."""
+
+    word = "job"
+    name = "Job"
+    group, version, plural = "batch", "v1", "jobs"
+    container = "pytorch"
+    controller = "Kubernetes' Job controller"
+    find_controller = "kubectl -n kube-system get pods"
+    install = "kubectl version  # every cluster has Jobs: this one's API server is not what it should be"
+    is_automatic = True
+    makes_services = True
+
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        """Completions and a template."""
+        if spec.cluster.gang:
+            remedy = "Leave it out; with queue= Kueue starts all pods together"
+            raise ConfigError("gang", "a Job's pods are scheduled one by one", remedy)
+        topology = spec.topology
+        pods, ranks = topology.number_of_pods, min(topology.number_of_processes, topology.processes_per_pod)
+        index = f"metadata.annotations['{COMPLETION_INDEX}']" if pods > 1 else ""
+        template = pod_template(spec, settings, container=self.container, first_pod=0, ranks=ranks, index=index)
+        # The API gives the pods of a Job no policy by itself.
+        template["spec"] = {"restartPolicy": "Never", **template["spec"]}
+        if pods > 1:
+            template["spec"]["subdomain"] = object_name(spec.name, settings.run)
+        ttl = spec.cluster.ttl_s
+        return {
+            **({"completionMode": "Indexed", "backoffLimitPerIndex": 0} if pods > 1 else {"backoffLimit": 0}),
+            "completions": pods,
+            "parallelism": pods,
+            **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
+            "template": template,
+        }
+
+    def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
+        """All pods are alike."""
+        spec = made["spec"]
+        policy = spec["template"]["spec"].get("restartPolicy", "")
+        pods = min(int(spec.get("completions", 1)), int(spec.get("parallelism", 1)))
+        return [PodGroup(role="pod", pods=pods, template=spec["template"], restart_policy=policy)]
+
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+        """`x-0`, `x-1`, ..., which are also their host names; the controller appends five characters."""
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        return tuple(f"{name}-{index}" for index in range(pods)) if pods > 1 else (name,)
+
+    def head_host(self, spec: Settled, run: int = 1) -> str:
+        """A name that the headless Service gives it."""
+        return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
+
+    def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        """The headless Service; one pod needs none."""
+        has_relays = spec.topology.number_of_pods > 1
+        return (headless_service(spec, settings, owner),) if has_relays else ()
+
+    def state(self, made: Mapping[str, Any]) -> ObjectState:
+        """Its conditions; that it runs, its number of active pods says."""
+        status, condition = made.get("status") or {}, last_condition(made)
+        finished: Any = {"Complete": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
+        return ObjectState(
+            finished=finished,
+            message=str(condition.get("message") or "") if finished == "failed" else "",
+            is_running=bool(status.get("active")),
+            is_known=bool(status),
+            started=status.get("startTime"),
+            ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
+        )

@@ -1,0 +1,292 @@
+"""A job as an object of Kubeflow's Training Operator (v1) or of the MPI Operator. Pure.
+
+- A PyTorchJob has one Master with rank 0, and Workers.
+- A TFJob has a chief with rank 0, workers, and parameter servers. The operator tells each pod in `TF_CONFIG` where the others
+  are and which of them it is.
+- The launcher of an MPIJob (v2beta1) is the head and has rank 0, its workers are relays. The operator's ssh and its file of
+  hosts are not used: agents start the ranks, and `mpirun` reaches all pods through them (`runtime/mpi.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from kale_dist.errors import ConfigError
+from kale_dist.job.spec.job_spec import Settled
+from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, last_condition
+from kale_dist.places.manifests.pod_template import pod_template
+from kale_dist.places.manifests.settings import REPLICA_INDEX_LABEL, RunSettings, object_name
+from kale_dist.wire import EndsWith
+
+INIT_REQUESTS = {"cpu": "50m", "memory": "10Mi"}
+"""What the container asks for that the operator puts before workers beside a master."""
+
+_INIT_CONTAINER = {
+    "name": "init-pytorch",
+    "image": "alpine:3.10",
+    "command": ["sh", "-c", "true"],
+    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": INIT_REQUESTS},
+}
+"""As the operator makes it."""
+
+
+class KubeflowJob(Kind):
+    """An object with a run policy and replica types, the head's first."""
+
+    replicas_field: ClassVar[str]
+    """The field of its `spec` that holds them."""
+
+    def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
+        """Each replica type. The API fills in a number that is left out."""
+        return [
+            PodGroup(
+                role=role.lower(), pods=int(replica.get("replicas", 1)), template=replica.get("template", {}),
+                restart_policy=replica.get("restartPolicy", ""),
+            )
+            for role, replica in made["spec"][self.replicas_field].items()
+        ]  # fmt: skip
+
+    def state(self, made: Mapping[str, Any]) -> ObjectState:
+        """Its last condition."""
+        condition, status = last_condition(made), made.get("status") or {}
+        word, message = condition.get("type"), str(condition.get("message") or "")
+        was_suspended = any(item.get("type") == "Suspended" for item in status.get("conditions") or ())
+        finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(word), "")
+        return ObjectState(
+            finished=finished,
+            message=message if word == "Failed" else "",
+            is_running=word == "Running",
+            is_known=bool(condition),
+            # The operator writes it after it has made the pods, on a busy cluster long after: it says which pods are of an
+            # earlier run only if the job was suspended.
+            started=status.get("startTime") if was_suspended else None,
+            ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
+        )
+
+    def suspension(self, *, value: bool) -> dict[str, Any]:
+        """In its run policy."""
+        return {"spec": {"runPolicy": {"suspend": value}}}
+
+    def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The run policy."""
+        return (made.get("spec") or {}).get("runPolicy") or {}
+
+    def replica(
+        self,
+        spec: Settled,
+        settings: RunSettings,
+        role: str,
+        *,
+        first_pod: int,
+        pods: int,
+        ranks: int,
+        has_index: bool = True,
+    ) -> dict[str, Any]:
+        """One replica type.
+
+        Args:
+            spec: The job.
+            settings: What the backend has settled.
+            role: Its name, in lower case.
+            first_pod: Number of the type's first pod.
+            pods: How many it has.
+            ranks: Ranks of each of them.
+            has_index: Whether the controller labels them with their index.
+        """
+        index = f"metadata.labels['{REPLICA_INDEX_LABEL}']" if has_index else ""
+        template = pod_template(
+            spec, settings, container=self.container, first_pod=first_pod, ranks=ranks, index=index, role=role
+        )
+        return {"replicas": pods, "restartPolicy": "Never", "template": template}
+
+
+class PyTorchJob(KubeflowJob):
+    """Workers only (`worker-0` has rank 0) where Pod Security forbids what the operator puts before workers beside a master."""
+
+    word = "pytorch"
+    name = "PyTorchJob"
+    group, version, plural = "kubeflow.org", "v1", "pytorchjobs"
+    container = "pytorch"
+    replicas_field = "pytorchReplicaSpecs"
+    roles = ("master", "worker")
+    controller = "Kubeflow's Training Operator"
+    find_controller = "kubectl get pods -A -l control-plane=kubeflow-training-operator"
+    install = (
+        "kubectl apply --server-side -k "
+        "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3'"
+    )
+    is_automatic = True
+    services_a_pod = True
+
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        """Run policy and replicas."""
+        per_pod = spec.topology.processes_per_pod
+        return {
+            "runPolicy": _run_policy(spec),
+            **({"nprocPerNode": str(per_pod)} if per_pod > 1 else {}),
+            "pytorchReplicaSpecs": self._replicas(spec, settings),
+        }
+
+    def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
+        """Master, then workers, with the operator's init container before these."""
+        return [
+            dataclasses.replace(group, put_before=(_INIT_CONTAINER,))
+            if group.role == "worker" and "Master" in made["spec"][self.replicas_field]
+            else group
+            for group in sorted(super().pod_groups(made), key=lambda group: group.role)
+        ]
+
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+        """`x-master-0`, `x-worker-0`, ..."""
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        if not _has_master(spec):
+            return tuple(f"{name}-worker-{index}" for index in range(pods))
+        return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
+
+    def head_host(self, spec: Settled, run: int = 1) -> str:
+        """That of the head's Service, which the operator makes for each pod."""
+        return self.pod_names(spec, run)[0]
+
+    def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        topology = spec.topology
+        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
+        head = min(world, per_pod)
+        if not _has_master(spec):
+            return {"Worker": self.replica(spec, settings, "worker", first_pod=0, pods=pods, ranks=head)}
+        replicas = {"Master": self.replica(spec, settings, "master", first_pod=0, pods=1, ranks=head)}
+        if pods > 1:
+            ranks = min(per_pod, world - head)
+            replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=ranks)
+        return replicas
+
+
+def _has_master(spec: Settled) -> bool:
+    """A job of a single pod has a master in any case."""
+    return spec.cluster.master is not False or spec.topology.number_of_pods == 1
+
+
+class TFJob(KubeflowJob):
+    """The last pods are the parameter servers. TensorFlow has one process a pod, which uses all of its GPUs."""
+
+    word = "tf"
+    name = "TFJob"
+    group, version, plural = "kubeflow.org", "v1", "tfjobs"
+    container = "tensorflow"
+    replicas_field = "tfReplicaSpecs"
+    roles = ("chief", "worker", "ps")
+    controller = PyTorchJob.controller
+    find_controller = PyTorchJob.find_controller
+    install = PyTorchJob.install
+    services_a_pod = True
+
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        """Run policy and replicas.
+
+        Raises:
+            ConfigError: More than one process a pod, for which TF_CONFIG has no place.
+        """
+        topology, servers = spec.topology, spec.cluster.servers
+        if topology.processes_per_pod > 1:
+            problem = f"{topology.processes_per_pod}, and TensorFlow has one process a pod"
+            remedy = "Leave it out, and give each process more with resources="
+            raise ConfigError("processes_per_pod", problem, remedy)
+        workers = topology.number_of_pods - 1 - servers
+        counts = {"Chief": (0, 1), "Worker": (1, workers), "PS": (1 + workers, servers)}
+        return {
+            "runPolicy": _run_policy(spec),
+            "tfReplicaSpecs": {
+                role: self.replica(spec, settings, role.lower(), first_pod=first, pods=pods, ranks=1)
+                for role, (first, pods) in counts.items()
+                if pods
+            },
+        }
+
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+        """`x-chief-0`, `x-worker-0`, ..., `x-ps-0`, ..."""
+        name, servers = object_name(spec.name, run), spec.cluster.servers
+        workers = spec.topology.number_of_pods - 1 - servers
+        return (
+            f"{name}-chief-0",
+            *(f"{name}-worker-{index}" for index in range(workers)),
+            *(f"{name}-ps-{index}" for index in range(servers)),
+        )
+
+    def head_host(self, spec: Settled, run: int = 1) -> str:
+        """That of the chief's Service, which the operator makes for each pod."""
+        return self.pod_names(spec, run)[0]
+
+    def order(self, spec: Settled) -> Mapping[str, Any]:
+        """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""
+        servers = spec.cluster.servers
+        return {"servers": servers, "ends_with": EndsWith.RANK_0} if servers else {}
+
+
+class MPIJob(KubeflowJob):
+    """The launcher asks for what a worker asks for, because a rank runs in it."""
+
+    word = "mpi"
+    name = "MPIJob"
+    group, version, plural = "kubeflow.org", "v2beta1", "mpijobs"
+    container = "mpi"
+    replicas_field = "mpiReplicaSpecs"
+    roles = ("launcher", "worker")
+    controller = "the MPI Operator"
+    find_controller = "kubectl get pods -A -l app=mpi-operator"
+    install = (
+        "kubectl apply --server-side -f "
+        "https://raw.githubusercontent.com/kubeflow/mpi-operator/v0.6.0/deploy/v2beta1/mpi-operator.yaml"
+    )
+    clashes_with = "v1"
+
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        """Run policy and replicas. A launcher that fails is not started again: the head decides what a failure means."""
+        topology = spec.topology
+        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
+        head = min(world, per_pod)
+        launcher = self.replica(spec, settings, "launcher", first_pod=0, pods=1, ranks=head, has_index=False)
+        replicas = {"Launcher": launcher}
+        if pods > 1:
+            ranks = min(per_pod, world - head)
+            replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=ranks)
+        return {
+            "slotsPerWorker": per_pod,
+            # Otherwise the operator hides the GPUs of the launcher.
+            "runLauncherAsWorker": True,
+            "runPolicy": {**_run_policy(spec), "backoffLimit": 0},
+            "mpiReplicaSpecs": replicas,
+        }
+
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+        """`x-launcher`, to which the controller appends five characters, and `x-worker-0`, ..."""
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        return (f"{name}-launcher", *(f"{name}-worker-{index}" for index in range(pods - 1)))
+
+    def head_host(self, spec: Settled, run: int = 1) -> str:
+        """The launcher's name in the Service that the operator makes."""
+        name = object_name(spec.name, run)
+        return f"{name}-launcher.{name}"
+
+    def told_by(self, name: str) -> Sequence[tuple[str, str]]:
+        """Its own events, and those of the Job that makes the launcher."""
+        return ((self.name, name), ("Job", f"{name}-launcher"))
+
+    def order(self, spec: Settled) -> Mapping[str, Any]:
+        """The head runs `mpirun`."""
+        del spec
+        return {"mpi": True}
+
+
+def _run_policy(spec: Settled) -> dict[str, Any]:
+    """Neither a deadline nor retries of the operator's: both delete pods and their logs."""
+    cluster = spec.cluster
+    policy: dict[str, Any] = {"cleanPodPolicy": "None"}
+    if cluster.ttl_s is not None:
+        policy["ttlSecondsAfterFinished"] = cluster.ttl_s
+    if cluster.gang:
+        policy["schedulingPolicy"] = {
+            "minAvailable": cluster.min_available or spec.topology.number_of_pods,
+            **({"priorityClass": cluster.priority_class} if cluster.priority_class else {}),
+        }
+    return policy

@@ -1,0 +1,109 @@
+"""Names, labels, folders and sizes that manifests and those who look for their objects share. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kale_dist.job.spec.job_spec import Settled
+
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+"""Of every object of a job: its name."""
+
+OBJECT_LABEL = "kale-dist.dev/object"
+"""On every pod: the name of its run's object."""
+
+FIRST_POD_LABEL = "kale-dist.dev/first-pod"
+"""On every pod: the number in the job that the first pod of its replica type has."""
+
+CONTAINER_ANNOTATION = "kubectl.kubernetes.io/default-container"
+"""On every pod: the container with the agent, which is also what `kubectl logs` shows."""
+
+REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+"""Label and annotation of a pod of an indexed Job. The labels of its index are the same for all kinds of one controller."""
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+MANAGED_BY = "kale-dist"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+SELECTOR = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
+"""Of all jobs and pods of this library in a namespace."""
+
+SPEC_ANNOTATION = "kale-dist.dev/spec"
+SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
+CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
+"""On the object of a cancelled job: who cancelled it."""
+
+FAILED_ANNOTATION = "kale-dist.dev/failed"
+"""On the object of a run that its follower ended because it had failed: why."""
+
+RUN_LABEL = "kale-dist.dev/run"
+"""On the objects of later runs: which run it is. The first one has none."""
+
+TOUCHED_ANNOTATION = "kale-dist.dev/touched"
+"""When a job that waits under a quota was last shown to the operator again."""
+
+PORT = 23456
+"""The first of a pod's three ports; an order's `port`. It is also the operator's default."""
+
+START_WAIT_S = 3600.0
+"""How long the agents of a job wait for each other; an order's `start_wait_s`."""
+
+INPUT_BYTES = 600_000
+"""A snapshot up to this size is part of a Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
+
+INPUT_FOLDER = "/kale-dist/input"
+WORK_FOLDER = "/kale-dist/work"
+HOME_FOLDER = "/kale-dist/home"
+STORE_FOLDER = "/kale-dist/store"
+"""Where pods see the claim that is the job's store."""
+
+
+CLAIM_SCHEME = "pvc://"
+"""Of a store that is a claim."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """What the object of a run says beyond the job's specification."""
+
+    run: int = 1
+    """Which run of the job; each has an object of its own."""
+    submitter: str = ""
+    """Who creates it, as the API server names them."""
+    command: tuple[str, ...] = ()
+    """In the place of the agent: an errand of this library, which has no input and is listed nowhere."""
+
+
+def object_name(job: str, run: int) -> str:
+    """Name of the object of one run: the job's own for the first, `<job>-2` for the second.
+
+    `names.MAX_LENGTH` leaves room for it and for the `-worker-123` of its pods.
+    """
+    return job if run == 1 else f"{job}-{run}"
+
+
+def input_secret_name(object_: str) -> str:
+    """Name of the Secret with a run's input.
+
+    Args:
+        object_: Name of the run's object.
+    """
+    return f"{object_}-input"
+
+
+def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
+    """The recommended labels, which every object of a job has, in all its runs."""
+    return {
+        "app.kubernetes.io/name": "kale-dist",
+        MANAGED_BY_LABEL: "kale-dist-errand" if is_errand else MANAGED_BY,
+        INSTANCE_LABEL: job,
+        "app.kubernetes.io/component": "training",
+    }
+
+
+def claim_of(spec: Settled) -> tuple[str, str]:
+    """Claim and folder of a job's store; empty if its store is no claim."""
+    if not spec.store.startswith(CLAIM_SCHEME):
+        return "", ""
+    claim, _, folder = spec.store.removeprefix(CLAIM_SCHEME).partition("/")
+    return claim, folder

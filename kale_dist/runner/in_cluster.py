@@ -1,0 +1,240 @@
+"""`kale-dist run --in-cluster`: the notebook itself runs in a pod of the cluster, and is brought back.
+
+It is an ordinary job of `launch` with one process, whose function executes the notebook. So it needs no other rights, and
+is checked, queued, explained and found again as any job is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from kale_dist import config, places
+from kale_dist.calls import request, verbs
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef
+from kale_dist.job.handle import Job
+from kale_dist.job.view import facts
+from kale_dist.runner import documents, execution
+from kale_dist.runner.execution import Execution
+from kale_dist.runner.kernel_jobs import Terminal
+from kale_dist.wire import StateName, Stream, payload
+from kale_dist.wording import closest
+from kale_dist.worker.rank import notebook_rank
+
+NOTEBOOK_GRACE_S = 30.0
+"""After Ctrl-C the pod has so long to end its cell, to cancel its jobs and to save the notebook."""
+
+_STAYS_HERE = {f"KALE_DIST_{key}" for key in ("CONTEXT", "IMAGE", "KUBECONFIG", "NAMESPACE")}
+"""Settings that the notebook finds in its pod by itself."""
+
+_LOOK_S = 0.5
+
+
+def run_notebook(
+    path: str | pathlib.Path,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    output: str | pathlib.Path | None = None,
+    timeout_s: float | None = None,
+    on: str | None = None,
+    pod: Mapping[str, Any] | None = None,
+    keep: bool = False,
+    stream: TextIO | None = None,
+) -> Execution:
+    """Execute a notebook in a pod, as `kale_dist.run_notebook` does here.
+
+    Only the notebook is sent, not the files beside it. The pod is removed in the end, also after Ctrl-C.
+
+    Args:
+        path: The notebook.
+        parameters: As for `kale_dist.run_notebook`, and so are the next three.
+        output: Where the executed notebook goes.
+        timeout_s: Seconds that a cell may take.
+        on: Where jobs run whose calls do not say so.
+        pod: Arguments of `kale_dist.Kubernetes`, and of `launch`, for the pod. With a service account, its token is there, too.
+        keep: Whether the job stays on the cluster, with its log.
+        stream: As for `kale_dist.run_notebook`.
+
+    Returns:
+        How it went.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was started.
+        KaleDistError: The cluster refused the job, or its image cannot execute notebooks.
+    """
+    path, terminal = pathlib.Path(path), Terminal(stream or sys.stdout)
+    notebook, target = execution.prepare(path, parameters or {}, output)
+    options = {"timeout_s": timeout_s, "on": on}
+    settings, place = config.load(), dict(pod or {})
+    if place.get("service_account") or settings.service_account:
+        place.setdefault("mount_service_account_token", True)
+    if "auto" in (packages := place.get("packages") or ()):
+        place["packages"] = [*(name for name in packages if name != "auto"), *_packages(notebook, on, terminal)]
+    source = documents.encode(notebook)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", KaleDistWarning)
+        job = _launch(place, payload.library(), source, path.name, options, _variables(settings))
+    try:
+        # The line of this library's code that the warning names would tell the user nothing.
+        for warning in told:
+            terminal.line(f"[kale-dist] {warning.message}")
+        terminal.line(f"The notebook runs as {job.ref}")
+        interrupted = _follow(job, terminal)
+        if job.status.state is StateName.SUCCEEDED:
+            executed, summary = job.result()
+            documents.write(target, executed)
+            if summary:
+                return Execution.from_json({**json.loads(summary), "output": target})
+            return Execution(output=target, failure="its pod: the command ended without a message; see its log above")
+        documents.write(target, _saved(job, terminal) or source)
+        return Execution(output=target, failure=_failure(job), interrupted=interrupted)
+    finally:
+        _leave(job, terminal, keep=keep)
+
+
+def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes]]:
+    """The one call into the public API.
+
+    Args:
+        place: Arguments of `kale_dist.Kubernetes`, and of `launch`.
+        arguments: Of the function that runs in the pod.
+    """
+    for name in place:
+        if name not in verbs.SETTABLE:
+            remedy = f"{closest(name, verbs.SETTABLE)}Give an argument of kale_dist.Kubernetes"
+            raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
+    options: dict[str, Any] = {"number_of_processes": 1, "stall_warn_s": None, **place, "on": "kubernetes"}
+    return verbs.launch(notebook_rank.notebook, *arguments, **request.gathered(options))
+
+
+def _follow(job: Job[Any], terminal: Terminal) -> bool:
+    """Show the job until it has ended; returns whether it was interrupted."""
+    ended = threading.Event()
+
+    def show() -> None:
+        try:
+            # Someone may delete the job meanwhile.
+            with contextlib.suppress(KaleDistError):
+                for line in job.logs(follow=True):
+                    if line.rank is not None and line.stream is Stream.STDOUT:
+                        terminal.line(facts.clean(line.text))
+                    # Why the process itself failed is reported at the end.
+                    elif line.rank is None and not line.text.startswith("Rank 0 "):
+                        terminal.line(facts.clean(str(line)))
+        finally:
+            ended.set()
+
+    # In a thread of its own: an interrupt then arrives here, and what the pod says afterwards is shown, too.
+    threading.Thread(target=show, name="kale_dist notebook log", daemon=True).start()
+    try:
+        said = ""
+        while not ended.wait(_LOOK_S):
+            status = job.status
+            if status.state in (StateName.PENDING, StateName.STARTING) and status.reason not in ("", said):
+                said = status.reason
+                terminal.line(f"[kale-dist] {facts.clean(said)}")
+        job.exception()  # waits, where the log could not be read
+    except KeyboardInterrupt:
+        terminal.line("[kale-dist] Interrupted: the pod ends its cell and its jobs, and saves the notebook")
+        ref = JobRef.parse(job.ref)
+        places.get(ref.backend).cancel(ref, grace_s=NOTEBOOK_GRACE_S)
+        # A second interrupt waits for nothing.
+        with contextlib.suppress(KeyboardInterrupt):
+            ended.wait()
+        return True
+    return False
+
+
+def _saved(job: Job[Any], terminal: Terminal) -> bytes:
+    """The notebook as the pod saved it last; empty if nothing came back."""
+    ref = JobRef.parse(job.ref)
+    backend, file = places.get(ref.backend), records.files(ref.record_name).checkpoint
+    if not file.exists():
+        with contextlib.suppress(KaleDistError):
+            backend.fetch(ref, file.name)
+    try:
+        saved = file.read_bytes()
+        # A checkpoint is not signed: anyone who can write to the job's store could have made it.
+        if isinstance(json.loads(saved).get("cells"), list):
+            return saved
+    except FileNotFoundError:
+        return b""
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    terminal.line("[kale-dist] What the pod had saved is left out: it is not a notebook")
+    return b""
+
+
+def _failure(job: Job[Any]) -> str:
+    """How a pod has failed that returned nothing.
+
+    Raises:
+        KaleDistError: The rank's own, such as that of an image that cannot execute notebooks.
+    """
+    error = job.exception()
+    if error is not None and isinstance(error.__cause__, KaleDistError):
+        raise error.__cause__
+    return f"its pod: {facts.sentence(job.status, None)}"
+
+
+def _leave(job: Job[Any], terminal: Terminal, *, keep: bool) -> None:
+    if keep:
+        terminal.line(f"{job.ref} is kept: kale-dist logs {job.ref}; kale-dist delete {job.ref}")
+        return
+    try:
+        job.delete()
+    except JobNotFoundError:
+        pass
+    except KaleDistError as error:
+        terminal.line(f"{job.ref} could not be removed: {error}")
+
+
+# -- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def _variables(settings: config.Config) -> dict[str, str]:
+    """What is configured here, for the calls of the notebook."""
+    return {name: value for name, value in settings.as_environment().items() if name not in _STAYS_HERE}
+
+
+def _in_pod(notebook: str, output: str, summary: str, options: str) -> None:
+    """Execute a notebook in its pod: what `notebook_rank` starts.
+
+    Args:
+        notebook: Its file.
+        output: Where the executed notebook goes.
+        summary: Where to write how it went.
+        options: Other arguments of `run_notebook`, as JSON.
+    """
+    # A job that is cancelled ends as Ctrl-C ends it elsewhere: the cell first, and then the notebook is saved.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = execution.run_notebook(notebook, output=output, **json.loads(options))
+    documents.write(pathlib.Path(summary), json.dumps(result.to_json()).encode())
+
+
+def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str]:
+    """What executes notebooks, and what this one imports, as it is installed here."""
+    from kale_dist.image import auto
+
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    named = set(re.findall(r"^\s*(?:import|from)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
+    if on == "kubernetes" or "kubernetes" in text.lower():
+        named |= {"kubernetes", "yaml"}
+    report = auto.find({*notebook_rank.NEEDED, *named})
+    for line in (*report.lines, *report.notes):
+        terminal.line(f"[kale-dist] {line}")
+    return report.packages
+
+
+if __name__ == "__main__":
+    _in_pod(*sys.argv[1:])

@@ -1,0 +1,303 @@
+"""From a snapshot in a store back to the call: in a rank, in its DataLoader workers, and wherever a job is attached.
+
+A snapshot is a manifest (JSON, a blob; its digest names the snapshot) and the blobs it lists:
+
+    contract, python, torch, cloudpickle   versions it was taken with
+    label       what was called, for people
+    pickle      digest of the pickled (function, arguments, keywords)
+    buffers     [blob, offset, bytes] of each out-of-band buffer of the pickle, in its order
+    storages    [blob, offset, bytes] of each tensor storage, by number
+    modules     [path on sys.path, blob, mode] of each file of the notebook's local modules
+    sources     digest of a JSON object: file name of code to [text, label]
+    main        attributes of the notebook's `__main__`: "file", "package" (null where it has none)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from kale_dist import wire
+from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
+from kale_dist.snapshot import reducers, sources
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire import blobs, context
+
+MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
+"""Tells a rank's own child processes (spawned DataLoader workers) where their `__main__` comes from."""
+
+MAIN_SPEC = "kale_dist.snapshot.main_module"
+"""Name of the module that multiprocessing runs in place of the notebook's `__main__`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A call, loaded."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    references: References
+    """The functions and classes made here, by the numbers they have in the notebook too."""
+
+
+def load(
+    store: blobs.Store,
+    digest: str,
+    *,
+    modules: pathlib.Path | None = None,
+    fill_main: bool = True,
+    device: str | None = None,
+) -> Loaded:
+    """Load a snapshot.
+
+    Everything that can run code is checked against its digest first. Tensors are mapped and checked by size alone.
+
+    Args:
+        store: Where the blobs are.
+        digest: The snapshot's name, from someone who is trusted.
+        modules: Folder with the snapshot's local modules (`stage_modules`); goes to the front of `sys.path`.
+        fill_main: Make a `__main__` like the notebook's, as a rank does. Without it this process's own `__main__`
+            keeps what it has, and gets only classes and functions under names that are free.
+        device: Where tensors and generators go that were on an accelerator. None: the rank's own device, which is
+            "cpu" in a job without CUDA and outside of jobs.
+
+    Raises:
+        ContractError: The snapshot was taken with another Python, torch or contract version.
+        SnapshotDamagedError: Bytes do not have the digest that names them.
+        StoreError: A blob is missing.
+        SnapshotError: Something the snapshot refers to is not here, such as an uninstalled package.
+    """
+    manifest = read_manifest(store, digest)
+    device = context.context().device if device is None else device
+    if modules is not None and str(modules) not in sys.path:
+        sys.path.insert(0, str(modules))
+    sources.install(json.loads(_checked(store, manifest["sources"])))
+    if fill_main:
+        main = _make_main(manifest).__dict__
+        _tell_children(store, digest)
+        if has_torch():
+            reducers.copy_out_on_resize()
+        return _load(store, manifest, main, device)
+    main = {"__name__": "__main__", "__builtins__": __builtins__, "__package__": manifest["main"]["package"]}
+    loaded = _load(store, manifest, main, device)
+    for made in loaded.references:
+        name = getattr(made, "__qualname__", "")
+        if getattr(made, "__module__", None) == "__main__" and name.isidentifier():
+            sys.modules["__main__"].__dict__.setdefault(name, made)
+    return loaded
+
+
+def fill_spawned(main: dict[str, Any]) -> None:
+    """Fill the `__main__` of a process that a rank spawned, from the rank's snapshot.
+
+    Args:
+        main: The globals to fill.
+    """
+    place = json.loads(os.environ[MAIN_VARIABLE])
+    store = blobs.FolderStore(place["store"])
+    manifest = read_manifest(store, place["snapshot"])
+    sources.install(json.loads(_checked(store, manifest["sources"])))
+    _load(store, manifest, main, "cpu")
+
+
+def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
+    """A snapshot's manifest, checked.
+
+    Raises:
+        ContractError: Its versions are not the ones here.
+        SnapshotDamagedError: Its bytes do not have this digest.
+        StoreError: It is missing.
+    """
+    manifest: dict[str, Any] = json.loads(_checked(store, digest))
+    if found := _differences(manifest):
+        raise ContractError(
+            f"The snapshot of {manifest['label']} was taken by a notebook whose versions this process cannot load: "
+            f"{'; '.join(found)}. Run both with the same versions."
+        )
+    return manifest
+
+
+def version_differences(store: blobs.Store, digest: str) -> list[str]:
+    """Why this process cannot load a snapshot, such as `python is 3.12 there and 3.11 here`; empty if it can.
+
+    Raises:
+        SnapshotDamagedError: The manifest's bytes do not have this digest.
+        StoreError: It is missing.
+    """
+    return _differences(json.loads(_checked(store, digest)))
+
+
+def _differences(manifest: dict[str, Any]) -> list[str]:
+    return [
+        f"{what} is {manifest[what]} there and {here} here"
+        for what, here, precision in (
+            ("contract", str(wire.VERSION), 1),
+            ("python", python_version(), 2),
+            ("torch", torch_version(), 1),
+        )
+        if manifest[what] and here and str(manifest[what]).split(".")[:precision] != here.split(".")[:precision]
+    ]
+
+
+def python_version() -> str:
+    """Python's version as far as pickled code depends on it, such as "3.11"."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def has_torch() -> bool:
+    """Whether torch can be imported; it is not imported to find out."""
+    return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+
+
+def torch_version() -> str:
+    """Version of the torch that is installed, without importing it; "" if none is."""
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].__version__)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+    return ""
+
+
+def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None:
+    """Lay out the notebook's local modules in a folder for `sys.path`. Done before, nothing happens.
+
+    Args:
+        store: Where the blobs are.
+        digest: The snapshot's name.
+        folder: Made complete or not at all.
+
+    Raises:
+        SnapshotDamagedError: Bytes do not have their digest.
+        StoreError: A blob is missing, or the folder cannot be written.
+    """
+    if folder.exists():
+        return
+    manifest = read_manifest(store, digest)
+    temporary = ""
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix=".modules-", dir=folder.parent)
+        for name, blob, mode in manifest["modules"]:
+            relative = pathlib.PurePosixPath(name)
+            if relative.is_absolute() or ".." in relative.parts:
+                raise SnapshotDamagedError(f"The snapshot has a module file outside of its folder: {name!r}.")
+            path = pathlib.Path(temporary, relative)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_checked(store, blob))
+            path.chmod(mode)
+        pathlib.Path(temporary).rename(folder)
+    except OSError as error:
+        # Another agent may have laid out the same modules meanwhile.
+        if not folder.exists():
+            raise StoreError(f"The notebook's modules could not be written to {folder}: {error.strerror}.") from error
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _checked(store: blobs.Store, digest: str) -> bytes:
+    """A blob's bytes, after they were found to be the ones that its name says."""
+    data = bytes(store.open(digest))
+    if blobs.digest_of((data,)) != digest:
+        raise SnapshotDamagedError(
+            f"The blob {digest} of the snapshot is damaged: its bytes do not have this digest. Submit the job again."
+        )
+    return data
+
+
+def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], device: str) -> Loaded:
+    data = _checked(store, manifest["pickle"])
+    places = _Places(store)
+    references = References()
+    surroundings = reducers.Loading(
+        storage=lambda index: places.view(*manifest["storages"][index]),
+        main=main,
+        references=references,
+        resolve=references.resolve,
+        device=device,
+    )
+    with reducers.loading(surroundings):
+        try:
+            fn, args, kwargs = pickle.loads(data, buffers=(places.view(*place) for place in manifest["buffers"]))
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                raise ContractError("The image has no torch. Give one that has, with image=") from error
+            raise SnapshotError(
+                f"The snapshot of {manifest['label']} cannot be loaded in the rank: {error}. What it uses has to be "
+                f"there in the notebook's versions (torch {manifest['torch']}, cloudpickle {manifest['cloudpickle']}; "
+                f"here torch {torch_version()}, cloudpickle {cloudpickle.__version__}). In pods and containers, "
+                "packages='auto' adds to the image what the call imports."
+            ) from error
+    return Loaded(fn=fn, args=args, kwargs=kwargs, references=references)
+
+
+class _Places:
+    """Buffers of a snapshot by blob, offset and size, each time in memory of its own."""
+
+    def __init__(self, store: blobs.Store) -> None:
+        self._store = store
+        # Packs of small buffers are read many times; large buffers are mapped again for each caller.
+        self._pack = functools.cache(store.open)
+
+    def view(self, blob: str, offset: int, size: int) -> memoryview:
+        if size >= reducers.MAPPED_BYTES:
+            return self._slice(self._store.open(blob), blob, offset, size)
+        return memoryview(bytearray(self._slice(self._pack(blob), blob, offset, size)))
+
+    def _slice(self, data: memoryview, blob: str, offset: int, size: int) -> memoryview:
+        if offset + size > data.nbytes:
+            raise SnapshotDamagedError(
+                f"The blob {blob} of the snapshot is cut short: {data.nbytes:,} of {offset + size:,} bytes are there. "
+                "Submit the job again."
+            )
+        return data[offset : offset + size]
+
+
+def _make_main(manifest: dict[str, Any]) -> types.ModuleType:
+    """A fresh `__main__` for this process, with the attributes of the notebook's."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    main.__package__ = manifest["main"]["package"]
+    if manifest["main"]["file"] is not None:
+        main.__file__ = manifest["main"]["file"]
+    # multiprocessing runs the module of this name in a spawned child, to make its `__main__` like this one.
+    main.__spec__ = importlib.machinery.ModuleSpec(MAIN_SPEC, None)
+    # Functions of the former `__main__` may still run, and need its globals.
+    _former.append(sys.modules["__main__"])
+    sys.modules["__main__"] = main
+    return main
+
+
+_former: list[types.ModuleType] = []
+
+
+def _tell_children(store: blobs.Store, digest: str) -> None:
+    """Let spawned children find the snapshot, kale_dist and cloudpickle."""
+    if not isinstance(store, blobs.FolderStore):
+        return
+    os.environ[MAIN_VARIABLE] = json.dumps({"store": str(store.root.absolute()), "snapshot": digest})
+    for parent in _parents():
+        if parent not in sys.path:
+            sys.path.append(parent)
+
+
+def _parents() -> Iterator[str]:
+    yield str(pathlib.Path(__file__).parents[2])
+    yield str(pathlib.Path(cloudpickle.__file__).parents[1])

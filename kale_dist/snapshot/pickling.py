@@ -1,0 +1,289 @@
+"""The one pickler of kale_dist: cloudpickle's, with tensors' memory out of band and reducers for torch's objects.
+
+Snapshots and outcomes are both written with it. Memory of tensors is not copied: the pickle holds a number in its
+place, and `storages` lists the memory in the order of the numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import multiprocessing.context
+import pathlib
+import pickle
+import sys
+import types
+import typing
+import weakref
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as internals
+
+from kale_dist.snapshot import reducers
+from kale_dist.wire.blobs import Buffer
+
+CHUNK_BYTES = 32 << 20
+"""Memory of accelerators is copied in pieces of this size."""
+
+_PARAMETRIZE, _GENERATED = "torch.nn.utils.parametrize", "Parametrized"
+"""Where torch makes a class for each module with parametrizations, and how it names them."""
+
+Reduced = Any
+"""What a reducer returns: a tuple for pickle, or NotImplemented."""
+
+
+class _Token:
+    """Stands for an object that is to be pickled once, wherever it is met."""
+
+    __slots__ = ("reduced",)
+
+    def __init__(self, reduced: tuple[Any, ...]) -> None:
+        self.reduced = reduced
+
+
+class DeviceMemory(Sequence[Buffer]):
+    """Memory on an accelerator as a sequence of buffers of `CHUNK_BYTES`, each copied when it is asked for."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self.nbytes: int = storage.nbytes()
+
+    def __len__(self) -> int:
+        return (self.nbytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+        piece = whole[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        return _view(torch.empty(piece.numel(), dtype=torch.uint8).copy_(piece).untyped_storage())
+
+
+class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Pickles with protocol 5 and everything large out of band.
+
+    Args:
+        file: Where the pickle goes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.storages: list[Sequence[Buffer]] = []
+        self.last: object = None
+        """The object that was met last: after a failure, the one that could not be pickled."""
+        self._tokens: dict[int, tuple[_Token, object]] = {}
+        self._reducers: dict[type, Callable[[Any], Reduced] | None] = {_Token: lambda token: token.reduced}
+        super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
+
+    def reducer_override(self, obj: Any) -> Reduced:
+        """Called by pickle for every object that is not a plain builtin one."""
+        self.last = obj
+        kind = type(obj)
+        try:
+            reduce = self._reducers[kind]
+        except KeyError:
+            reduce = self._reducers[kind] = self._choose(kind)
+        return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+    def _choose(self, kind: type) -> Callable[[Any], Reduced] | None:
+        """Our reducer for a type, or None. A class with pickling of its own keeps that."""
+        if issubclass(kind, multiprocessing.context.BaseContext):
+            return _reduce_context
+        if issubclass(kind, BaseException) and _is_plain_error(kind):
+            return _reduce_error
+        if kind in _STANDARD:
+            return _STANDARD[kind]
+        if f"{kind.__module__}.{kind.__qualname__}" in _SUMMARY_WRITERS:
+            return _reduce_summary_writer
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return None
+        if issubclass(kind, torch.UntypedStorage):
+            return self._reduce_storage
+        if issubclass(kind, torch.storage.TypedStorage):
+            return self._reduce_typed_storage
+        if issubclass(kind, torch.Generator):
+            return _reduce_generator
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        for base, reduce in (
+            (torch.optim.Optimizer, _reduce_optimizer),
+            (scheduler, _reduce_scheduler),
+            (torch.utils.data.DataLoader, _reduce_loader),
+        ):
+            if issubclass(kind, base) and not _pickles_itself(kind, base):
+                return reduce
+        if issubclass(kind, torch.nn.Module):
+            if kind.__module__ == _PARAMETRIZE and kind.__name__.startswith(_GENERATED):
+                return _reduce_parametrized
+            takes_arguments = kind.__new__ is not object.__new__ and not hasattr(kind, "__getnewargs__")
+            if takes_arguments and not (_pickles_itself(kind, torch.nn.Module) or hasattr(kind, "__getnewargs_ex__")):
+                return _reduce_bare
+        return None
+
+    def _token(self, original: object, key: int, make: Callable[[], tuple[Any, ...]]) -> _Token:
+        """One token for everything with this key. The original is held, so that the key stays its own."""
+        if key not in self._tokens:
+            self._tokens[key] = (_Token(make()), original)
+        return self._tokens[key][0]
+
+    def _reduce_storage(self, storage: Any) -> Reduced:
+        # Several Python objects may stand for one storage; its C++ address is what tied weights share.
+        return reducers.same, (self._token(storage, -storage._cdata, lambda: self._number_storage(storage)),)  # noqa: SLF001
+
+    def _number_storage(self, storage: Any) -> tuple[Any, ...]:
+        index, accelerated = len(self.storages), storage.device.type != "cpu"
+        if accelerated:
+            _synchronize(storage.device)
+            self.storages.append(DeviceMemory(storage))
+        else:
+            self.storages.append((_view(storage),) if storage.nbytes() else ())
+        return reducers.make_storage, (index, accelerated)
+
+    def _reduce_typed_storage(self, storage: Any) -> Reduced:
+        return reducers.make_typed_storage, (storage._untyped_storage, storage.dtype)  # noqa: SLF001
+
+    def _function_reduce(self, obj: types.FunctionType) -> Reduced:
+        """As cloudpickle's, but a function that was given to `torch.compile` is sent as it was before."""
+        reduced = super()._function_reduce(obj)
+        original = getattr(obj, "_torchdynamo_orig_callable", None)
+        if reduced is NotImplemented or original is None:
+            return reduced
+        settings = inspect.getclosurevars(obj).nonlocals.get("self")
+        return reduced if settings is None else (reducers.make_compiled, (settings, original))
+
+    def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
+        """As cloudpickle's, but functions that share a variable of the function around them keep sharing it."""
+        code, base_globals, name, defaults, _ = super()._function_getnewargs(func)
+        return code, base_globals, name, defaults, self._cells(func)
+
+    def _cells(self, func: types.FunctionType) -> tuple[_Token, ...] | None:
+        if func.__closure__ is None:
+            return None
+        return tuple(
+            self._token(cell, id(cell), lambda: (internals._make_empty_cell, ()))  # noqa: SLF001
+            for cell in func.__closure__
+        )
+
+
+def _view(storage: Any) -> memoryview:
+    """The bytes of a storage in main memory, where they are; they stay while the view does."""
+    array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    array.storage = storage  # holds the memory
+    return memoryview(array).cast("B")
+
+
+def _synchronize(device: Any) -> None:
+    """Wait for work that still writes to a device's memory: it is read from other threads, on other streams."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _pickles_itself(kind: type, base: type) -> bool:
+    """Whether a class brings pickling of its own, beyond what torch's base class has."""
+    return any(
+        getattr(kind, name) is not getattr(base, name) for name in ("__getstate__", "__reduce_ex__", "__reduce__")
+    )
+
+
+def _is_plain_error(kind: type[BaseException]) -> bool:
+    """Whether an exception has a constructor of its own, which pickle would call with arguments that it may not take."""
+    return (
+        isinstance(kind.__init__, types.FunctionType)
+        and kind.__reduce__ is BaseException.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+    )
+
+
+def _reduce_error(error: BaseException) -> Reduced:
+    return reducers.make_error, (type(error), error.args), dict(error.__dict__), None, None, reducers.set_attributes
+
+
+def _reduce_cached(cached: Any) -> Reduced:
+    if _is_importable(cached):
+        return NotImplemented
+    parameters = cached.cache_parameters()
+    return reducers.make_cached, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+
+def _reduce_cached_property(cached: Any) -> Reduced:
+    return reducers.make_cached_property, (cached.func, cached.attrname)
+
+
+def _reduce_new_type(new: Any) -> Reduced:
+    if _is_importable(new):
+        return NotImplemented
+    return reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
+
+
+def _reduce_weak_keys(weak: Any) -> Reduced:
+    return weakref.WeakKeyDictionary, (), dict(weak), None, None, reducers.set_weak_items
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether an object that pickles by its name can be imported by it: not if it was made in a cell."""
+    return internals._lookup_module_and_qualname(value) is not None  # noqa: SLF001
+
+
+_STANDARD: dict[type, Callable[[Any], Reduced]] = {
+    functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001 - the type of what lru_cache gives
+    functools.cached_property: _reduce_cached_property,
+    typing.NewType: _reduce_new_type,
+    weakref.WeakKeyDictionary: _reduce_weak_keys,
+}
+"""What the standard library puts around functions of cells, and cannot pickle there. `singledispatch` has weak keys."""
+
+
+_SUMMARY_WRITERS = ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter")
+
+
+def _reduce_summary_writer(writer: Any) -> Reduced:
+    folder = str(getattr(writer, "log_dir", None) or writer.logdir)
+    return reducers.make_summary_writer, (
+        type(writer),
+        folder if "://" in folder else str(pathlib.Path(folder).absolute()),
+    )
+
+
+def _reduce_context(context: Any) -> Reduced:
+    return reducers.make_context, (getattr(context, "_name", None),)
+
+
+def _reduce_generator(generator: Any) -> Reduced:
+    state = bytes(generator.get_state().numpy())
+    return reducers.make_generator, (state, generator.device.type != "cpu", generator.initial_seed())
+
+
+def _reduce_optimizer(optimizer: Any) -> Reduced:
+    attributes = dict(optimizer.__dict__)
+    # A scheduler replaces `step` by a wrapper around a weak reference; its own reducer puts a new one there.
+    if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
+        del attributes["step"]
+    return reducers.make_bare, (type(optimizer),), attributes, None, None, reducers.set_optimizer_state
+
+
+def _reduce_scheduler(scheduler: Any) -> Reduced:
+    return reducers.make_bare, (type(scheduler),), dict(scheduler.__dict__), None, None, reducers.set_scheduler_state
+
+
+def _reduce_loader(loader: Any) -> Reduced:
+    attributes = dict(loader.__dict__)
+    # The iterator of persistent workers holds processes and queues of the notebook.
+    attributes["_iterator"] = None
+    return reducers.make_bare, (type(loader),), attributes, None, None, reducers.set_attributes
+
+
+def _reduce_bare(module: Any) -> Reduced:
+    """Pickle would call the class's own `__new__` without the arguments that it may take (that of `ema_pytorch` does)."""
+    return reducers.make_bare, (type(module),), dict(module.__dict__), None, None, reducers.set_attributes
+
+
+def _reduce_parametrized(module: Any) -> Reduced:
+    original = type(module).__bases__[0]
+    return reducers.make_bare, (original,), dict(module.__dict__), None, None, reducers.set_parametrized_state

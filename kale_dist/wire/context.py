@@ -1,0 +1,217 @@
+"""Where a rank stands in its job, and what it tells about itself. Harmless outside a job.
+
+Events go to the agent through a pipe of the rank's own. Only the process that the agent started writes into it: the
+DataLoader workers it forks have the same descriptor, and stay silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import numbers
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.errors import ConfigError
+from kale_dist.wire import EventKind, JobFiles
+
+MIN_INTERVAL_S = 0.1
+"""Progress and signs of life are sent at most this often."""
+
+ALIVE = "alive"
+"""Kind of the record by which a rank tells its agent that something moved. It goes no further."""
+
+DISPENSABLE = "dispensable"
+"""Kind of the record by which rank 0 tells its agent which ranks may be lost. It goes no further."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Where this process stands in its job."""
+
+    rank: int = 0
+    local_rank: int = 0
+    """The rank among those of this machine, container or pod."""
+    world_size: int = 1
+    local_world_size: int = 1
+    device: str = "cpu"
+    """`cpu`, or `cuda:N` with the GPU that is this rank's."""
+    job: str = ""
+    """The job's name; empty outside a job."""
+    attempt: int = 0
+    """How often the ranks were started again before, after one was lost."""
+    max_restarts: int = 0
+    """How often they may be in all."""
+    in_job: bool = False
+    """Whether this process is a rank of a job."""
+    folder: pathlib.Path | None = None
+    """The job's folder; None outside a job."""
+
+    @property
+    def files(self) -> JobFiles | None:
+        """The files of the job's folder; None outside a job."""
+        return None if self.folder is None else JobFiles(self.folder)
+
+
+class _Channel:
+    """The write end of a rank's event pipe."""
+
+    def __init__(self, descriptor: int, rank: int, attempt: int) -> None:
+        self._descriptor = descriptor
+        self._rank = rank
+        self._attempt = attempt
+        self._pid = os.getpid()
+        # Reentrant: a signal handler of the user's may report while the main thread is in here.
+        self._lock = threading.RLock()
+        self._held: dict[str, Any] | None = None
+        self._last_sent = -math.inf
+        self._last_moved = -math.inf
+
+    def send(self, record: dict[str, Any]) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if record["event"] == EventKind.PROGRESS and not self._is_due(record):
+                self._held = record
+                return
+            if record["event"] != EventKind.PROGRESS or not _same_phase(self._held, record):
+                self._flush()
+            self._held = None
+            self._write(record)
+
+    def moved(self) -> None:
+        now = time.monotonic()
+        if now - self._last_moved >= MIN_INTERVAL_S and os.getpid() == self._pid:
+            self._last_moved = now
+            with self._lock:
+                self._write({"event": ALIVE})
+
+    def flush(self) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._flush()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._write(held)
+
+    def _is_due(self, record: dict[str, Any]) -> bool:
+        now = time.monotonic()
+        last_of_phase = record.get("step") is not None and record.get("step") == record.get("steps")
+        if now - self._last_sent >= MIN_INTERVAL_S or last_of_phase or record.get("step") in (0, 1):
+            self._last_sent = now
+            self._last_moved = now
+            return True
+        return False
+
+    def _write(self, record: dict[str, Any]) -> None:
+        data = memoryview(wire.encode_json({"rank": self._rank, "attempt": self._attempt, **record}))
+        # The agent may have gone; the rank is about to be killed then, and an error here would only confuse.
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+_current = Context()
+_channel: _Channel | None = None
+
+
+def context() -> Context:
+    """Where this process stands in its job; outside a job, rank 0 of 1 with `in_job` False."""
+    return _current
+
+
+def report(**metrics: Any) -> None:
+    """Send numbers to the notebook, where they appear in `job.metrics`, from any rank at any time.
+
+    Outside a job it only checks them. There is no limit to the rate but the eye's: a few times a second is plenty.
+
+    Args:
+        **metrics: Numbers by name: int, float, or tensors and arrays with one element. `epoch` and `step`, if they
+            are among them and whole, say where the other values belong.
+
+    Raises:
+        ConfigError: A value is not a number, or there is none.
+    """
+    if not metrics:
+        raise ConfigError("report", "no metric was given", "Write it as report(loss=0.5)")
+    values = {name: _number(name, value) for name, value in metrics.items()}
+    place = {
+        name: int(values.pop(name)) for name in ("epoch", "step") if name in values and float(values[name]).is_integer()
+    }
+    emit(EventKind.METRICS, values=values, source="report", **place)
+
+
+def _number(name: str, value: Any) -> float | int:
+    """A metric as a plain number."""
+    item = getattr(value, "item", None)
+    if item is not None and not isinstance(value, numbers.Number):
+        try:
+            value = item()
+        except (TypeError, ValueError, RuntimeError):
+            shape = tuple(getattr(value, "shape", ()))
+            raise ConfigError(name, f"has shape {shape}, not one element", "Reduce it first: .mean()") from None
+    if isinstance(value, bool) or (isinstance(value, numbers.Integral) and abs(int(value)) <= 2**63):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    item = getattr(value, "item", None)
+    if item is not None and isinstance(item(), int | float):
+        return float(item())
+    raise ConfigError(name, f"{value!r} is not a number", "Report ints, floats, or tensors with one element")
+
+
+def emit(kind: EventKind, **fields: Any) -> None:
+    """Send one event as `contract` lists them. Outside a job, and in forked children of a rank, nothing happens.
+
+    Progress is thinned to ten a second; the last one of each phase always goes out.
+
+    Args:
+        kind: The kind of event.
+        **fields: Its own fields; time, rank and attempt are added. `rank=None` for what holds for the whole job.
+    """
+    if _channel is not None:
+        _channel.send({"event": str(kind), "time": time.time(), **fields})
+
+
+def mark_progress() -> None:
+    """Tell the agent that something moved, so that it does not take the rank for stalled. Cheap enough for each batch."""
+    if _channel is not None:
+        _channel.moved()
+
+
+def may_lose(sets: Iterable[Iterable[int]]) -> None:
+    """Tell the agent that the others carry on, from now on, when ranks are lost: all but one of each of these sets."""
+    if _channel is not None:
+        _channel.send({"event": DISPENSABLE, "sets": [list(ranks) for ranks in sets]})
+
+
+def flush() -> None:
+    """Send a progress event that was held back. For the end of the rank."""
+    if _channel is not None:
+        _channel.flush()
+
+
+def activate(place: Context, descriptor: int) -> None:
+    """Make this process a rank. Called once, by the worker.
+
+    Args:
+        place: Where the rank stands.
+        descriptor: Write end of its event pipe.
+    """
+    global _current, _channel  # noqa: PLW0603 - one process is one rank, for good
+    _current = place
+    _channel = _Channel(descriptor, place.rank, place.attempt)
+
+
+def _same_phase(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:
+    if one is None:
+        return False
+    return (one.get("phase"), one.get("epoch")) == (other.get("phase"), other.get("epoch"))

@@ -1,0 +1,357 @@
+r"""The log and the stream of a job: blocks, in files, over connections and on stdout.
+
+Each block begins at the start of a line. Numbers are hexadecimal, but attempt and rank are decimal:
+
+    @<first> <count> <bytes> <ms> <attempt> <rank>\n<body>    lines of output (`LineBlock`)
+    =<number> <bytes>\n<json>\n                              an event; numbered from 0 and never dropped (`EventBlock`)
+    ~<bytes>\n<json>\n                                       progress or usage, of which the last counts (`ProgressBlock`)
+    *<attempt> <rank> <index> <count> <bytes>\n<base64>\n    a part of an outcome file; on stdout only (`OutcomePart`)
+
+`first` is the number of a record's first line, `count` how many there are, `ms` milliseconds since 1970 by the head's
+clock, `rank` is "-" for the agent's own lines. Each line of a body has a mark before it: `|` stdout, `!` stderr, `#` the
+agent; a `+` before the mark says that the next line carries this one on. A record whose `first` is "-" has no number: the
+notebook wrote it into its copy, to say what is missing or what a pod said that had no head. The file `log` holds only
+records, the file `events` only the bare JSON lines.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, ClassVar
+
+from kale_dist.wire.events import decode_json_lines, encode_json
+
+MAX_LINE_BYTES = 15_000
+"""A longer line of output is cut into parts of this size, marked as continued: containerd splits lines at 16 KiB."""
+
+OUTCOME_PART_BYTES = 12_000
+"""Bytes of an outcome file in one `OutcomePart`, for the same reason."""
+
+
+class Stream(enum.StrEnum):
+    """Where a line of the log came from: the mark before it."""
+
+    STDOUT = "|"
+    STDERR = "!"
+    AGENT = "#"
+
+
+def prefix_of(rank: int | None) -> str:
+    """What stands before a line of a rank, or of the agent (None), in every log that people see; `PREFIX` recognises it."""
+    return f"[{'kale-dist' if rank is None else rank}]"
+
+
+PREFIX = re.compile(r"\[(?:\d+|kale-dist)\] ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LogLine:
+    """One line of a job's log."""
+
+    sequence: int | None
+    """Number of the line in the log of its run, from 0; None for a line that the notebook added to its copy."""
+    time: float
+    """When the head got it, in seconds since 1970."""
+    attempt: int
+    rank: int | None
+    """None for a line of the agent itself."""
+    stream: Stream
+    text: str
+    """Without the line end. Bytes that are not UTF-8 appear as `\\xNN`."""
+    continued: bool = False
+    """Whether the next line of the same rank and stream is a part of the same line."""
+
+    @property
+    def prefix(self) -> str:
+        """Where it comes from: `[0]`, or `[kale-dist]` for the agent."""
+        return prefix_of(self.rank)
+
+    def __str__(self) -> str:
+        """The text behind its prefix: `[0] text`."""
+        return f"{self.prefix} {self.text}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LineBlock:
+    """Lines of one rank that stand together in the log."""
+
+    first: int | None
+    """Number of its first line; None for a record that the notebook wrote into its copy."""
+    count: int
+    ms: int
+    """Milliseconds since 1970."""
+    attempt: int
+    rank: int | None
+    body: bytes
+    """Marked lines, each with its newline."""
+
+    @property
+    def next(self) -> int | None:
+        """Number of the line after it."""
+        return None if self.first is None else self.first + self.count
+
+    def encode(self) -> bytes:
+        """The whole block."""
+        return encode_lines(self.first, self.ms, self.attempt, self.rank, self.body, self.count)
+
+    def lines(self) -> Iterator[LogLine]:
+        """The lines one by one."""
+        time = self.ms / 1000
+        for at, line in enumerate(self.body.split(b"\n")[:-1]):
+            continued = line.startswith(b"+")
+            mark, text = (line[1:2], line[2:]) if continued else (line[:1], line[1:])
+            yield LogLine(
+                sequence=None if self.first is None else self.first + at, time=time, attempt=self.attempt, rank=self.rank,
+                stream=Stream(mark.decode()), text=text.decode("utf-8", "backslashreplace"), continued=continued,
+            )  # fmt: skip
+
+    def since(self, number: int) -> LineBlock:
+        """The record without the lines before a number; itself where there are none."""
+        if self.first is None or number <= self.first:
+            return self
+        skipped = number - self.first
+        body = self.body.split(b"\n", skipped)[skipped]
+        return dataclasses.replace(self, first=number, count=self.count - skipped, body=body)
+
+
+def encode_lines(first: int | None, ms: int, attempt: int, rank: int | None, body: bytes, count: int) -> bytes:
+    """A record as a block.
+
+    Args:
+        first: Number of the first line; None for a record without numbers.
+        ms: Milliseconds since 1970.
+        attempt: The attempt, from 0.
+        rank: The rank, or None for the agent's own lines.
+        body: Marked lines as `body_of` makes them.
+        count: Lines in it.
+    """
+    number = b"-" if first is None else b"%x" % first
+    name = b"-" if rank is None else b"%d" % rank
+    return b"@%s %x %x %x %d %s\n%s" % (number, count, len(body), ms, attempt, name, body)
+
+
+def body_of(stream: Stream, lines: Sequence[bytes], *, continued: bool = False) -> bytes:
+    """The body of a record with some lines of one stream.
+
+    Args:
+        stream: Where the lines came from.
+        lines: Lines without line ends, none longer than `MAX_LINE_BYTES`, each valid UTF-8 (`clean`).
+        continued: Whether the next line of the stream carries the last of these on.
+    """
+    if not lines:
+        return b""
+    mark = stream.value.encode()
+    body = mark + (b"\n" + mark).join(lines) + b"\n"
+    if continued:
+        start = body.rfind(b"\n", 0, -1) + 1
+        body = body[:start] + b"+" + body[start:]
+    return body
+
+
+def clean(data: bytes) -> bytes:
+    r"""Output as a log may hold it: bytes that are not UTF-8, NUL and carriage returns become `\xNN`.
+
+    Docker's json-file driver would replace such bytes, and containerd drop them.
+    """
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        data = data.decode("utf-8", "backslashreplace").encode()
+    if b"\0" in data or b"\r" in data:
+        data = data.replace(b"\0", rb"\x00").replace(b"\r", rb"\x0d")
+    return data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EventBlock:
+    """An event with its number."""
+
+    number: int
+    event: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressBlock:
+    """Progress or usage of one rank, in the place of the one before it."""
+
+    event: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OutcomePart:
+    """A part of a rank's outcome file, which is signed itself."""
+
+    attempt: int
+    rank: int
+    index: int
+    count: int
+    """How many parts there are."""
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Foreign:
+    """A line between blocks that no agent wrote whole, without its newline: an interpreter's last words, a torn block."""
+
+    text: bytes
+
+
+Block = LineBlock | EventBlock | ProgressBlock | OutcomePart | Foreign
+
+
+def encode_event(number: int, event: bytes | Mapping[str, Any]) -> bytes:
+    """An event as a block; `event` may be its JSON on one line, with or without a newline."""
+    data = _json_line(event)
+    return b"=%x %x\n%s" % (number, len(data) - 1, data)
+
+
+def encode_progress(event: bytes | Mapping[str, Any]) -> bytes:
+    """Progress or usage as a block."""
+    data = _json_line(event)
+    return b"~%x\n%s" % (len(data) - 1, data)
+
+
+def encode_outcome(attempt: int, rank: int, data: bytes) -> Iterator[bytes]:
+    """An outcome file as blocks."""
+    count = max(1, -(-len(data) // OUTCOME_PART_BYTES))
+    for index in range(count):
+        part = base64.b64encode(data[index * OUTCOME_PART_BYTES : (index + 1) * OUTCOME_PART_BYTES])
+        yield b"*%d %d %x %x %x\n%s\n" % (attempt, rank, index, count, len(part), part)
+
+
+def _json_line(event: bytes | Mapping[str, Any]) -> bytes:
+    if isinstance(event, bytes):
+        return event if event.endswith(b"\n") else event + b"\n"
+    return encode_json(event)
+
+
+class BlockReader:
+    """Cuts a stream of bytes into blocks, of a file, a connection or a container's stdout.
+
+    Only whole blocks come out. What stands between them, and the lines of a block that was torn by a foreign line or
+    by the next block, comes out as `Foreign`. A stream that is opened again gets a new reader.
+    """
+
+    _HEADER: ClassVar[re.Pattern[bytes]] = re.compile(
+        rb"@(?P<first>[0-9a-f]{1,15}|-) (?P<lines>[0-9a-f]{1,8}) (?P<body>[0-9a-f]{1,8}) (?P<ms>[0-9a-f]{1,12})"
+        rb" (?P<attempt>[0-9]{1,6}) (?P<rank>[0-9]{1,6}|-)"
+        rb"|=(?P<number>[0-9a-f]{1,15}) (?P<event>[0-9a-f]{1,8})"
+        rb"|~(?P<progress>[0-9a-f]{1,8})"
+        rb"|\*(?P<of_attempt>[0-9]{1,6}) (?P<of_rank>[0-9]{1,6}) (?P<index>[0-9a-f]{1,8}) (?P<parts>[0-9a-f]{1,8})"
+        rb" (?P<part>[0-9a-f]{1,8})"
+    )
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._start = 0
+        self._whole = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """How many bytes of the stream are in blocks or lines that came out; where a torn file is to be cut off."""
+        return self._whole
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last block that was whole."""
+        return self._data[self._start :]
+
+    def feed(self, data: bytes) -> Iterator[Block]:
+        """Take bytes; gives the blocks that they complete. Use up the iterator before the next call."""
+        self._data = self._data[self._start :] + data
+        self._start = 0
+        while (found := self._next()) is not None:
+            yield from found
+
+    def finish(self) -> Iterator[Block]:
+        """The stream has ended: lines of a torn block and a last line without an end come out as `Foreign`."""
+        while self._start < len(self._data):
+            yield from self._next(is_last=True) or []
+
+    def _next(self, *, is_last: bool = False) -> list[Block] | None:
+        """The next block, nothing for the header of a torn one; None if more bytes have to come."""
+        data, start = self._data, self._start
+        end = data.find(b"\n", start)
+        if end < 0:
+            return [self._take_foreign()] if is_last else None
+        header = self._HEADER.fullmatch(data, start, end)
+        if header is None:
+            return [self._take_foreign()]
+        size = int(header["body"] or header["event"] or header["progress"] or header["part"], 16)
+        stop = end + 1 + size + (header["body"] is None)
+        if len(data) < stop:
+            return self._drop_header(end + 1) if is_last else None
+        block = self._decode(header, data[end + 1 : stop])
+        if block is None:
+            return self._drop_header(end + 1)
+        self._advance(stop)
+        return [block]
+
+    def _decode(self, header: re.Match[bytes], content: bytes) -> Block | None:
+        """The block, if its content is what the header says."""
+        if header["body"] is not None:
+            count = int(header["lines"], 16)
+            marks = sum(content.count(b"\n" + mark) for mark in (b"|", b"!", b"#", b"+"))
+            if count == 0 or not content.endswith(b"\n") or content[:1] not in b"|!#+" or marks != count - 1:
+                return None
+            if content.count(b"\n") != count:
+                return None
+            return LineBlock(
+                first=None if header["first"] == b"-" else int(header["first"], 16), count=count,
+                ms=int(header["ms"], 16), attempt=int(header["attempt"]),
+                rank=None if header["rank"] == b"-" else int(header["rank"]), body=content,
+            )  # fmt: skip
+        if not content.endswith(b"\n"):
+            return None
+        if header["part"] is not None:
+            try:
+                data = base64.b64decode(content[:-1], validate=True)
+            except binascii.Error:
+                return None
+            return OutcomePart(
+                attempt=int(header["of_attempt"]), rank=int(header["of_rank"]), index=int(header["index"], 16),
+                count=int(header["parts"], 16), data=data,
+            )  # fmt: skip
+        event = next(decode_json_lines(content), None)
+        if event is None:
+            return None
+        if header["number"] is None:
+            return ProgressBlock(event=event)
+        return EventBlock(number=int(header["number"], 16), event=event)
+
+    def _drop_header(self, body: int) -> list[Block]:
+        """Give a torn block up: its lines come out one by one."""
+        self._advance(body)
+        return []
+
+    def _take_foreign(self) -> Foreign:
+        end = self._data.find(b"\n", self._start)
+        stop = len(self._data) if end < 0 else end + 1
+        text = self._data[self._start : stop].removesuffix(b"\n")
+        self._advance(stop)
+        return Foreign(text=text)
+
+    def _advance(self, stop: int) -> None:
+        self._whole += stop - self._start
+        self._start = stop
+
+
+def lines_after(log: BinaryIO, offset: int) -> tuple[int, int] | None:
+    """Where the first numbered record at or behind an offset of a log begins, and the number of its first line.
+
+    None if there is none. It reads no more than one record, for no line of a body looks like a header.
+    """
+    log.seek(max(0, offset - 1))
+    if offset:
+        log.readline()
+    for line in iter(log.readline, b""):
+        if line.startswith(b"@"):
+            with contextlib.suppress(ValueError):
+                return log.tell() - len(line), int(line[1:].partition(b" ")[0], 16)
+    return None

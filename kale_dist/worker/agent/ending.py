@@ -1,0 +1,164 @@
+"""How a job ended, judged from how its ranks did, and how a head says it last: termination message and exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName
+from kale_dist.worker.agent.rank_run import RankRun
+
+MAX_BYTES = 4096
+"""A kubelet reads no more of a termination message."""
+
+BLAME_AFTER_S = 0.15
+"""A rank that dies takes the others along with errors of their own; its end may be reported after theirs."""
+
+BLAME_FAR_AFTER_S = 0.5
+"""The same where ranks run in several pods."""
+
+_PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|nccl|peer|socket|store", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The job's final state."""
+
+    state: StateName
+    cause: FailureCause | None
+    reason: str
+    """A sentence; empty if there is nothing to say."""
+    rank: int | None = None
+    """The rank that failed first; None if there is none, or it is unknown."""
+    error_type: str = ""
+    """Of its exception, if it raised one."""
+    last_line: str = ""
+    """The last line it wrote, if it died."""
+    may_restart: bool = False
+    """Whether another attempt could end otherwise: a rank was lost, and memory did not run out."""
+
+
+def rank_state(rank: RankRun, *, stopped: bool) -> RankStateName:
+    """The final state of a rank that has ended.
+
+    Args:
+        rank: The rank.
+        stopped: Whether the agent ended it because of something else.
+    """
+    if rank.done is not None:
+        return RankStateName.SUCCEEDED if rank.done["ok"] else RankStateName.FAILED
+    return RankStateName.STOPPED if stopped else RankStateName.FAILED
+
+
+def blame(failures: Sequence[RankRun]) -> Verdict:
+    """The verdict on a job with failed ranks.
+
+    Args:
+        failures: The ranks that failed or died, in the order in which the agent heard of it; at least one.
+    """
+    first = next((rank for rank in failures if rank.done is not None and not lost_peer(rank)), None)
+    dead = next((rank for rank in failures if rank.done is None), None)
+    if dead is not None and (first is None or failures.index(dead) < failures.index(first)):
+        first = dead
+    return _describe(first or failures[0])
+
+
+def lost_peer(rank: RankRun) -> bool:
+    """Whether a rank's error only says that it lost another rank."""
+    done = rank.done or {}
+    return bool(_PEER_GONE.search(done.get("error_text", ""))) and done.get("error_type", "").endswith("Error")
+
+
+def _describe(rank: RankRun) -> Verdict:
+    if rank.done is not None:
+        return _describe_error(rank.rank, rank.done)
+    end = rank.end
+    if end is None or (end.reason and end.signal is None and not end.memory_limit):
+        why = end.reason if end is not None else "unknown"
+        return _failed(FailureCause.NOT_STARTED, f"Rank {rank.rank} could not be started: {why}", rank)
+    if end.memory_limit:
+        what = f"was killed because memory ran out (its container has {end.memory_limit})"
+    elif end.reason:
+        what = f"was killed because {end.reason}"
+    elif end.signal is not None:
+        hint = " (often because memory ran out)" if end.signal == "SIGKILL" else ""
+        what = f"was killed by {end.signal}{hint}"
+    else:
+        what = f"ended with exit code {end.exit_code} before its function returned (os._exit, or an exit in C code)"
+    last = f'. Its last lines: "{" / ".join(end.tail)}"' if end.tail else ", without a line of output"
+    remedy = (
+        ". Ask for more memory, or use less (smaller batches, fewer DataLoader workers)" if end.memory_limit else ""
+    )
+    verdict = _failed(FailureCause.DIED, f"Rank {rank.rank} {what}{last}{remedy}", rank)
+    return dataclasses.replace(verdict, may_restart=not end.memory_limit)
+
+
+def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
+    kind, text = str(done["error_type"]), str(done["error_text"])
+    shown = f"{kind}: {text}" if text else kind
+    cause, what = FailureCause.ERROR, "failed"
+    if done.get("not_started"):
+        cause, what = FailureCause.NOT_STARTED, "could not start"
+    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, error_type=kind)
+
+
+def _failed(cause: FailureCause, reason: str, rank: RankRun) -> Verdict:
+    tail = rank.end.tail if rank.end is not None else ()
+    return Verdict(StateName.FAILED, cause, reason, rank=rank.rank, last_line=tail[-1] if tail else "")
+
+
+# -- a head's last words ---------------------------------------------------------------------------------------------
+
+
+def exit_code(verdict: Verdict, *, told_to_end: bool) -> int:
+    """The exit code of a pod whose job has ended so.
+
+    Args:
+        verdict: How the job has ended.
+        told_to_end: Whether the pod got SIGTERM.
+    """
+    if verdict.state is StateName.SUCCEEDED:
+        return 0
+    return EXIT_TOLD_TO_END if told_to_end else 1
+
+
+def termination_message(verdict: Verdict) -> bytes:
+    """The verdict as JSON of at most `MAX_BYTES`: state, cause, rank, error_type, message, last_line."""
+    limit = MAX_BYTES
+    while True:
+        said = {
+            "state": str(verdict.state),
+            "cause": str(verdict.cause or ""),
+            "rank": verdict.rank,
+            "error_type": verdict.error_type[:200],
+            "message": _cut(verdict.reason, limit),
+            "last_line": _cut(verdict.last_line, limit // 8),
+        }
+        encoded = json.dumps(said, ensure_ascii=False).encode("utf-8", "replace")
+        if len(encoded) <= MAX_BYTES:
+            return encoded
+        limit = limit * 3 // 4
+
+
+def write_termination(path: pathlib.Path | None, data: bytes) -> None:
+    """Write a termination message, if one is read."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.write_bytes(data[:MAX_BYTES])
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: max(0, limit - 3)] + "..."
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """`rank 0`, `ranks 0, 2 and 3`."""
+    words = [str(rank) for rank in sorted(ranks)]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"

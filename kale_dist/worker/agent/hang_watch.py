@@ -1,0 +1,313 @@
+"""Tells a hang from slow work: looks at the stacks of a job's ranks when nothing moves, or when a rank has ended before others."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kale_dist.wire import EventKind, FailureCause, RankStateName
+from kale_dist.worker.agent.ending import name_ranks
+from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.writer import JobWriter
+
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+COLLECTIVE_FILES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/kale_dist/worker/training/",
+    "/kale_dist/worker/rank/group.py",
+)
+"""A main thread whose innermost frame is in one of these and that uses no processor time waits for other ranks."""
+
+_BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
+"""DistributedDataParallel waits in C++ below this frame, at the end of backward."""
+
+_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/kale_dist/(runtime|training)/|^<frozen ")
+
+IDLE_TICKS = 2
+"""Clock ticks of processor time in which a thread that waits may look after its timeouts (20 ms)."""
+
+ANSWER_S = 0.2
+"""When the answers of near ranks are there; they have `near_rank.ANSWER_S`."""
+
+FAR_ANSWER_S = 0.7
+"""The same for ranks behind relays."""
+
+BETWEEN_LOOKS_S = 0.6
+
+LOOKS_AFTER_S = (0.5, 0.7)
+"""After a rank has ended: the first look, and from that to the second."""
+
+LATER_LOOKS_S = 2.0
+
+STALL_CHECK_S = 1.0
+"""How often it is checked whether something has moved."""
+
+Fail = Callable[[FailureCause, str], None]
+
+
+class HangWatch:
+    """Watches over one job from the moment its ranks have their assignments.
+
+    Args:
+        ranks: All ranks of the job.
+        loop: The agent's loop.
+        writer: The job's files.
+        has_far_ranks: Whether relays look after some of them.
+        stall_warn_s: Seconds without progress after which the stacks go into the log; None for never.
+        stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        fail: Called when the job has to end, with the cause and a sentence.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankRun],
+        loop: asyncio.AbstractEventLoop,
+        writer: JobWriter,
+        *,
+        has_far_ranks: bool,
+        stall_warn_s: float | None,
+        stall_timeout_s: float | None,
+        fail: Fail,
+    ) -> None:
+        self._ranks = ranks
+        self._answer_s = FAR_ANSWER_S if has_far_ranks else ANSWER_S
+        self._loop = loop
+        self._writer = writer
+        self._stall_warn_s = stall_warn_s
+        self._stall_timeout_s = stall_timeout_s
+        self._fail = fail
+        self._moves = 0
+        self._moved_at = time.monotonic()
+        self._has_warned = False
+        self._last: dict[int, Sample] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._stopped = False
+        self._said_waiting: list[int] = []
+        self._in_first_step = False
+        self._plan_stall_check()
+
+    def progressed(self, event: dict[str, Any]) -> None:
+        """A rank has sent an event of kind progress."""
+        # Loading and compiling before the first step of a training may take long and is no stall.
+        self._in_first_step = not event.get("step") and event.get("epoch") in (None, 1)
+
+    def rank_done(self) -> None:
+        """A rank has ended while others have not: they may wait for it."""
+        if "left" not in self._timers:
+            self._later("left", LOOKS_AFTER_S[0], lambda: self._look_for_left(LOOKS_AFTER_S[1]))
+
+    def stop(self) -> None:
+        """The job ends: look no more."""
+        self._stopped = True
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
+        self._timers[name] = self._loop.call_later(delay_s, call)
+
+    def _unfinished(self) -> list[RankRun]:
+        return [rank for rank in self._ranks if rank.done is None and rank.end is None]
+
+    def _look(self, then: Callable[[dict[int, Sample], dict[int, bytes]], None]) -> None:
+        """Take a sample of every rank that has not ended."""
+        ranks = self._unfinished()
+        for rank in ranks:
+            rank.ask_stacks()
+
+        def answered() -> None:
+            if not self._stopped:
+                present = [rank for rank in ranks if rank.done is None and rank.end is None]
+                then({rank.rank: self._sample_of(rank) for rank in present}, {rank.rank: rank.dump for rank in present})
+
+        self._loop.call_later(self._answer_s, answered)
+
+    def _sample_of(self, run: RankRun) -> Sample:
+        frames, moves = parse_main_thread(run.dump), self._writer.moves[run.rank]
+        return Sample(frames=frames, cpu_ticks=run.cpu_ticks, moves=moves)
+
+    # -- a rank has ended -------------------------------------------------------------------------------------------
+
+    def _look_for_left(self, next_look_s: float) -> None:
+        def judge(samples: dict[int, Sample], _stacks: dict[int, bytes]) -> None:
+            waiting = self._compare(samples)
+            self._last = samples
+            if not samples:
+                return
+            if len(waiting) == len(samples):
+                left = [rank.rank for rank in self._ranks if rank.done is not None]
+                self._say_waiting(waiting, samples)
+                self._fail(FailureCause.LEFT, self._describe_left(left, waiting, samples))
+                return
+            if waiting and waiting != self._said_waiting:
+                self._say_waiting(waiting, samples)
+            self._later("left", next_look_s, lambda: self._look_for_left(LATER_LOOKS_S))
+
+        self._look(judge)
+
+    def _compare(self, samples: dict[int, Sample]) -> list[int]:
+        """Ranks that wait in a collective since the last look."""
+        return [n for n, sample in samples.items() if n in self._last and waits(self._last[n], sample)]
+
+    def _describe_left(self, left: list[int], waiting: list[int], samples: dict[int, Sample]) -> str:
+        frame = samples[waiting[0]].user_frame
+        place = f" (at {frame})" if frame is not None else ""
+        verb = "waits" if len(waiting) == 1 else "wait"
+        return (
+            f"{_capital(name_ranks(left))} ended while {name_ranks(waiting)} {verb} for "
+            f"{'it' if len(left) == 1 else 'them'} in a collective{place}. "
+            "Every rank has to take part in each collective: check for ranks that return or stop early"
+        )
+
+    # -- nothing moves ----------------------------------------------------------------------------------------------
+
+    @property
+    def _idle_s(self) -> float:
+        """Seconds since something moved, as far as that was looked at."""
+        now, moves = time.monotonic(), self._writer.moves.total()
+        if moves != self._moves:
+            self._moves, self._moved_at, self._has_warned = moves, now, False
+        return now - self._moved_at
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self._stall_timeout_s is not None and self._idle_s >= self._stall_timeout_s
+
+    def _plan_stall_check(self) -> None:
+        limits = [limit for limit in (self._stall_warn_s, self._stall_timeout_s) if limit is not None]
+        if limits and not self._stopped:
+            self._later("stall", min(STALL_CHECK_S, min(limits) / 4), self._check_stall)
+
+    def _check_stall(self) -> None:
+        if any(rank.state is RankStateName.PENDING for rank in self._ranks):
+            # Torch is still being imported for them, which may take long on a fresh node and is no stall.
+            self._moved_at = time.monotonic()
+        if self._is_stalled and not self._in_first_step:
+            self._look(self._fail_stalled)
+            return
+        if self._stall_warn_s is not None and not self._has_warned and self._idle_s >= self._stall_warn_s:
+            self._has_warned = True
+            self._look(self._warn)
+        self._plan_stall_check()
+
+    def _warn(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
+        self._write_stacks(f"No rank has made progress for {self._idle_s:.0f} s. Where each of them is:", stacks)
+        self._last = samples
+        self._later("warn", BETWEEN_LOOKS_S, lambda: self._look(self._name_waiting))
+
+    def _name_waiting(self, samples: dict[int, Sample], _stacks: dict[int, bytes]) -> None:
+        self._say_waiting(self._compare(samples), samples)
+
+    def _fail_stalled(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
+        if not self._is_stalled:
+            self._plan_stall_check()
+            return
+        self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", stacks)
+        waiting = [number for number, sample in samples.items() if sample.may_wait]
+        busy = [number for number in samples if number not in waiting]
+        detail = ""
+        if waiting and busy:
+            verb = "waits" if len(waiting) == 1 else "wait"
+            are = "is" if len(busy) == 1 else "are"
+            detail = f" {_capital(name_ranks(waiting))} {verb} in a collective, {name_ranks(busy)} {are} not."
+        self._fail(
+            FailureCause.STALLED,
+            f"No rank has made progress for {self._stall_timeout_s:g} s (stall_timeout_s).{detail} "
+            "The stacks of all ranks are in the log",
+        )
+
+    def _write_stacks(self, title: str, stacks: dict[int, bytes]) -> None:
+        self._writer.say(title)
+        for number, dump in stacks.items():
+            text = dump.decode("utf-8", "backslashreplace") or "(it does not answer: it is starting, or was stopped)"
+            self._writer.say(f"Rank {number}:\n{text}")
+
+    def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
+        self._said_waiting = waiting
+        busy = [number for number in samples if number not in waiting]
+        seconds = round(self._idle_s, 1)
+        self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
+        for number in waiting:
+            frame = samples[number].user_frame
+            self._writer.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# -- what a look shows ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """As in `file:line in function`."""
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One look at a rank."""
+
+    frames: tuple[Frame, ...]
+    """Stack of the main thread, innermost first; empty if the rank did not answer."""
+    cpu_ticks: int
+    """Processor time that the rank has used so far, in clock ticks."""
+    moves: int
+    """Signs of progress that the rank has given so far."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the innermost frame is one in which ranks wait for each other."""
+        if not self.frames:
+            return False
+        inner = self.frames[0]
+        if inner.file.endswith(_BACKWARD[0]) and inner.function == _BACKWARD[1]:
+            return True
+        return any(part in inner.file for part in COLLECTIVE_FILES)
+
+    @property
+    def user_frame(self) -> Frame | None:
+        """The innermost frame that is the user's own."""
+        for frame in self.frames:
+            if not _FOREIGN.search(frame.file):
+                return frame
+        return None
+
+
+def parse_main_thread(dump: bytes) -> tuple[Frame, ...]:
+    """Frames of the main thread in faulthandler's text, innermost first.
+
+    faulthandler lists the newest thread first and the main thread last.
+    """
+    frames: list[Frame] = []
+    for line in dump.decode("utf-8", "backslashreplace").splitlines():
+        if _THREAD.match(line):
+            frames = []
+        elif found := _FRAME.match(line):
+            frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
+    return tuple(frames)
+
+
+def waits(before: Sample, after: Sample) -> bool:
+    """Whether a rank waited in a collective from one look to the next, without any progress in between."""
+    return (
+        before.may_wait
+        and after.may_wait
+        and before.moves == after.moves
+        and after.cpu_ticks - before.cpu_ticks <= IDLE_TICKS
+        and before.user_frame == after.user_frame
+    )

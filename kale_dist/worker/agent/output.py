@@ -1,0 +1,307 @@
+"""Output of ranks: read from their pipes, cut into lines, made fit for a log, and held to a bearable rate.
+
+A carriage return ends a line too, as progress bars use it; of many such lines in a row only some are kept, the first,
+about five a second, and the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from kale_dist.wire import MAX_LINE_BYTES, Stream, body_of, clean
+
+BAR_INTERVAL_S = 0.2
+"""Lines that a carriage return ends are kept at most this often, for each rank and stream."""
+
+READ_BYTES = 1 << 16
+
+MAX_LAST_READ_BYTES = 4 << 20
+"""How much is read of a pipe once its rank has ended: a process it left behind could write forever."""
+
+TAIL_LINES = 3
+TAIL_LINE_BYTES = 200
+
+FLOOD_BYTES_PER_S = 2 << 20
+"""In a pod a rank may write this much, on average."""
+
+FLOOD_IN_HAND_BYTES = 16 << 20
+"""It may write this much at once."""
+
+FLOOD_TAIL_BYTES = 64 << 10
+"""If there is too much, the end is kept: a rank's last lines."""
+
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+Body = tuple[bytes, int]
+"""Marked lines, and how many they are."""
+
+NOTHING: Body = (b"", 0)
+
+
+class RankOutput:
+    """Reads what one rank writes to stdout and stderr, until each ends.
+
+    Args:
+        loop: The agent's loop.
+        pipes: Where each stream is read; they do not block.
+        put: Called with marked lines, and how many they are.
+        is_held: Whether the rank is held to a rate.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pipes: Mapping[Stream, int],
+        put: Callable[[bytes, int], None],
+        *,
+        is_held: bool,
+    ) -> None:
+        self._loop = loop
+        self._pipes = pipes
+        self._put = put
+        self._gate = FloodGate() if is_held else None
+        self._cutters = {stream: LineCutter(stream) for stream in pipes}
+        self._bar_timer: asyncio.TimerHandle | None = None
+        for stream, pipe in pipes.items():
+            loop.add_reader(pipe, self._read, stream)
+
+    def read_rest(self) -> None:
+        """Read what is in the pipes without waiting."""
+        for stream, pipe in self._pipes.items():
+            for data in read_all(pipe):
+                self._pass(*self._cutters[stream].feed(data))
+
+    def finish(self) -> tuple[str, ...]:
+        """The rank has ended: last lines without an end count. Gives the last ones, of stderr if there are any, else of stdout."""
+        for cutter in self._cutters.values():
+            self._pass(*cutter.finish())
+        if self._gate is not None:
+            body, count = self._gate.finish()
+            if count:
+                self._put(body, count)
+        return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
+
+    def close(self) -> None:
+        """Read no more."""
+        for pipe in self._pipes.values():
+            self._loop.remove_reader(pipe)
+        if self._bar_timer is not None:
+            self._bar_timer.cancel()
+
+    def _read(self, stream: Stream) -> None:
+        data = read_some(self._pipes[stream])
+        if data is None:
+            self._loop.remove_reader(self._pipes[stream])
+        elif data:
+            self._pass(*self._cutters[stream].feed(data))
+            self._show_bars_later()
+
+    def _show_bars_later(self) -> None:
+        if self._bar_timer is None and any(cutter.holds_bar for cutter in self._cutters.values()):
+            self._bar_timer = self._loop.call_later(BAR_INTERVAL_S, self._show_bars)
+
+    def _show_bars(self) -> None:
+        self._bar_timer = None
+        for cutter in self._cutters.values():
+            self._pass(*cutter.show_bar())
+        self._show_bars_later()
+
+    def _pass(self, body: bytes, count: int) -> None:
+        if self._gate is not None and count:
+            body, count = self._gate.admit(body, count)
+        if count:
+            self._put(body, count)
+
+
+def read_some(pipe: int) -> bytes | None:
+    """What a non-blocking pipe has; empty for nothing now, None at its end."""
+    try:
+        return os.read(pipe, READ_BYTES) or None
+    except BlockingIOError:
+        return b""
+
+
+def read_all(pipe: int) -> Iterator[bytes]:
+    """What is in a pipe now, in pieces; not more than `MAX_LAST_READ_BYTES`."""
+    for _ in range(MAX_LAST_READ_BYTES // READ_BYTES):
+        if not (data := read_some(pipe)):
+            return
+        yield data
+
+
+class LineCutter:
+    """Cuts one stream of one rank into lines.
+
+    Args:
+        stream: Its stdout or stderr.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._pending = b""
+        self._bar: bytes | None = None
+        self._bar_kept_at = -1.0
+        self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines."""
+        return tuple(line[:TAIL_LINE_BYTES].decode("utf-8", "backslashreplace") for line in self._tail)
+
+    def feed(self, data: bytes) -> Body:
+        """Take bytes as they were read from the pipe; gives the lines that they complete."""
+        data = self._pending + data
+        if b"\r" in data:
+            lines, self._pending = self._cut_bars(data)
+        else:
+            *lines, self._pending = data.split(b"\n")
+            # What follows a bar's line shows that it was the last one of its bar.
+            if lines and self._bar is not None:
+                lines.insert(0, self._bar)
+                self._bar = None
+        return self._marked(lines)
+
+    def show_bar(self) -> Body:
+        """The held-back state of a progress bar, if its time has come."""
+        if self._bar is not None and time.monotonic() - self._bar_kept_at >= BAR_INTERVAL_S:
+            return self._kept_bar()
+        return NOTHING
+
+    @property
+    def holds_bar(self) -> bool:
+        """Whether a state of a progress bar is held back."""
+        return self._bar is not None
+
+    def finish(self) -> Body:
+        """The stream has ended: a last line without an end counts."""
+        bar = self._kept_bar() if self._bar is not None else NOTHING
+        rest, self._pending = self._pending.removesuffix(b"\r"), b""
+        last = self._marked([rest]) if rest else NOTHING
+        return bar[0] + last[0], bar[1] + last[1]
+
+    def _cut_bars(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Cut at every line end, and thin out what ends with a bare carriage return."""
+        lines: list[bytes] = []
+        start = 0
+        for match in _LINE_END.finditer(data):
+            # A carriage return in the last byte may be half of a line end.
+            if match.end() == len(data) and match.group() == b"\r":
+                break
+            line = data[start : match.start()]
+            start = match.end()
+            if match.group() == b"\r":
+                if line:
+                    self._bar = line
+                    if time.monotonic() - self._bar_kept_at >= BAR_INTERVAL_S:
+                        lines.append(line)
+                        self._bar, self._bar_kept_at = None, time.monotonic()
+                continue
+            # An ordinary line shows that the bar before it has moved for the last time.
+            if self._bar is not None:
+                lines.append(self._bar)
+                self._bar = None
+                if not line:
+                    continue
+            lines.append(line)
+        return lines, data[start:]
+
+    def _kept_bar(self) -> Body:
+        bar, self._bar, self._bar_kept_at = self._bar, None, time.monotonic()
+        return self._marked([bar]) if bar is not None else NOTHING
+
+    def _marked(self, lines: list[bytes]) -> Body:
+        """Lines as they stand in a log, and the parts of a pending line that is too long already."""
+        self._tail.extend(lines[-TAIL_LINES:])
+        whole = clean(b"\n".join(lines))
+        body, count = NOTHING
+        if len(whole) > MAX_LINE_BYTES and max(map(len, whole.split(b"\n"))) > MAX_LINE_BYTES:
+            parts = [self._parts(line) for line in whole.split(b"\n")]
+            body, count = b"".join(body for body, _ in parts), sum(count for _, count in parts)
+        elif lines:
+            body, count = body_of(self._stream, whole.split(b"\n")), len(lines)
+        while len(self._pending) > MAX_LINE_BYTES:
+            cut = _boundary(self._pending)
+            more = self._parts(clean(self._pending[:cut]), is_continued=True)
+            body, count = body + more[0], count + more[1]
+            self._pending = self._pending[cut:]
+        return body, count
+
+    def _parts(self, line: bytes, *, is_continued: bool = False) -> Body:
+        """One line of any length, or the start of one."""
+        parts = []
+        while len(line) > MAX_LINE_BYTES:
+            cut = _boundary(line)
+            parts.append(body_of(self._stream, [line[:cut]], continued=True))
+            line = line[cut:]
+        parts.append(body_of(self._stream, [line], continued=is_continued))
+        return b"".join(parts), len(parts)
+
+
+def _boundary(line: bytes) -> int:
+    """Where to cut a line that is too long, not within a character."""
+    cut = MAX_LINE_BYTES
+    while cut > MAX_LINE_BYTES - 4 and line[cut] & 0xC0 == 0x80:  # noqa: PLR2004 - bytes of UTF-8 that continue a character
+        cut -= 1
+    return cut
+
+
+class FloodGate:
+    """Holds what one rank writes to a rate; whole lines go, and a line says how many.
+
+    Args:
+        now: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._in_hand = float(FLOOD_IN_HAND_BYTES)
+        self._looked_at = now()
+        self._lost = 0
+        self._held: collections.deque[Body] = collections.deque()
+        self._held_bytes = 0
+
+    def admit(self, body: bytes, count: int) -> Body:
+        """What of some lines may pass now, after those that were held back."""
+        now = self._now()
+        self._in_hand = min(FLOOD_IN_HAND_BYTES, self._in_hand + (now - self._looked_at) * FLOOD_BYTES_PER_S)
+        self._looked_at = now
+        # While lines are missing, enough has to be in hand that the next gap is not the next line's.
+        enough = self._held_bytes + len(body) + (FLOOD_TAIL_BYTES * 16 if self._held else 0)
+        if self._in_hand < enough:
+            self._hold(body, count)
+            return NOTHING
+        before = self.finish()
+        self._in_hand -= len(body)
+        return before[0] + body, before[1] + count
+
+    def finish(self) -> Body:
+        """What was held back last, and how many lines before it are missing."""
+        lost, self._lost = self._lost, 0
+        bodies, counts = [body for body, _ in self._held], sum(count for _, count in self._held)
+        self._held.clear()
+        self._in_hand -= self._held_bytes
+        self._held_bytes = 0
+        if lost:
+            limit = f"{FLOOD_BYTES_PER_S >> 20} MiB a second"
+            text = f"{lost:,} lines of this rank are missing here: it wrote more than {limit}"
+            bodies.insert(0, body_of(Stream.AGENT, [text.encode()]))
+        return b"".join(bodies), counts + (lost > 0)
+
+    def _hold(self, body: bytes, count: int) -> None:
+        if len(body) > FLOOD_TAIL_BYTES:
+            start = body.find(b"\n", len(body) - FLOOD_TAIL_BYTES) + 1
+            kept = body[start:] or body[body.rfind(b"\n", 0, -1) + 1 :]
+            lines = kept.count(b"\n")
+            self._lost += count - lines
+            body, count = kept, lines
+        self._held.append((body, count))
+        self._held_bytes += len(body)
+        while self._held_bytes > FLOOD_TAIL_BYTES and len(self._held) > 1:
+            old = self._held.popleft()
+            self._held_bytes -= len(old[0])
+            self._lost += old[1]

@@ -1,0 +1,208 @@
+"""Processes of Linux: who they are, whether they live, how they end together. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import signal
+import site
+import sys
+import sysconfig
+import time
+
+from kale_dist.wire import PodVariable
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """From now on, descendants whose parent ends become children of this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the parent's thread that made this process ends; if it has ended already, end now.
+
+    Only safe where the parent has a single thread: the kernel follows the thread, not the process.
+
+    Args:
+        parent: The parent's process id, taken before this process was made.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stat_fields(pid: int, task: str = "") -> list[str]:
+    """Fields of /proc/PID/stat from the third on: the second is a name that may hold spaces."""
+    text = pathlib.Path(f"/proc/{pid}/{task}stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()
+
+
+def start_time(pid: int) -> int:
+    """When a process began, in clock ticks since boot; 0 if there is none. Process ids are used again, this is not."""
+    try:
+        return int(_stat_fields(pid)[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_running(pid: int, start: int) -> bool:
+    """Whether the process that began at `start` lives (a zombie does not)."""
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return False
+    return int(fields[19]) == start and fields[0] not in ("Z", "X")
+
+
+def cpu_ticks(pid: int) -> int:
+    """Clock ticks of processor time that all threads of a process have used; 0 if there is none."""
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def thread_count(pid: int) -> int:
+    """Number of threads of a process, seen from the kernel."""
+    return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - names alone are needed
+
+
+def live_members(group: int) -> list[int]:
+    """Processes of a process group, its leader and zombies left out."""
+    return [pid for pid in _living(2, group) if pid != group]
+
+
+def children(pid: int) -> list[int]:
+    """Children of a process, zombies left out."""
+    return _living(1, pid)
+
+
+def _living(field: int, number: int) -> list[int]:
+    """Processes that have this number in a field of `_stat_fields`, zombies left out."""
+    found = []
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - names alone are needed
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = _stat_fields(int(entry))
+                if int(fields[field]) == number and fields[0] not in ("Z", "X"):
+                    found.append(int(entry))
+    return found
+
+
+def reap_orphans() -> None:
+    """Collect the processes that ended ranks have left to us, as their subreaper."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def end_orphans(limit_s: float, spare: int = 0) -> None:
+    """Kill children that are not the forkserver: what ranks have left behind in sessions of their own.
+
+    Args:
+        limit_s: Seconds to continue until no child is left.
+        spare: Process id of the forkserver, if it is to live.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = [pid for pid in children(os.getpid()) if pid != spare]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap_orphans()
+        if not left or time.monotonic() >= deadline:
+            return
+        time.sleep(0.01)
+
+
+def signal_group(group: int, number: int) -> None:
+    """Send a signal to a process group; nothing if it is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; real-time signals have no name of their own and are `SIG40`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, cut by the cgroup's quota (rounded up).
+
+    Where there is no quota, a pod that has asked for fewer cores than its node has takes as many as it has asked for.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quota = _cores_of_quota()
+    if quota is not None:
+        return max(1, min(cores, quota))
+    request = os.environ.get(PodVariable.CPU_REQUEST, "")
+    if request.isdecimal() and int(request):
+        cores = min(cores, -(-int(request) // 1000))
+    return max(1, cores)
+
+
+def _cores_of_quota(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> int | None:
+    """The cgroup's quota in whole cores, rounded up; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else -(-int(quota) // int(period))
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return None if quota_us < 0 else -(-quota_us // int((root / "cpu/cpu.cfs_period_us").read_text()))
+    return None
+
+
+def installed_torch() -> tuple[str, str]:
+    """Version of the torch that would be imported here, and its file with the time it was written.
+
+    Does not import torch. Both are empty if there is none.
+    """
+    loaded = sys.modules.get("torch")
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return "", ""
+    file = pathlib.Path(spec.origin).with_name("version.py")
+    try:
+        written = file.stat().st_mtime_ns
+    except OSError:
+        return "", spec.origin
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch"), f"{file} {written}"
+    return "", f"{file} {written}"
+
+
+def import_folders() -> list[pathlib.Path]:
+    """Folders from which this process got kale_dist and cloudpickle, less those every Python has on its path."""
+    usual = {pathlib.Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    usual |= {pathlib.Path(folder) for folder in site.getsitepackages()}
+    found = [pathlib.Path(__file__).resolve().parents[2]]
+    spec = importlib.util.find_spec("cloudpickle")
+    if spec is not None and spec.origin is not None:
+        found.append(pathlib.Path(spec.origin).resolve().parents[1])
+    return [folder for folder in dict.fromkeys(found) if folder not in usual and folder.resolve() not in usual]
+
+
+def remove_shared_memory(owners: list[int]) -> None:
+    """Remove shared memory of torch that dead processes have left; torch puts the maker's pid into the name."""
+    for owner in owners:
+        for file in pathlib.Path("/dev/shm").glob(f"torch_{owner}_*"):  # noqa: S108 - where Linux keeps it
+            with contextlib.suppress(OSError):
+                file.unlink()

@@ -1,0 +1,154 @@
+"""One rank of a running job, as the head sees it, in its own pod or in another: records its events, and how it ended."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kale_dist import wire
+from kale_dist.wire import EventKind, RankStateName, context
+from kale_dist.worker.agent.near_rank import End
+from kale_dist.worker.agent.writer import JobWriter
+
+
+class Process(Protocol):
+    """What can be done to a rank's process: a `NearRank`, or one that a relay looks after."""
+
+    def let_go(self) -> None:
+        """Tell a rank that is done to end."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the rank."""
+        ...
+
+    def ask_stacks(self) -> None:
+        """Ask for its stacks."""
+        ...
+
+
+class RankRun:
+    """Records what a rank says and keeps what is known of it.
+
+    Args:
+        rank: The rank.
+        writer: The job's files.
+        on_change: Called when the rank's `state`, `done` or `end` has changed.
+        on_event: Called with each event that it sends.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        writer: JobWriter,
+        on_change: Callable[[RankRun], None],
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.rank = rank
+        self.state = RankStateName.PENDING
+        self.pid = 0
+        """Process id on its machine; 0 before the fork."""
+        self.done: dict[str, Any] | None = None
+        """Its own account of how the call went, once the outcome is written."""
+        self.end: End | None = None
+        """How its process ended."""
+        self.process: Process | None = None
+        self.dump = b""
+        """Its last answer to `ask_stacks`; empty if there is none."""
+        self.cpu_ticks = 0
+        """Processor time that it had used at that answer, in clock ticks."""
+        self.output: Callable[[bytes, int], None] = functools.partial(writer.lines, rank)
+        """Called with its lines, and how many they are."""
+        self._received = False
+        self._writer = writer
+        self._on_change = on_change
+        self._on_event = on_event
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.process is None or self.end is not None
+
+    def let_go(self) -> None:
+        """Tell a rank that is done to end."""
+        if self.process is not None and self.end is None:
+            self.process.let_go()
+
+    def terminate(self) -> None:
+        """End a rank that is at work; it may still clean up."""
+        if self.process is not None and self.end is None:
+            self.process.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None and self.end is None:
+            self.process.signal(signal.SIGKILL)
+
+    def ask_stacks(self) -> None:
+        """Ask for the stacks; `dump` and `cpu_ticks` have the answer a moment later."""
+        self.dump = b""
+        if self.process is not None and self._received and self.end is None:
+            self.process.ask_stacks()
+
+    def moved(self) -> None:
+        """It has given a sign of progress."""
+        self._writer.moves[self.rank] += 1
+
+    def record_end(self, state: RankStateName) -> None:
+        """Write the rank's last event."""
+        self.state = state
+        end = self.end or End()
+        self._writer.event(
+            EventKind.RANK, self.rank, state=str(state), pid=self.pid or None, exit_code=end.exit_code,
+            signal=end.signal,
+        )  # fmt: skip
+
+    # -- what it does: the methods of `near_rank.Listener` ------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more events may come."""
+        return self._writer.has_room
+
+    def forked(self, pid: int) -> None:
+        """It has a process, which has its assignment."""
+        self.pid = pid
+        self._set_state(RankStateName.STARTING)
+
+    def events(self, data: bytes) -> None:
+        """It has sent events."""
+        for event in wire.decode_json_lines(data):
+            if event.get("event") != EventKind.USAGE:
+                self.moved()
+            self._on_event(event)
+            if event.get("event") not in (context.ALIVE, context.DISPENSABLE):
+                self._writer.record(event)
+
+    def message(self, message: dict[str, Any]) -> None:
+        """It has said something over its control socket."""
+        if "received" in message:
+            self._received = True
+        elif "running" in message:
+            self._set_state(RankStateName.RUNNING)
+        elif "done" in message and self.done is None:
+            self.done = message
+            error = {} if message["ok"] else {name: message.get(name, "") for name in ("error_type", "error_text")}
+            self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
+            self._on_change(self)
+
+    def stacks(self, dump: bytes, cpu_ticks: int) -> None:
+        """The answer to `ask_stacks`."""
+        self.dump, self.cpu_ticks = dump, cpu_ticks
+
+    def ended(self, end: End) -> None:
+        """Its process is over."""
+        self.end = end
+        self._on_change(self)
+
+    def _set_state(self, state: RankStateName) -> None:
+        self.state = state
+        self.moved()
+        self._writer.event(EventKind.RANK, self.rank, state=str(state), pid=self.pid, exit_code=None, signal=None)
+        self._on_change(self)

@@ -1,0 +1,366 @@
+"""Fully sharded data parallelism by torch's `fully_shard`, in place.
+
+The model stays an instance of its class, but every parameter is a new object (a DTensor), so the optimizer's are exchanged by
+name. The old ones become NaN: a step that captured them before the call sees it at once, instead of training
+weights that nothing uses.
+
+Four things are ours. Gradients are multiplied by the weight of the rank's batch before the reduce-scatter. Before
+each collective, ranks compare a few numbers on the CPU, so that ranks which use different layers get an error in words:
+torch's collectives of different sizes hang, or end the process. A parameter that a rank did not use, in a
+unit that it did use, takes part with zeros; one that no rank used keeps `grad` None. And a rank that has
+evaluated all of its batches still joins the gathers of the others.
+
+Gradients are reduced after every backward pass, also within an accumulation window: kept whole, they would need the
+memory that sharding saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.strategies import Layout, Settings
+from kale_dist.strategies.fsdp import select_units
+from kale_dist.worker.parallel.blocks import alter_blocks
+from kale_dist.worker.parallel.replica import Replica
+from kale_dist.worker.parallel.tensor import norm_of_parts, whole_optimizer_state
+from kale_dist.worker.training.strategy import FullState, Parts
+
+_GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
+
+_DOING = {
+    _GATHER: "uses {unit}",
+    _REDUCE: "has the gradients of {unit}",
+    _NO_BACKWARD: "made no backward pass in its batch",
+    _LEFT: "left the loop over its loader",
+    _EVALUATED: "has evaluated all of its batches",
+}
+
+
+class FullySharded(Replica):
+    """Shards the model, its gradients and the optimizer's state.
+
+    Args:
+        settings: The units.
+        layout: This rank's.
+    """
+
+    reduces = False
+
+    def __init__(self, settings: Settings, layout: Layout) -> None:
+        super().__init__(settings, layout)
+        self._units: list[_Unit] = []
+        self._sent = 0.0
+        self._joins = False
+        self._full: FullState | None = None
+        self._old_of: dict[int, Any] = {}
+
+    # -- sharding --------------------------------------------------------------------------------------------------
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Shard everything in place."""
+        model, optimizer = parts.model, parts.optimizer
+        if parts.column.is_alone:
+            super().prepare(parts, stack)
+            return
+        mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
+        modules = dict(model.named_modules())
+        names = [*select_units(modules, self.settings.units), ""]
+        alter_blocks(
+            [modules[name] for name in names],
+            stack,
+            compiled=self.settings.compile,
+            checkpointed=self.settings.activation_checkpointing,
+        )
+        before = [(module, name, p) for module in modules.values() for name, p in _parameters(module)]
+        named_before = dict(model.named_parameters(remove_duplicate=False))
+        stack.callback(self._restore, modules, before, {module: type(module) for module in modules.values()})
+        for name in names:
+            # Also the outermost: whole parameters of an evaluation would outlive a step of the optimizer.
+            fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        self._old_of = {id(now[name]): old for name, old in named_before.items()}
+        new_of = {id(old): now[name] for name, old in named_before.items()}
+        _rekey(optimizer, new_of, mesh)
+        for name, tensor in parts.named.items():
+            parts.named[name] = new_of.get(id(tensor), tensor)
+        for old in named_before.values():
+            old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
+            old.grad = None
+        largest = max(sum(1 for _ in modules[name].parameters()) for name in names)
+        for number, name in enumerate(names):
+            self._units.append(_Unit(self, number, name, modules[name], largest))
+        super().prepare(parts, stack)
+
+    def _restore(self, modules: dict[str, Any], before: list[Any], classes: dict[Any, type]) -> None:
+        """Put the old parameters back; in rank 0 with what was learnt."""
+        for unit in self._units:
+            unit.undo()
+        for module, name, old in before:
+            module._parameters[name] = old  # noqa: SLF001 - its __setattr__ would look for hooks of FSDP
+        for module, kind in classes.items():
+            module.__class__ = kind
+        optimizer = self.parts.optimizer
+        for group in optimizer.param_groups:
+            group["params"] = [self.old_of(p) for p in group["params"]]
+        optimizer.state.clear()
+        if self._full is not None:
+            by_name = {f"{name}.{own}" if name else own: p for name, m in modules.items() for own, p in _parameters(m)}
+            for name, parameter in by_name.items():
+                if name in self._full.model:
+                    parameter.data = self._full.model[name].to(parameter.device)
+            optimizer.load_state_dict(self._full.optimizer)
+
+    def adopt(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse parameters that were not in the model at the call."""
+        if not self._units:
+            super().adopt(parameters)
+        elif any(id(parameter) not in self.parameters for parameter in parameters if parameter.is_floating_point()):
+            raise ConfigError(
+                "strategy",
+                "an optimizer of the step trains parameters that were not in the model at the call, or were captured"
+                " before it",
+                "Make the optimizer before the call and use the one that train_step gets, or strategy='ddp'",
+            )
+
+    def begin_batch(self, *, weight: float, due: bool) -> None:
+        """Also let go of what a checkpoint has gathered."""
+        self._full = None
+        super().begin_batch(weight=weight, due=due)
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def agree(self, kind: int, unit: int = 0, flags: Sequence[bool] = ()) -> list[list[int]]:
+        """Compare with the other ranks what comes next; returns the flags of each.
+
+        Raises:
+            KaleDistError: They do something else.
+        """
+        column = self.parts.column
+        width = self._units[0].width if self._units else 0
+        mine = torch.tensor([kind, unit, *map(int, flags)] + [0] * (width - len(flags)), dtype=torch.int32)
+        everyone = mine.new_empty(column.world_size * len(mine))
+        dist.all_gather_single(everyone, mine, group=column.world)
+        rows = everyone.view(column.world_size, -1).tolist()
+        heads = [tuple(row[:2]) for row in rows]
+        going = {head for head in heads if head[0] != _EVALUATED}
+        if len(going) > 1 or (len(set(heads)) > 1 and going and next(iter(going))[0] != _GATHER):
+            raise KaleDistError(self._difference(heads))
+        self._going = next(iter(going), None)
+        return [row[2:] for row in rows]
+
+    def _difference(self, heads: list[tuple[int, int]]) -> str:
+        other = next(rank for rank, head in enumerate(heads) if head != heads[0])
+        first, second = (
+            f"shard {rank} {_DOING[heads[rank][0]].format(unit=self._units[heads[rank][1]].shown)}"
+            for rank in (0, other)
+        )
+        return (
+            f"The ranks do not compute the same: {first}, and {second}. With fsdp, all ranks have to call the same layers"
+            " and backward() in each batch, whatever the data. Where layers depend on the data, use"
+            " kd.strategies.FSDP(units='whole') or strategy='ddp'; call the model on all ranks, not on rank 0 alone"
+        )
+
+    def gather(self, unit: _Unit, output: Tensor, given: Tensor) -> None:
+        """An all-gather of a unit's weights."""
+        if not self._joins:
+            self.agree(_GATHER, unit.number)
+        dist.all_gather_single(output, given, group=self.parts.column.world)
+        self._count(output)
+
+    def reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
+        """A reduce-scatter of a unit's gradients, each multiplied by the weight of the rank's batch."""
+        if not self._weight:
+            # A repeated sample may well give nan, which no factor removes.
+            given.zero_()
+        elif self._weight != 1.0:
+            given.mul_(self._weight)
+        dist.reduce_scatter_single(output, given, op=op, group=self.parts.column.world)
+        self._count(given)
+
+    def _count(self, whole: Tensor) -> None:
+        n = self.parts.column.world_size
+        self._sent += whole.numel() * whole.element_size() * (n - 1) / n
+
+    # -- a batch ---------------------------------------------------------------------------------------------------
+
+    def end_batch(self, *, left: bool) -> None:
+        """Show ranks that have made a backward pass that this one has not, or has left."""
+        if self._units and (left or not self._reductions_of_batch):
+            self.agree(_LEFT if left else _NO_BACKWARD)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._reductions_of_batch += 1
+        super()._on_gradient(parameter)
+
+    def end_evaluation(self) -> None:
+        """Join the gathers of ranks that have more batches to evaluate."""
+        if not self._units:
+            return
+        self._joins = True
+        try:
+            while True:
+                self.agree(_EVALUATED)
+                if self._going is None:
+                    return
+                module: Any = self._units[self._going[1]].module
+                module.unshard()
+                module.reshard()
+        finally:
+            self._joins = False
+
+    def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """The norm over all ranks' parts."""
+        local = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+        if not local:
+            return super().total_norm(gradients, kind)
+        return norm_of_parts(local, kind, self.parts.column, local[0])
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def full_state(self) -> FullState | None:
+        """Gather all; rank 0 keeps it, on the CPU."""
+        if not self._units:
+            return super().full_state()
+        seen: dict[int, Tensor] = {}
+        model = self.parts.model.state_dict(keep_vars=True)
+        for name, value in model.items():
+            if isinstance(value, Tensor):
+                if id(value) not in seen:
+                    seen[id(value)] = self._kept(value, value)
+                model[name] = seen[id(value)]
+        optimizer = whole_optimizer_state(self.parts.optimizer, self._kept)
+        self._full = FullState(model=model, optimizer=optimizer) if self.parts.group.rank == 0 else None
+        return self._full
+
+    def whole(self, value: Tensor, parameter: Any) -> Tensor:  # noqa: ARG002 - where weights are divided too, it matters
+        """A parameter, or a state of its shape, as on one process."""
+        gathered = value.detach()
+        return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+
+    def _kept(self, value: Tensor, parameter: Any) -> Tensor:
+        """A whole tensor on the CPU in rank 0; the other ranks drop it at once."""
+        whole = self.whole(value, parameter)
+        return whole.cpu() if self.parts.group.rank == 0 else whole.new_empty(0)
+
+    def old_of(self, parameter: Any) -> Any:
+        """The object that a parameter was before the model was sharded."""
+        return self._old_of.get(id(parameter), parameter)
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes sent."""
+        sent, self._sent = self._sent, 0.0
+        return {"bytes_sent": sent}
+
+
+class _Unit:
+    """A module that is gathered by itself, and its collectives. Torch calls `allocate` and the object itself."""
+
+    def __init__(self, strategy: FullySharded, number: int, name: str, module: Any, width: int) -> None:
+        self.number = number
+        self.shown = name or ("what is in no other unit" if number else "the model")
+        self.module = module
+        self.width = width
+        self._strategy = strategy
+        module.set_custom_all_gather(_AllGather(self))
+        module.set_custom_reduce_scatter(_ReduceScatter(strategy))
+        kind = type(module).__mro__[2]
+        self._methods = [method for method in _public_methods(kind) if method not in module.__dict__]
+        for method in self._methods:
+            register_fsdp_forward_method(module, method)
+        self._state = module._get_fsdp_state()  # noqa: SLF001 - nothing public shows gradients before their reduction
+        for group in self._state._fsdp_param_groups:  # noqa: SLF001
+            group.post_backward = self._agreed(group)
+
+    def gather(self, output: Tensor, given: Tensor) -> None:
+        self._strategy.gather(self, output, given)
+
+    def _agreed(self, group: Any) -> Any:
+        """Torch's end of a unit's backward pass, with zeros for parameters that only other ranks have used."""
+        original = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            whole = [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]
+            used = [parameter is not None and parameter.grad is not None for parameter in whole]
+            anywhere = [any(flags) for flags in zip(*self._strategy.agree(_REDUCE, self.number, used), strict=True)]
+            for parameter, is_used, is_anywhere in zip(whole, used, anywhere, strict=False):
+                if is_anywhere and not is_used and parameter is not None:
+                    parameter.grad = torch.zeros_like(parameter)
+            original(*unused)
+
+        return post_backward
+
+    def undo(self) -> None:
+        """Take off hooks and methods."""
+        self._state._pre_forward_hook_handle.remove()  # noqa: SLF001
+        self._state._post_forward_hook_handle.remove()  # noqa: SLF001
+        for method in self._methods:
+            self.module.__dict__.pop(method, None)
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocates):
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's signature
+        self._unit.gather(output_tensor, input_tensor)
+
+
+class _ReduceScatter(_Allocates):
+    def __init__(self, strategy: FullySharded) -> None:
+        self._strategy = strategy
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,  # noqa: ARG002
+        op: Any,
+        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
+    ) -> None:
+        self._strategy.reduce_scatter(output_tensor, input_tensor, op)
+
+
+def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, p) for name, p in module._parameters.items() if p is not None)  # noqa: SLF001 - of this very module
+
+
+def _public_methods(kind: type) -> list[str]:
+    """Methods that a user's class has beyond torch's modules: they may use the weights, as `model.loss(x)` does."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        if base is torch.nn.Module or base.__module__.startswith("torch."):
+            break
+        names += [name for name, value in vars(base).items() if inspect.isfunction(value) and name[0] != "_"]
+    return [name for name in dict.fromkeys(names) if name != "forward" and not hasattr(torch.nn.Module, name)]
+
+
+def _rekey(optimizer: Any, new_of: dict[int, Any], mesh: DeviceMesh) -> None:
+    """Give the optimizer the new parameters, and each its part of the old one's state."""
+    for group in optimizer.param_groups:
+        group["params"] = [new_of[id(p)] for p in group["params"]]
+    old_state = list(optimizer.state.items())
+    optimizer.state.clear()
+    for old, values in old_state:
+        new = new_of[id(old)]
+        optimizer.state[new] = {
+            name: distribute_tensor(value, mesh, new.placements)
+            if isinstance(value, Tensor) and value.dim() and value.shape == old.shape
+            else value
+            for name, value in values.items()
+        }

@@ -1,0 +1,218 @@
+"""Local SGD: each rank steps its own optimizer, and weights and buffers are averaged now and then.
+
+Gradients are weighted by samples as in `ddp` (shards x local / global), and weights are averaged plainly. So the average
+of what optimizers do that are linear in the gradient (SGD, with momentum too) is one step with the gradient of the
+global batch, also where the last batches are uneven. Adam is not linear: with it, an average after each step is close to
+one process and not equal to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kale_dist.errors import KaleDistError
+from kale_dist.worker.parallel.flat import Flat
+from kale_dist.worker.parallel.replica import Replica
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.strategy import FullState, Parts
+
+OUTER_LEARNING_RATE = 0.7
+OUTER_MOMENTUM = 0.9
+
+_LARGE = 1 << 18
+"""Elements of a buffer from which on it is a table of positions or a mask."""
+
+
+class OwnSteps(Replica):
+    """A replica with an optimizer of its own: what local SGD and gossip have in common.
+
+    Weights are equal over ranks at the start, and after `end_epoch`.
+    """
+
+    reduces = False
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Count what is sent."""
+        super().prepare(parts, stack)
+        self.group: Group = parts.column
+        self.steps = 0
+        """Real steps in this epoch."""
+        self.bytes_sent = 0.0
+        """Since the last call of `metrics`."""
+
+    def stepped(self) -> None:
+        """Count the step."""
+        super().stepped()
+        self.steps += 1
+
+    def weights(self) -> list[Tensor]:
+        """The parameters that training may change."""
+        return list(self.parameters.values())
+
+    def buffers(self) -> list[Tensor]:
+        """Floating-point buffers that are averaged with the weights. Large ones are tables, which no step changes."""
+        named = sorted(self.parts.model.named_buffers())
+        floats = [b for _, b in named if b.is_floating_point() and not torch.nn.parameter.is_lazy(b)]
+        return [b for b in floats if b.numel() <= _LARGE]
+
+    def agree(self, *, at_end: bool) -> None:
+        """Check that all ranks have made as many steps and are at the same place, before weights are averaged.
+
+        Raises:
+            KaleDistError: They are not.
+        """
+        world, steps = self.group.world_size, self.steps
+        total, squares, ends = self.group.sum_int64([steps, steps * steps, int(at_end)])
+        if ends not in (0, world) or world * squares != total * total:
+            raise KaleDistError(different_steps(steps))
+
+    def average(self, tensors: Iterable[Tensor], *, is_counted: bool = True) -> Flat:
+        """The mean of some tensors over ranks, in flat buffers; all ranks get the same bits."""
+        flat = Flat(tensors)
+        flat.read()
+        world = self.group.world_size
+        for buffer in flat.buffers:
+            dist.all_reduce(buffer.div_(world), group=self.group.world)
+        # What a checkpoint or the result costs is not part of a step.
+        if is_counted:
+            self.bytes_sent += 2 * (world - 1) / world * flat.bytes
+        return flat
+
+    def end_epoch(self) -> None:
+        """Begin to count the steps of the next epoch; buffers that are not averaged follow rank 0's."""
+        super().end_epoch()
+        self.steps = 0
+
+    def full_state(self) -> FullState | None:
+        """The model, and the mean of all ranks' optimizer states: step counts and the like are rank 0's."""
+        if self.group.is_alone:
+            return super().full_state()
+        optimizer, state_of = self.parts.optimizer, self.parts.optimizer.state
+        states: list[tuple[int, str, Tensor]] = []
+        index = 0
+        for options in optimizer.param_groups:
+            for parameter in options["params"]:
+                for name, value in sorted(state_of.get(parameter, {}).items()):
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                        states.append((index, name, value))
+                index += 1
+        everyone = self.group.gather([(index, name) for index, name, _ in states])
+        # A rank that never used a parameter has no state for it.
+        common = set(everyone[0]).intersection(*everyone[1:])
+        shared = [state for state in states if state[:2] in common]
+        copies = [value.detach().clone() for *_, value in shared]
+        self.average(copies, is_counted=False).write()
+        whole = super().full_state()
+        if whole is None:
+            return None
+        means = {id(value): mean for (*_, value), mean in zip(shared, copies, strict=True)}
+        return FullState(model=whole.model, optimizer=_replaced(whole.optimizer, means))
+
+    def own_state(self) -> dict[str, Any]:
+        """This rank's optimizer state."""
+        return {"optimizer": self.parts.optimizer.state_dict()}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take this rank's optimizer state instead of the mean."""
+        self.parts.optimizer.load_state_dict(state["optimizer"])
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes sent by this rank."""
+        sent, self.bytes_sent = self.bytes_sent, 0.0
+        return {"bytes_sent": sent}
+
+
+class LocalSteps(OwnSteps):
+    """Local SGD, with the plain mean or with DiLoCo's outer step.
+
+    DiLoCo (Douillard et al., 2023, algorithm 1) takes `w_before - mean(w)` as a gradient, for SGD with Nesterov momentum.
+    """
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Keep a copy of the weights where the outer step needs them."""
+        super().prepare(parts, stack)
+        self._since = 0
+        self._before: Flat | None = None
+        self._momentum: list[Tensor] = []
+        if self.settings.outer == "diloco":
+            self._remember()
+
+    def stepped(self) -> None:
+        """Average if it is time."""
+        super().stepped()
+        self._since += 1
+        if self._since == self.settings.sync_every:
+            self._synchronise(at_end=False)
+
+    def end_epoch(self) -> None:
+        """Average what was not averaged yet."""
+        self._synchronise(at_end=True)
+        super().end_epoch()
+
+    def _synchronise(self, *, at_end: bool) -> None:
+        if self.group.is_alone:
+            return
+        self.agree(at_end=at_end)
+        if not self._since:
+            return
+        self._since = 0
+        if self.settings.outer is None:
+            self.average([*self.weights(), *self.buffers()]).write()
+        else:
+            self.average(self.buffers()).write()
+            self._step_outer(self.average(self.weights()))
+
+    @torch.no_grad()
+    def _step_outer(self, mean: Flat) -> None:
+        before = self._before
+        if before is None or [b.shape for b in before.buffers] != [b.shape for b in mean.buffers]:
+            # Parameters came later: they have no past to step from.
+            mean.write()
+            self._momentum = []
+        else:
+            self._momentum = self._momentum or [torch.zeros_like(buffer) for buffer in mean.buffers]
+            for old, new, momentum in zip(before.buffers, mean.buffers, self._momentum, strict=True):
+                gradient = old - new
+                momentum.mul_(OUTER_MOMENTUM).add_(gradient)
+                gradient.add_(momentum, alpha=OUTER_MOMENTUM)
+                new.copy_(old).sub_(gradient, alpha=OUTER_LEARNING_RATE)
+            mean.write()
+        self._remember()
+
+    def _remember(self) -> None:
+        self._before = Flat(self.weights())
+        self._before.read()
+
+    def own_state(self) -> dict[str, Any]:
+        """This rank's optimizer state and the outer momentum."""
+        return {**super().own_state(), "momentum": list(self._momentum)}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `own_state`."""
+        super().load_own_state(state)
+        self._momentum = [momentum.to(self.group.device) for momentum in state["momentum"]]
+
+
+def different_steps(steps: int) -> str:
+    """The error of a rank that has made other steps than others."""
+    return (
+        f"The ranks have not made the same number of optimizer steps in this epoch (this rank has made {steps}). All ranks"
+        " must take the same steps: do not skip a batch or leave the loop over the loader because of this rank's own data"
+    )
+
+
+def _replaced(value: Any, means: dict[int, Tensor]) -> Any:
+    """A state dict with some of its tensors replaced by others."""
+    if isinstance(value, Tensor):
+        return means.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: _replaced(item, means) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, means) for item in value]
+    return value

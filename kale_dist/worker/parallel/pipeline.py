@@ -1,0 +1,549 @@
+"""A model cut into stages, one a rank, through which each batch goes in micro-batches (GPipe).
+
+The user's step runs on every rank, with the whole batch. Its call of the model runs this rank's stage (see `ghosts`) for one
+micro-batch after another and gives the output of the last stage, which is sent to all; so every rank computes the same
+loss. Its `backward()` comes back to the same place, where stages run backwards, the last first. All micro-batches go
+forward before the first goes backward (Huang et al., GPipe, NeurIPS 2019, section 2.2): stages wait for each other for
+(S - 1) / (M + S - 1) of the time, with S stages and M micro-batches.
+
+Parameters of other stages keep their identity and shape, and take no memory; the optimizer has no state for them. A
+parameter that several stages use (tied weights, the model's own) is in each of them, and their gradients are added up.
+Over several pipelines, each with its part of the batch, the gradients of a stage are averaged as by data parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from kale_dist.errors import KaleDistError
+from kale_dist.strategies import DDP, Layout, Pipeline
+from kale_dist.worker.parallel.blocks import alter_blocks, replace_forward
+from kale_dist.worker.parallel.ddp import DataParallel
+from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.strategy import FullState, Parts
+
+
+class _Links:
+    """Point-to-point messages between the stages.
+
+    Args:
+        row: The ranks of the stages, in their order.
+    """
+
+    def __init__(self, row: Group) -> None:
+        self._row = row
+        self._under_way: list[tuple[Any, Tensor]] = []
+        self._last_sent: dict[tuple[str, int], bytes] = {}
+        self._last_received: dict[tuple[str, int], bytes] = {}
+        self.bytes_sent = 0
+        """Of tensors. Notes about their shapes are a few bytes, and sent in full only where they change."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Start to send a tensor."""
+        whole = tensor.detach().contiguous()
+        self.bytes_sent += whole.nbytes
+        self._send(whole, to)
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        self._under_way.append((dist.isend(tensor, group=self._row.world, group_dst=to), tensor))
+
+    def receive(self, shape: Shape, source: int) -> Tensor:
+        """Wait for a tensor."""
+        tensor = torch.empty(shape.size, dtype=shape.dtype, device=self._row.device)
+        return self._receive(tensor, source)
+
+    def _receive(self, tensor: Tensor, source: int) -> Tensor:
+        work = dist.irecv(tensor, group=self._row.world, group_src=source)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def send_note(self, kind: str, value: Any, to: int) -> None:
+        """Send a small value; nearly nothing where it is the one before of its kind."""
+        data = pickle.dumps(value)
+        is_known = self._last_sent.get((kind, to)) == data
+        self._last_sent[kind, to] = data
+        self._send(torch.tensor([0 if is_known else len(data)]), to)
+        if not is_known:
+            self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+
+    def receive_note(self, kind: str, source: int) -> tuple[Any, bool]:
+        """The value, and whether it is another than the one before."""
+        size = int(self._receive(torch.empty(1, dtype=torch.int64), source))
+        if size:
+            array: Any = self._receive(torch.empty(size, dtype=torch.uint8), source).numpy()
+            self._last_received[kind, source] = array.tobytes()
+        return pickle.loads(self._last_received[kind, source]), bool(size)
+
+    def flush(self) -> None:
+        """Wait until all is sent."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+
+@dataclasses.dataclass(slots=True)
+class _Passage:
+    """One micro-batch on its way back."""
+
+    size: int
+    """Samples in it."""
+    arrived: Tensor | None = None
+    """What came from the stage before: a leaf that gets a gradient."""
+    sent: Tensor | None = None
+    """What went to the next stage and needs a gradient."""
+    outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
+    """What the last stage gave; None in the place of what needs no gradient."""
+
+
+class _Join(torch.autograd.Function):
+    """Where the user's graph ends and the stages begin."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, backward: Any, flags: Sequence[bool], *outputs: Tensor) -> Any:
+        ctx.run = backward
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(one for one, wanted in zip(outputs, flags, strict=True) if not wanted))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.run(gradients)
+        return (None, None, None, *(None for _ in gradients))
+
+
+class PipelineParallel(DataParallel):
+    """Runs one stage, and hides that from the user's step; averages its gradients over pipelines.
+
+    Bytes of tensors that all ranks send for a training step with S stages (Huang et al., section 2.2, and what this adds):
+    2 (S - 1) A for activations of A bytes at each cut and their gradients, (S - 1) O for an output of O bytes, and up to
+    2 (k - 1) W for each parameter of W bytes that k stages share: those that did not use it send nothing.
+
+    Args:
+        settings: Cuts and micro-batches.
+        layout: This rank's.
+    """
+
+    def __init__(self, settings: Pipeline, layout: Layout) -> None:
+        super().__init__(DDP(), layout)
+        self._cutting = settings
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Cut the model, and let go of what other stages hold."""
+        model, row = parts.model, parts.row
+        self.stage, self.stages = row.rank, row.world_size
+        self._links = _Links(row)
+        self._units = units_of(model, self._cutting.cuts(model, self.stages))
+        self._owners = owners_of(model, self._units, self.stages)
+        named = dict(model.named_parameters())
+        self._stages_of = {id(p): self._owners[name] for name, p in named.items()}
+        self._elsewhere = {name: p for name, p in named.items() if self.stage not in self._owners[name]}
+        elsewhere = {id(p) for p in self._elsewhere.values()}
+        self._shared = [p for name, p in named.items() if len(self._owners[name]) > 1]
+        own = {name: tensor for name, tensor in parts.named.items() if id(tensor) not in elsewhere}
+        super().prepare(dataclasses.replace(parts, named=own), stack)
+        own_units = [unit for unit in self._units if unit.stage == self.stage]
+        alter_blocks(
+            [unit.module for unit in own_units if unit.has_parameters],
+            stack,
+            compiled=self._cutting.compile,
+            checkpointed=self._cutting.activation_checkpointing,
+        )
+        self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
+        for name, parameter in self._elsewhere.items():
+            self._let_go(name, parameter, stack)
+        replace_forward(model, self._forward, stack)
+        count = sum(p.numel() for p in self.parameters.values())
+        total = sum(p.numel() for p in named.values())
+        if not self.layout.shard:
+            parts.group.tell(
+                f"Stage {self.stage} of {self.stages}: {own_units[0].name} to {own_units[-1].name}, {count:,} of"
+                f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
+            )
+
+    def _let_go(self, name: str, parameter: torch.nn.Parameter, stack: contextlib.ExitStack) -> None:
+        """Free a parameter of another stage; anything that is computed with it is NaN, and its gradient an error."""
+        parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+        parameter.grad = None
+        for optimizer in _optimizers(self.parts.optimizer):
+            optimizer.state.pop(parameter, None)
+
+        def refuse(_: Tensor) -> None:
+            raise KaleDistError(
+                f"strategy=Pipeline: {name} was used outside the model's forward, in stage {self.stage}, and it is in stage"
+                f" {self._owners[name][0]} only. A penalty on weights cannot be a part of the loss: use weight_decay="
+            )
+
+        if parameter.requires_grad:
+            stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)  # type: ignore[no-untyped-call]
+
+    def adopt(self, parameters: Iterable[Tensor]) -> None:
+        """Take in what is new, on every stage alike."""
+        elsewhere = {id(p) for p in self._elsewhere.values()}
+        super().adopt([p for p in parameters if id(p) not in elsewhere])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse a copy of the model, whose `forward` is a method of this object.
+
+        Raises:
+            KaleDistError: Always.
+        """
+        raise KaleDistError(
+            "strategy=Pipeline: train_step copies the model, and each rank has only its stage of it. For an average of the"
+            " weights use callbacks=[kd.callbacks.EMA()]; make other copies before the call"
+        )
+
+    # -- the forward pass ------------------------------------------------------------------------------------------
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's `forward` does in a rank."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        wants_gradient = torch.is_grad_enabled()
+        if wants_gradient and any(tensor.requires_grad for tensor in tensors):
+            raise KaleDistError(
+                "strategy=Pipeline: an input of the model requires a gradient, which stages do not send back. Detach it"
+            )
+        batch = len(tensors[0]) if tensors else 1
+        sizes = _divided(batch, self._cutting.micro_batches)
+        pieces = [
+            torch.split(leaf, sizes)
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch
+            else [leaf] * len(sizes)
+            for leaf in leaves
+        ]
+        passages, outcomes = [], []
+        for number, size in enumerate(sizes):
+            given = pytree.tree_unflatten([piece[number] for piece in pieces], structure)
+            passage, outcome = self._run(size, *given, wants_gradient=wants_gradient)
+            passages.append(passage)
+            outcomes.append(outcome)
+        result = self._share_output(passages, outcomes)
+        self._links.flush()
+        return result
+
+    def _run(
+        self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants_gradient: bool
+    ) -> tuple[_Passage, Any]:
+        """One micro-batch through this stage."""
+        passage = _Passage(size=size)
+        known: Calls = []
+        arrived, is_new = None, False
+        if self.stage:
+            (known, shape, has_gradient), is_new = self._links.receive_note("calls", self.stage - 1)
+            arrived = self._links.receive(shape, self.stage - 1)
+            if has_gradient and wants_gradient:
+                passage.arrived = arrived.requires_grad_()
+        outcome, made = self._ghosts.run(
+            args, kwargs, known=known, arrived=arrived, with_gradient=wants_gradient, check=is_new
+        )
+        if self.stage < self.stages - 1:
+            shape = Shape(tuple(outcome.shape), outcome.dtype)
+            self._links.send_note("calls", (made, shape, outcome.requires_grad), self.stage + 1)
+            self._links.send(outcome, self.stage + 1)
+            passage.sent = outcome if outcome.requires_grad else None
+        return passage, outcome
+
+    def _share_output(self, passages: list[_Passage], outcomes: list[Any]) -> Any:
+        """Give every stage the output of the last one, for the whole batch."""
+        last = self.stages - 1
+        if self.stage == last:
+            leaves = [pytree.tree_leaves(outcome) for outcome in outcomes]
+            for passage, tensors in zip(passages, leaves, strict=True):
+                passage.outputs = [_differentiable(one) for one in tensors if isinstance(one, Tensor)]
+            flags = [one is not None for one in passages[0].outputs]
+            sizes = [passage.size for passage in passages]
+            output = _joined(outcomes, sizes)
+            tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
+            described = pytree.tree_map(_described, output)
+            for stage in range(last):
+                self._links.send_note("output", (described, flags), stage)
+                for tensor in tensors:
+                    self._links.send(tensor, stage)
+        else:
+            (described, flags), _ = self._links.receive_note("output", last)
+            shapes = [one for one in pytree.tree_leaves(described) if isinstance(one, Shape)]
+            tensors = [self._links.receive(shape, last) for shape in shapes]
+        if any(flags) and torch.is_grad_enabled():
+            anchor = torch.zeros((), requires_grad=True)
+            tensors = list(_Join.apply(anchor, self._once(passages), flags, *tensors))  # type: ignore[no-untyped-call]
+        found = iter(tensors)
+        return pytree.tree_map_only(Shape, lambda _: next(found), described)
+
+    # -- the backward pass -----------------------------------------------------------------------------------------
+
+    def _once(self, passages: list[_Passage]) -> Callable[[Sequence[Tensor | None]], None]:
+        waiting = [passages]
+
+        def backward(gradients: Sequence[Tensor | None]) -> None:
+            if not waiting:
+                raise KaleDistError(
+                    "strategy=Pipeline: backward() came to the same call of the model a second time. Add the losses up, or"
+                    " call the model again"
+                )
+            self._backward(waiting.pop(), gradients)
+
+        return backward
+
+    def _backward(self, passages: list[_Passage], gradients: Sequence[Tensor | None]) -> None:
+        """Run the stages backwards; called by autograd, within the user's `backward()`."""
+        with self._one_pass(), self._summed_over_stages(), self._ghosts.backward():
+            sizes = [passage.size for passage in passages]
+            for number, passage in enumerate(passages):
+                if self.stage == self.stages - 1:
+                    self._backward_output(passage, _part_of(gradients, sizes, number))
+                elif passage.sent is not None:
+                    shape = Shape(tuple(passage.sent.shape), passage.sent.dtype)
+                    torch.autograd.backward(passage.sent, self._links.receive(shape, self.stage + 1))
+                passage.sent = None
+                if passage.arrived is not None:
+                    gradient = passage.arrived.grad
+                    self._links.send(
+                        torch.zeros_like(passage.arrived) if gradient is None else gradient, self.stage - 1
+                    )
+                    passage.arrived = None
+            self._links.flush()
+
+    def _backward_output(self, passage: _Passage, gradients: Sequence[Tensor | None]) -> None:
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(passage.outputs, gradients, strict=True)
+            if output is not None and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        passage.outputs = []
+
+    @contextlib.contextmanager
+    def _one_pass(self) -> Iterator[None]:
+        """Have the hooks see the passes of all micro-batches as one: the user's."""
+        if self._is_passive:
+            yield
+            return
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - what torch.autograd.graph uses itself
+        if task != self._task:
+            self._begin(task, None)
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
+
+    _is_within = False
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self._is_within:
+            super()._on_gradient(parameter)
+
+    @contextlib.contextmanager
+    def _summed_over_stages(self) -> Iterator[None]:
+        """Add up what this pass gives the parameters that several stages have."""
+        shared = [p for p in self._shared if p.requires_grad]
+        before = {id(p): p.grad for p in shared}
+        for parameter in shared:
+            parameter.grad = None
+        yield
+        for parameter in shared:
+            stages = self._stages_of[id(parameter)]
+            if self.stage in stages:
+                parameter.grad = self._summed(parameter, stages)
+            earlier = before[id(parameter)]
+            if earlier is not None:
+                # The same object: what is held back is known by its identity.
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._links.flush()
+
+    def _summed(self, parameter: torch.nn.Parameter, stages: Sequence[int]) -> Tensor | None:
+        """The sum of a gradient over some stages, in their order, on each of them; None where none has one."""
+        links, (first, *others), gradient = self._links, stages, parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        shape = Shape(tuple(parameter.shape), parameter.dtype)
+        if self.stage == first:
+            for stage in others:
+                if links.receive_note("used", stage)[0]:
+                    part = links.receive(shape, stage)
+                    gradient = part if gradient is None else gradient + part
+            for stage in others:
+                links.send_note("used", gradient is not None, stage)
+                if gradient is not None:
+                    links.send(gradient, stage)
+            return gradient
+        links.send_note("used", gradient is not None, first)
+        if gradient is not None:
+            links.send(gradient, first)
+        return links.receive(shape, first) if links.receive_note("used", first)[0] else None
+
+    # -- around a step ---------------------------------------------------------------------------------------------
+
+    def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """The norm over all stages; what several of them hold counts once."""
+        counted = {
+            id(p.grad)
+            for p in self.parameters.values()
+            if p.grad is not None and self.stage == self._stages_of.get(id(p), (0,))[0]
+        }
+        mine = [gradient for gradient in gradients if id(gradient) in counted]
+        norm = super().total_norm(mine, kind) if mine else torch.zeros(())
+        norms = [torch.zeros((), dtype=torch.float64) for _ in range(self.stages)]
+        dist.all_gather(norms, norm.detach().to("cpu", torch.float64), group=self.parts.row.world)
+        like = gradients[0] if gradients else next(self.parts.model.parameters())
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
+        return total.to(like.device, like.dtype)
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes of tensors that this rank has sent to other stages and other pipelines."""
+        sent, self._links.bytes_sent = self._links.bytes_sent, 0
+        return {"bytes_sent": sent + super().metrics().get("bytes_sent", 0.0)}
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def full_state(self) -> FullState | None:
+        """Put the model together on rank 0, for as long as its states are read."""
+        if self.layout.shard:
+            return None
+        sent, model, row = self._links.bytes_sent, self.parts.model, self.parts.row
+        optimizers = _optimizers(self.parts.optimizer)
+        home = {id(unit.module): unit.stage for unit in self._units}
+        buffers = _buffers_of(model, home, self.stages - 1)
+        for stage in range(1, self.stages):
+            names = [name for name, owners in self._owners.items() if owners[0] == stage]
+            theirs = [buffer for buffer, at in buffers if at == stage]
+            named = dict(model.named_parameters())
+            if self.stage == stage:
+                states = [[_stripped(one.state.get(named[name], {})) for name in names] for one in optimizers]
+                self._links.send_note("states", states, 0)
+                for tensor in (
+                    *(named[name].detach() for name in names),
+                    *theirs,
+                    *_tensors_of(optimizers, named, names),
+                ):
+                    self._links.send(tensor, 0)
+                self._links.flush()
+            elif not self.stage:
+                states, _ = self._links.receive_note("states", stage)
+                for name in names:
+                    parameter = named[name]
+                    parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage)
+                for buffer in theirs:
+                    buffer.copy_(self._links.receive(Shape(tuple(buffer.shape), buffer.dtype), stage))
+                for optimizer, described in zip(optimizers, states, strict=True):
+                    for name, state in zip(names, described, strict=True):
+                        if state:
+                            optimizer.state[named[name]] = {
+                                key: self._links.receive(value, stage) if isinstance(value, Shape) else value
+                                for key, value in state.items()
+                            }
+        self._links.bytes_sent = sent
+        if row.rank:
+            return None
+        full = super().full_state()
+        for parameter in self._elsewhere.values():
+            parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)
+        return full
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return list(optimizer.named.values()) if hasattr(optimizer, "named") else [optimizer]
+
+
+def _stripped(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: Shape(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for key, v in state.items()}
+
+
+def _tensors_of(optimizers: Sequence[Any], named: dict[str, Any], names: Sequence[str]) -> list[Tensor]:
+    states = [optimizer.state.get(named[name], {}) for optimizer in optimizers for name in names]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _buffers_of(model: torch.nn.Module, home: dict[int, int], last: int) -> list[tuple[Tensor, int]]:
+    """Every buffer and the stage that changes it: its unit's, or for the parent's own the last, which runs all of it."""
+    found: dict[int, tuple[Tensor, int]] = {}
+
+    def walk(module: torch.nn.Module, stage: int) -> None:
+        stage = home.get(id(module), stage)
+        for buffer in module.buffers(recurse=False):
+            found.setdefault(id(buffer), (buffer, stage))
+        for child in module.children():
+            walk(child, stage)
+
+    walk(model, last)
+    return list(found.values())
+
+
+# -- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def _divided(batch: int, parts: int) -> list[int]:
+    """Sizes of the micro-batches: as even as can be, none empty, the larger ones first."""
+    parts = max(1, min(parts, batch))
+    return [batch // parts + (number < batch % parts) for number in range(parts)]
+
+
+def _differentiable(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.requires_grad else None
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Shape(tuple(leaf.shape), leaf.dtype)
+    # A cache of keys and values, for one: other ranks could not use it.
+    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else None
+
+
+def _joined(outcomes: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The output for the whole batch: tensors side by side, numbers averaged by samples.
+
+    Raises:
+        KaleDistError: A tensor's first dimension is not the batch.
+    """
+    leaves = [pytree.tree_flatten(outcome) for outcome in outcomes]
+    columns = zip(*(found for found, _ in leaves), strict=True)
+    return pytree.tree_unflatten([_join(column, sizes) for column in columns], leaves[0][1])
+
+
+def _join(column: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return first
+    tensors = [one.detach() for one in column]
+    if len(tensors) == 1:
+        return first.detach()
+    if not first.dim():
+        # What averages over samples: a loss that the model computes itself.
+        weighted = [one * (size / sum(sizes)) for one, size in zip(tensors, sizes, strict=True)]
+        return functools.reduce(torch.add, weighted)
+    if [len(one) for one in tensors] != list(sizes):
+        raise KaleDistError(
+            f"strategy=Pipeline: the model gives a tensor of shape {tuple(first.shape)} for {sizes[0]} samples, and its first"
+            " dimension is not the batch. Return tensors of (batch, ...), or use micro_batches=1"
+        )
+    return torch.cat(tensors)
+
+
+def _part_of(gradients: Sequence[Tensor | None], sizes: Sequence[int], number: int) -> list[Tensor | None]:
+    """The gradients of the outputs of one micro-batch."""
+    start, total = sum(sizes[:number]), sum(sizes)
+
+    def part(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or len(sizes) == 1:
+            return gradient
+        if not gradient.dim():
+            return gradient * (sizes[number] / total)
+        return gradient[start : start + sizes[number]]
+
+    return [part(gradient) for gradient in gradients]

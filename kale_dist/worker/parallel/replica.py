@@ -1,0 +1,257 @@
+"""A rank that has the whole model: what it does with its own gradients before any exchange, in place and by hooks.
+
+Each parameter has a hook that runs when its gradient is complete; so the end of a backward pass is seen however the loss
+was computed: `model(x)`, `model.loss(x)` or a function of global names. Gradients are multiplied by the weight of the
+rank's batch before they are added up, held back within an accumulation window, and marked, so that gradients which the
+step sets or changes by itself are noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kale_dist.errors import KaleDistError
+from kale_dist.strategies import Layout, Settings
+from kale_dist.worker.training.strategy import Parts, Strategy
+
+
+class Replica(Strategy):
+    """One replica and its gradients. Strategies derive from it and exchange in `reduce`, or after steps.
+
+    Args:
+        settings: The strategy's.
+        layout: This rank's.
+    """
+
+    reduces = True
+    """Whether gradients are exchanged at the end of each backward pass that is due."""
+
+    def __init__(self, settings: Settings, layout: Layout) -> None:
+        super().__init__(settings, layout)
+        self.parameters: dict[int, torch.nn.Parameter] = {}
+        """All that are trained, by identity, in an order that is equal on all ranks."""
+        self._weight = 1.0
+        self._due = True
+        self._handles: list[Any] = []
+        self._weight_handles: dict[int, Any] = {}
+        self._task: int | None = None
+        self._holding = False
+        self._marks: dict[int, tuple[int, int]] = {}
+        self._reductions_of_batch = 0
+        self._is_weighed = False
+        self._is_held_back = False
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Put hooks on all parameters."""
+        super().prepare(parts, stack)
+        stack.callback(self._take_hooks_off)
+        for parameter in parts.named.values():
+            self._add(parameter)
+
+    # -- for strategies to override --------------------------------------------------------------------------------
+
+    def reduce(self, *, skipped: bool, left: bool) -> None:
+        """Exchange the gradients of all ranks, now. Called by all ranks alike.
+
+        Args:
+            skipped: This rank made no backward pass in this batch.
+            left: This rank left the loop over its loader early.
+        """
+
+    def pass_begins(self, *, nested: bool) -> None:
+        """The first gradient of a backward pass, or of one inside another (reentrant checkpointing), is complete."""
+
+    def gradient_is_complete(self, parameter: Tensor) -> None:
+        """A parameter's gradient is complete, in a pass that is due."""
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def adopt(self, parameters: Iterable[Tensor]) -> None:
+        """Take in new parameters with the values of shard 0; gradients that they have are not weighted yet."""
+        new: list[Any] = [p for p in parameters if id(p) not in self.parameters and not torch.nn.parameter.is_lazy(p)]
+        column = self.parts.column
+        with_gradient = [parameter for parameter in new if parameter.grad is not None]
+        if with_gradient and not column.is_alone:
+            self.parts.group.say(
+                f"An optimizer of the step trains {len(new)} tensors that are not the model's: their values are taken"
+                " from rank 0 and their gradients are averaged as well."
+            )
+        for parameter in new:
+            column.send_tensor(parameter)
+            self._add(parameter)
+        for parameter in with_gradient:
+            if self._weight != 1.0:
+                self._is_weighed = True
+                parameter.grad.mul_(self._weight)
+
+    def _add(self, parameter: Any) -> None:
+        if id(parameter) in self.parameters or torch.nn.parameter.is_lazy(parameter):
+            return
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        self.parameters[id(parameter)] = parameter
+        if self._is_passive:
+            return
+        # A frozen parameter cannot be hooked, and may be unfrozen in the middle of an epoch.
+        frozen = not parameter.requires_grad
+        if frozen:
+            parameter.requires_grad_(True)  # noqa: FBT003 - torch's own signature
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        if self._weight_handles or self._accumulates:
+            self._weight_handles[id(parameter)] = parameter.register_hook(self._weigh)
+        if frozen:
+            parameter.requires_grad_(False)  # noqa: FBT003
+
+    def _take_hooks_off(self) -> None:
+        for handle in (*self._handles, *self._weight_handles.values()):
+            handle.remove()
+        self._handles.clear()
+        self._weight_handles.clear()
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.parts.pace.accumulate > 1
+
+    @property
+    def _is_passive(self) -> bool:
+        """Whether there is nothing to do at all: one shard, no accumulation."""
+        return self.parts.column.is_alone and not self._accumulates
+
+    @property
+    def _exchanges(self) -> bool:
+        return self.reduces and not self.parts.column.is_alone
+
+    # -- a batch ---------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, *, weight: float, due: bool) -> None:
+        """Make the hooks fit the batch."""
+        self._weight, self._due = weight, due
+        self._reductions_of_batch = 0
+        self._is_weighed = False
+        if self._is_passive or self._accumulates:
+            return
+        # Nearly every batch has weight 1: no hook, no cost.
+        if weight == 1.0:
+            for handle in self._weight_handles.values():
+                handle.remove()
+            self._weight_handles.clear()
+        elif not self._weight_handles:
+            for key, parameter in self.parameters.items():
+                if parameter.requires_grad:
+                    self._weight_handles[key] = parameter.register_hook(self._weigh)  # type: ignore[no-untyped-call]
+
+    def _weigh(self, gradient: Tensor) -> Tensor | None:
+        weight = self._weight
+        self._is_weighed = True
+        if weight == 1.0:
+            return None
+        # A repeated sample may well give nan, which no factor removes.
+        return gradient * weight if weight else torch.zeros_like(gradient)
+
+    def end_batch(self, *, left: bool) -> None:
+        """Take part in the exchange that other ranks may have made without this one."""
+        skipped = self._due and not self._reductions_of_batch
+        if self._exchanges and (skipped or left):
+            self._reduce(skipped=skipped, left=left)
+
+    # -- a backward pass -------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - what torch.autograd.graph uses itself
+        if task != self._task:
+            self._begin(task, parameter)
+        if not self._holding and self._exchanges:
+            self.gradient_is_complete(parameter)
+
+    def _begin(self, task: int, first: Tensor | None) -> None:
+        nested = self._task is not None
+        self._task = task
+        self._holding = not self._due
+        if self._exchanges:
+            self.pass_begins(nested=nested)
+        if self._is_held_back:
+            self.check_held(but=first)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
+
+    def _end(self) -> None:
+        """Runs when the backward pass is over, still within the caller's `backward()`."""
+        if self._task is None:
+            return
+        self._task = None
+        if self._accumulates:
+            self.has_pending = True
+        if self._holding:
+            self._is_held_back = True
+            self._mark()
+            return
+        self._reduce()
+
+    def _reduce(self, *, skipped: bool = False, left: bool = False) -> None:
+        self._reductions_of_batch += 1
+        self._is_held_back = False
+        if self._exchanges:
+            self.reduce(skipped=skipped, left=left)
+        self._mark()
+
+    # -- before a step ---------------------------------------------------------------------------------------------
+
+    def complete(self, correction: float) -> None:
+        """Exchange what no backward pass has exchanged.
+
+        Gradients come to be so by `torch.autograd.grad` and assignment, or by a last batch without a backward pass.
+        """
+        if self._exchanges:
+            by_hand = [p for p in self.parameters.values() if p.requires_grad and self._is_unknown(p)]
+            # Those of `torch.autograd.grad` have been through the hooks; those of `torch.func`, or of a copy of the model, not.
+            if self._weight != 1.0 and not (self._is_weighed or self._accumulates):
+                for parameter in by_hand:
+                    if (gradient := parameter.grad) is not None:
+                        parameter.grad = self._weigh(gradient)
+            if by_hand and not self._is_held_back:
+                self.parts.group.say(
+                    "Gradients were set by the step itself, not by backward(): they are averaged over the ranks before"
+                    " the optimizer's step."
+                )
+            if by_hand or self._is_held_back:
+                self._reduce()
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
+        with torch.no_grad():
+            for gradient in gradients:
+                gradient.mul_(correction)
+
+    # -- gradients changed behind our back -------------------------------------------------------------------------
+
+    def _mark(self) -> None:
+        self._marks = {
+            key: (id(p.grad), p.grad._version)  # noqa: SLF001 - torch's public name for it
+            for key, p in self.parameters.items()
+            if p.grad is not None
+        }
+
+    def _is_unknown(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradient is an object that came after the last exchange."""
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        identity, version = self._marks.get(id(parameter), (0, 0))
+        # A new object at an old address has been changed less often than the old one.
+        return id(gradient) != identity or gradient._version < version  # noqa: SLF001
+
+    def check_held(self, but: Tensor | None = None) -> None:
+        """Refuse gradients that the user's code has changed while they are held back; `but` has just got one."""
+        for key, mark in self._marks.items():
+            parameter = self.parameters[key]
+            gradient = parameter.grad
+            if parameter is but:
+                continue
+            if gradient is None or (id(gradient), gradient._version) != mark:  # noqa: SLF001
+                raise KaleDistError(
+                    "train_step changed or dropped gradients while they are accumulated over several batches. Clip by"
+                    " `clip_norm=` instead of inside the step, clear gradients by optimizer.zero_grad() only, and leave"
+                    " `accumulate` out if the step accumulates by itself"
+                )

@@ -1,0 +1,258 @@
+"""A worker of parameter servers: it computes gradients, sends them, and takes the new weights.
+
+Its optimizer has no state and steps nothing: `step` sends gradients and learning rates to the servers. What a
+scheduler does with the optimizer reaches the servers with the next step.
+
+With backups it sends everything to both servers of a shard, and takes the answers of both, which are equal bit for bit: where
+one is gone, in the middle of a message too, the other's is enough. So workers need not agree on who is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pickle
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.strategies import Layout, Settings
+from kale_dist.worker.parallel.flat import Flat
+from kale_dist.worker.parallel.pairs import LostPeerError, Pair
+from kale_dist.worker.parallel.replica import Replica
+from kale_dist.worker.parallel.server import Kind, Server, Shard, norm_bits, open_shards
+from kale_dist.worker.training.data.sharding import ranks
+from kale_dist.worker.training.strategy import FullState, Parts
+
+
+def make(settings: Settings, layout: Layout) -> Server | Worker:
+    """A rank's part: the last ones are servers."""
+    return Server(settings, layout) if layout.shard is None else Worker(settings, layout)
+
+
+class Worker(Replica):
+    """One rank with data."""
+
+    reduces = False
+    levels = frozenset({"steps_ahead"})
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
+        """Connect to the servers, and take the place of the optimizer's step."""
+        super().prepare(parts, stack)
+        workers, servers, last = self.layout.shards, self.settings.servers, parts.group.world_size - 1
+        self._shards, pairs = open_shards(parts, servers, workers)
+        self._pairs = [[pairs[rank] for rank in range(workers + n, last + 1, servers)] for n in range(servers)]
+        """Of each shard: the server that is left, or it and its backup."""
+        stack.push(self._leave)
+        backups = " (each with a backup)" if self.settings.backup else ""
+        parts.group.say(
+            f"parameter-server: {ranks(workers)} with data (workers), and {'rank' if last == workers else f'ranks {workers} to'}"
+            f" {last} with the optimizer{backups}, mode {self.settings.mode!r}"
+        )
+        self._workers = set(range(workers))
+        self._of_servers: dict[str, float] = {}
+        if self.settings.mode == "async" and workers > 1:
+            parts.column.exchange_by(self._exchange)
+        self._options_sent = b""
+        self._bytes_sent = 0
+        optimizer = parts.optimizer
+        optimizer.state.clear()
+        own = dict(optimizer.__dict__)
+
+        def step(_: Any, closure: Callable[[], Any] | None = None) -> None:
+            if closure is not None:
+                raise ConfigError(
+                    "strategy",
+                    "'parameter-server' steps the optimizer in the servers, where the closure of optimizer.step(closure)"
+                    " cannot be called",
+                    "Call backward() and then optimizer.step() without a closure",
+                )
+            self._step()
+
+        def restore() -> None:
+            optimizer.__dict__.pop("step")
+            if "step" in own:
+                optimizer.__dict__["step"] = own["step"]
+
+        optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        stack.callback(restore)
+        self._versions = self._present_versions()
+
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            # This rank has all it needs, so a server that is gone loses nothing.
+            with contextlib.suppress(LostPeerError):
+                self._tell(Kind.LEAVE)
+            for pair in itertools.chain(*self._pairs):
+                pair.close()
+
+    def adopt(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse parameters that the servers do not have.
+
+        Raises:
+            ConfigError: There are some.
+        """
+        if any(id(parameter) not in self.parameters for parameter in parameters):
+            raise ConfigError(
+                "strategy",
+                "'parameter-server' steps the optimizer of the call, and the step trains other parameters too",
+                "Give the optimizer all parameters before the call, or use strategy='ddp'",
+            )
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """Synchronous: the norm of the mean over workers, which the servers know. Asynchronous: of this worker's own."""
+        if self.settings.mode == "async":
+            return super().total_norm(gradients, kind)
+        given = set(map(id, gradients))
+        norms = [torch.empty(1, dtype=torch.float64) for _ in self._pairs]
+        self._ask(Kind.NORM, lambda parameter: id(parameter.grad) in given, norm=kind)
+        for pairs, norm in zip(self._pairs, norms, strict=True):
+            self._each(pairs, self._receive, norm)
+        like = gradients[0] if len(gradients) else torch.empty(0)
+        total: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind)
+        return total.to(like.device, like.dtype)
+
+    def _step(self) -> None:
+        if self._present_versions() != self._versions:
+            raise KaleDistError(
+                "train_step changed weights by itself. With strategy='parameter-server' the servers hold the weights, and"
+                " would overwrite them. Change weights by the optimizer only, or use strategy='ddp'"
+            )
+        self._ask(Kind.STEP, lambda parameter: parameter.grad is not None)
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        for pairs, shard in zip(self._pairs, self._shards, strict=True):
+            weights = shard.weights()
+            # The second answer overwrites the first with the same bits.
+            self._each(pairs, self._receive, *weights.buffers)
+            weights.write()
+        self._versions = self._present_versions()
+
+    def _present_versions(self) -> int:
+        return sum(parameter._version for shard in self._shards for parameter in shard.parameters)  # noqa: SLF001 - torch's public name for it
+
+    def _ask(self, kind: Kind, is_used: Callable[[Any], bool], *, norm: float = 0.0) -> None:
+        """Send a request with gradients to all servers."""
+        groups = self.parts.optimizer.param_groups
+        options = pickle.dumps([{key: value for key, value in one.items() if key != "params"} for one in groups])
+        new = torch.frombuffer(bytearray(options), dtype=torch.uint8) if options != self._options_sent else None
+        self._options_sent = options
+        for pairs, shard in zip(self._pairs, self._shards, strict=True):
+            used = [is_used(parameter) for parameter in shard.parameters]
+            head = [kind, self.parts.pace.batches, 0 if new is None else len(new), norm_bits(norm), *map(int, used)]
+            gradients = [
+                parameter.grad if flag and parameter.grad is not None else torch.zeros_like(parameter)
+                for parameter, flag in zip(shard.parameters, used, strict=True)
+            ]
+            flat = Flat(gradients, torch.device("cpu"))
+            flat.read()
+            request = (torch.tensor(head), *(() if new is None else (new,)), *flat.buffers)
+            self._each(pairs, Pair.send, *request)
+            self._bytes_sent += flat.bytes * len(pairs)
+
+    def _tell(self, kind: Kind) -> None:
+        """Send a request without gradients to all servers."""
+        for pairs, shard in zip(self._pairs, self._shards, strict=True):
+            head = self._head(kind, shard)
+            self._each(pairs, Pair.send, head)
+
+    def _head(self, kind: Kind, shard: Shard) -> Tensor:
+        return torch.tensor([kind, self.parts.pace.batches, 0, 0, *([0] * len(shard.parameters))])
+
+    def _each(self, pairs: list[Pair], call: Callable[..., None], *arguments: Any) -> None:
+        """Do the same with each of the servers of a shard that are left.
+
+        Raises:
+            LostPeerError: None is.
+        """
+        for pair in list(pairs):
+            try:
+                call(pair, *arguments)
+            except LostPeerError:
+                pairs.remove(pair)
+                if not pairs:
+                    raise
+                self.parts.group.say(
+                    f"Rank {pair.other}, a server, was lost. Rank {pairs[0].other} has the same weights and the same state of"
+                    " the optimizer: nothing is lost or repeated, and from here on this server has no backup."
+                )
+
+    def _receive(self, pair: Pair, *tensors: Tensor) -> None:
+        """Receive the answer to a request.
+
+        Raises:
+            KaleDistError: The server refuses.
+        """
+        if refusal := pair.receive_bytes():
+            raise KaleDistError(refusal.decode())
+        pair.receive(*tensors)
+
+    # -- between epochs --------------------------------------------------------------------------------------------
+
+    def end_epoch(self) -> None:
+        """Tell the servers; with asynchronous ones, take the final weights, when all workers have ended."""
+        self._tell(Kind.END)
+        if self.settings.mode == "async":
+            self._take_weights()
+        else:
+            for pairs in self._pairs:
+                self._each(pairs, self._receive)
+        if not self.parts.group.rank:
+            for pairs in self._pairs:
+                self._each(pairs, self._add_metrics)
+        super().end_epoch()
+
+    def _add_metrics(self, pair: Pair) -> None:
+        for name, value in pickle.loads(pair.receive_bytes()).items():
+            self._of_servers[name] = self._of_servers.get(name, 0.0) + value
+
+    def _exchange(self, value: Any) -> dict[int, Any]:
+        """The values of all workers that are left, by way of the first server; asynchronous only."""
+        (pair,) = self._pairs[0]
+        pair.send(self._head(Kind.EXCHANGE, self._shards[0]))
+        pair.send_bytes(pickle.dumps(value))
+        found = pickle.loads(pair.receive_bytes())
+        for rank in sorted(self._workers - found.keys()):
+            self.parts.group.say(
+                f"Rank {rank}, a worker, was lost. What was left of its share of this epoch's data is not used; from the next"
+                f" epoch on, all data is divided over those that are left ({ranks(len(found))})."
+            )
+        self._workers &= found.keys()
+        if not all(found.values()):
+            raise KaleDistError(
+                "The workers do not take the same steps: some have ended the epoch, and others still draw batches. Leave the"
+                " loop over the loader on all ranks or none"
+            )
+        return {rank: pickle.loads(data) for rank, data in found.items()}
+
+    def full_state(self) -> FullState | None:
+        """Rank 0: its weights, and the optimizer's state from all servers."""
+        whole = super().full_state()
+        state: dict[int, Any] = {}
+        if whole is not None:
+            self._tell(Kind.STATE)
+            for pairs in self._pairs:
+                self._each(pairs, _add_state, state)
+        # Asynchronous servers would step for the next batch of another worker meanwhile.
+        self.parts.column.gather(None)
+        if whole is None:
+            return None
+        return FullState(model=whole.model, optimizer={**whole.optimizer, "state": dict(sorted(state.items()))})
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes sent; in rank 0 also what the servers count."""
+        sent, self._bytes_sent = self._bytes_sent, 0
+        of_servers, self._of_servers = self._of_servers, {}
+        return {**of_servers, "bytes_sent": sent + of_servers.get("bytes_sent", 0)}
+
+
+def _add_state(pair: Pair, state: dict[int, Any]) -> None:
+    state |= torch.load(io.BytesIO(pair.receive_bytes()), map_location="cpu", weights_only=False)

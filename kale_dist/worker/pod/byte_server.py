@@ -1,0 +1,397 @@
+"""The byte server of a head: signed HTTP requests, each in a thread of its own.
+
+Every request bears `contract.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
+but for bytes. What fails for another reason comes back as `{"error": sentence}`.
+
+    GET  /stream?line=N&event=M   blocks (`contract`) from line N and event M on, as they come, and empty lines
+                                  where none comes for long; ends after the last one of a job that has ended.
+                                  No Content-Length
+    GET  /status                  state ("waiting-for-input", "running" or "ended"), missing (digests that have to come),
+                                  verdict ({state, reason} or None), outcomes (bytes by "attempt-rank"), checkpoint
+                                  (bytes or None), next_line, next_event
+    GET  /blobs/<digest>          the bytes
+    GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
+    PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come. 409 with
+                                  {"received"} if N is not where the last one ended. 422: wrong digest, begin again at 0
+    GET  /files/<name>            outcome-A-R or checkpoint, like a blob
+    POST /ack                     the notebook has all it wants
+    POST /cancel {"grace_s": s}   end the job
+
+A PUT says in `contract.SIZE_HEADER` how large the whole is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from kale_dist import wire
+from kale_dist.errors import StoreError
+from kale_dist.wire import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, LineBlock, check_request
+from kale_dist.wire.blobs import FolderStore, digest_of
+from kale_dist.worker.agent.job_run import open_port
+from kale_dist.worker.agent.writer import JobWriter
+
+SILENCE_LIMIT_S = 60.0
+"""A connection on which nothing moves for so long is closed."""
+
+GATHER_S = 0.02
+"""What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
+
+_MAX_BODY_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
+_OUTCOME = re.compile(r"outcome-(\d{1,6}-\d{1,6})", re.ASCII)
+
+
+class ByteServer:
+    """Serves until it is closed. What it calls, it calls in threads of its own.
+
+    Args:
+        host: Address to listen on; empty for all, of both IP versions.
+        port: Port; 0 for any that is free.
+        key: The job's secret.
+        files: The job's folder.
+        store: Where blobs go and come from.
+        writer: What writes that folder.
+        status: Gives what the head says of itself: state, missing, verdict.
+        cancel: Ends the job, with a grace in seconds.
+        acknowledge: The notebook has all it wants.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        key: bytes,
+        files: JobFiles,
+        store: FolderStore,
+        writer: JobWriter,
+        status: Callable[[], dict[str, Any]],
+        cancel: Callable[[float], None],
+        acknowledge: Callable[[], None],
+    ) -> None:
+        self.key = key
+        self.files = files
+        self.store = store
+        self.writer = writer
+        self.cancel = cancel
+        self.acknowledge = acknowledge
+        self._status = status
+        self.news = threading.Condition()
+        """Notified when the files have grown, or a blob has come."""
+        self.upload_locks: dict[str, threading.Lock] = {}
+        self._server = HttpServer(open_port(host, port, 1024), _Request, self)
+        self.port: int = self._server.socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """The files have grown."""
+        with self.news:
+            self.news.notify_all()
+
+    def received(self, digest: str) -> int:
+        """Bytes of a blob that have come so far."""
+        with contextlib.suppress(OSError):
+            return _part(self.store.path(digest)).stat().st_size
+        return 0
+
+    def status(self) -> dict[str, Any]:
+        """What `GET /status` answers."""
+        outcomes = {}
+        for path in self.files.folder.glob("outcome-*"):
+            if (named := _OUTCOME.fullmatch(path.name)) is not None:
+                outcomes[named[1]] = path.stat().st_size
+        checkpoint, written = self.files.checkpoint, self.writer.written
+        return {
+            "outcomes": outcomes,
+            "checkpoint": checkpoint.stat().st_size if checkpoint.exists() else None,
+            "next_line": written.next_line,
+            "next_event": written.events,
+            **self._status(),
+        }
+
+    def close(self) -> None:
+        """Stop listening. Replies under way are cut when the process ends."""
+        # Wakes the thread in `serve_forever`, which else would look for the end only now and then.
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class HttpServer(http.server.ThreadingHTTPServer):
+    """Threads for requests on a socket that listens already.
+
+    Args:
+        listener: The socket.
+        requests: Answers one request.
+        owner: Whose answers they are.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, requests: type[http.server.BaseHTTPRequestHandler], owner: Any) -> None:
+        super().__init__(listener.getsockname()[:2], requests, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.owner = owner
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a broken connection is its peer's affair."""
+
+
+class _Request(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_LIMIT_S
+    disable_nagle_algorithm = True
+    wbufsize = -1
+    server: HttpServer
+
+    def handle_one_request(self) -> None:
+        """As the base class, but a connection that breaks just ends."""
+        try:
+            super().handle_one_request()
+        except OSError:
+            self.close_connection = True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - as the base class calls it
+        """Rejects malformed requests without an explanation."""
+        self._refuse()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so
+        """Write nothing: stderr is the pod's log."""
+
+    def _answer(self) -> None:
+        owner = self.server.owner
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or (
+            self.command == "POST" and int(length) > _MAX_BODY_BYTES
+        ):
+            self._refuse()
+            return
+        text, digest, self._left = b"", "", int(length)
+        if self.command == "POST":
+            text, self._left = self.rfile.read(int(length)), 0
+            digest = hashlib.sha256(text).hexdigest()
+        if not check_request(owner.key, self.command, self.path, digest, self.headers.get(MAC_HEADER, "")):
+            self._refuse()
+            return
+        target = urllib.parse.urlsplit(self.path)
+        try:
+            self._route(target.path.split("/")[1:], dict(urllib.parse.parse_qsl(target.query)), text)
+        except FileNotFoundError:
+            self._reply(404, {"error": f"{self.path} is not there"})
+        except StoreError as error:
+            self._reply(507, {"error": str(error)})
+        except (ValueError, TypeError, LookupError) as error:
+            self._reply(400, {"error": f"{self.path}: {error}"})
+        self.wfile.flush()
+        if self._left:
+            # A peer that is still sending would not see the reply otherwise.
+            self.close_connection = True
+            while self._left and (data := self.rfile.read1(min(self._left, _PIECE_BYTES))):
+                self._left -= len(data)
+
+    def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
+        """Do what is asked.
+
+        Raises:
+            ValueError: It makes no sense.
+            FileNotFoundError: There is no such thing.
+        """
+        owner = self.server.owner
+        match self.command, *path:
+            case "GET", "blobs", digest:
+                self._send_file(_blob(owner.store, digest))
+            case "GET", "blobs", digest, "size":
+                whole = _blob(owner.store, digest)
+                is_whole = whole.exists()
+                received = whole.stat().st_size if is_whole else owner.received(digest)
+                self._reply(200, {"received": received, "complete": is_whole})
+            case "GET", "stream":
+                self._stream(owner.writer, int(query.get("line", "0")), int(query.get("event", "0")))
+            case "GET", "status":
+                self._reply(200, owner.status())
+            case "PUT", "blobs", digest:
+                self._take(digest, int(query.get("offset", "0")))
+            case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
+                self._send_file(owner.files.folder / name)
+            case "POST", "ack":
+                self._reply(200, {})
+                owner.acknowledge()
+            case "POST", "cancel":
+                grace_s = float(json.loads(body)["grace_s"])
+                if not grace_s >= 0:
+                    raise ValueError("grace_s has to be 0 or more")
+                self._reply(200, {})
+                owner.cancel(grace_s)
+            case _:
+                raise FileNotFoundError
+
+    do_GET = do_PUT = do_POST = _answer  # noqa: N815 - as the base class calls them
+
+    # -- the stream -------------------------------------------------------------------------------------------------
+
+    def _stream(self, writer: JobWriter, line: int, event: int) -> None:
+        """Send all blocks from some numbers on, until the job has ended."""
+        owner = self.server.owner
+        self.close_connection = True
+        self.send_response_only(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        with owner.files.log.open("rb") as log, owner.files.events.open("rb") as events:
+            written = writer.written
+            log.seek(_offset_of(log, line, written.log_start, written.log_bytes))
+            # The first record may begin before the line that is wanted.
+            first: BlockReader | None = BlockReader()
+            for _ in range(event):
+                if not events.readline().endswith(b"\n"):
+                    break
+            number, sent_progress = event, dict[str, bytes]()
+            while True:
+                written = writer.written
+                while log.tell() < written.log_bytes:
+                    if log.tell() < written.log_start:
+                        log.seek(written.log_start)
+                    data = log.read(min(_PIECE_BYTES, written.log_bytes - log.tell()))
+                    if first is not None:
+                        records = [block for block in first.feed(data) if isinstance(block, LineBlock)]
+                        records = [record for record in records if (record.next or 0) > line]
+                        data = b"".join(record.since(line).encode() for record in records)
+                        if records:
+                            data += first.rest
+                            first = None
+                    self.wfile.write(data)
+                while events.tell() < written.event_bytes:
+                    self.wfile.write(wire.encode_event(number, events.readline()))
+                    number += 1
+                progress = writer.progress
+                for name, encoded in progress.items():
+                    if sent_progress.get(name) != encoded:
+                        self.wfile.write(wire.encode_progress(encoded))
+                sent_progress = dict(progress)
+                self.wfile.flush()
+                if written.is_last:
+                    return
+                time.sleep(GATHER_S)
+                with owner.news:
+                    if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4):
+                        # So that both sides notice an end of the connection.
+                        self.wfile.write(b"\n")
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def _take(self, digest: str, offset: int) -> None:
+        """Take the body of a PUT, append it, and answer."""
+        owner, whole = self.server.owner, _blob(self.server.owner.store, digest)
+        size, part = int(self.headers.get(SIZE_HEADER, "")), _part(whole)
+        with owner.upload_locks.setdefault(digest, threading.Lock()):
+            if whole.exists():
+                self._reply(200, {"received": size, "complete": True})
+                return
+            received = part.stat().st_size if part.exists() else 0
+            if not 0 <= offset <= offset + self._left <= size:
+                raise ValueError(f"{self._left} bytes from {offset} on do not fit into {size}")
+            if offset != received:
+                self._reply(409, {"received": received})
+                return
+            try:
+                part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with part.open("ab") as file:
+                    while self._left:
+                        if not (data := self.rfile.read1(min(self._left, _PIECE_BYTES))):
+                            raise ConnectionResetError
+                        self._left -= len(data)
+                        file.write(data)
+                    received = file.tell()
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise StoreError(f"The pod cannot keep a part of the snapshot: {error.strerror}.") from error
+            if received < size:
+                self._reply(200, {"received": received, "complete": False})
+                return
+            if not _is_intact(part, digest):
+                part.unlink()
+                self._reply(422, {"error": f"The bytes that came for {digest} have another digest"})
+                return
+            part.chmod(0o444)
+            part.replace(whole)
+        self._reply(201, {"received": size, "complete": True})
+        owner.notify()
+
+    def _send_file(self, path: pathlib.Path) -> None:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            self._head(200, size)
+            self.wfile.flush()
+            self.connection.sendfile(file)
+
+    def _reply(self, code: int, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self._head(code, len(data))
+        self.wfile.write(data)
+
+    def _head(self, code: int, size: int) -> None:
+        self.send_response_only(code)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def _refuse(self) -> None:
+        """Answer 403 and end the connection, whose body has not been read."""
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def _offset_of(log: BinaryIO, line: int, start: int, stop: int) -> int:
+    """Where the record with a line begins, or one before it, among the records from `start` to `stop`."""
+    found, low, high = start, start, stop
+    while low < high:
+        middle = (low + high) // 2
+        after = wire.lines_after(log, middle)
+        if after is None or after[0] >= stop or after[1] > line:
+            high = middle
+        else:
+            found, low = after[0], after[0] + 1
+    return found
+
+
+def _blob(store: FolderStore, digest: str) -> pathlib.Path:
+    """The file of a blob.
+
+    Raises:
+        ValueError: This is no digest.
+    """
+    try:
+        return store.path(digest)
+    except StoreError as error:
+        raise ValueError(str(error)) from error
+
+
+def _part(whole: pathlib.Path) -> pathlib.Path:
+    return whole.with_name(f".{whole.name}.part")
+
+
+def _is_intact(path: pathlib.Path, digest: str) -> bool:
+    with path.open("rb") as file:
+        return digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) == digest

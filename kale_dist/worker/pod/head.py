@@ -1,0 +1,340 @@
+"""The head: the agent of a job's first pod. It judges the job, is the only writer of its folder, and leaves last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.errors import KaleDistError, StoreError
+from kale_dist.wire import FailureCause, Source, StateName
+from kale_dist.worker.agent import ending
+from kale_dist.worker.agent.ending import Verdict
+from kale_dist.worker.agent.job_run import JobRun, open_port
+from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
+from kale_dist.worker.pod import pod_input
+from kale_dist.worker.pod.byte_server import ByteServer
+from kale_dist.worker.pod.head_relays import HeadsRelays, waited_text
+from kale_dist.worker.pod.mpi import Mpirun
+from kale_dist.worker.pod.pod import Pod
+from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
+
+SAY_MISSING_EACH_S = 30.0
+"""The log says this often which pods have not joined yet."""
+
+LEAVE_LIMIT_S = 20.0
+"""How long relays may take to leave once the job has ended."""
+
+STRAGGLER_LIMIT_S = 60.0
+"""How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait otherwise."""
+
+TERM_GRACE_S = 25.0
+"""From SIGTERM to SIGKILL for ranks when the pod gets SIGTERM: time to write a last checkpoint."""
+
+DRAIN_LIMIT_S = 60.0
+"""How long the pod's log may take to be written out at the end."""
+
+TERM_DRAIN_LIMIT_S = 8.0
+"""The same when the pod got SIGTERM."""
+
+STDOUT_OUTCOMES_BYTES = 1_000_000
+"""Outcomes ride in stdout, rank 0's first, up to this much together."""
+
+KEPT_COLLECT_S = 60.0
+"""How long results are held here that a store keeps as well."""
+
+_LOOK_EACH_S = 0.1
+_KEEP_EACH_S = 1.0
+
+
+class Head:
+    """Serves one job.
+
+    Args:
+        pod: The pod.
+
+    Raises:
+        OSError: A port is taken.
+    """
+
+    def __init__(self, pod: Pod) -> None:
+        self._pod = pod
+        self._stdout = StdoutCopy()
+        order = pod.order
+        self._gauges = Gauges(order.job, order.world_size, order.run - 1) if order.metrics_port else None
+        self.writer = JobWriter(
+            pod.files,
+            pod.loop,
+            self._notify,
+            limit_bytes=POD_LOG_BYTES,
+            stdout=self._stdout,
+            observe=(lambda _: None) if self._gauges is None else self._gauges.note,
+        )
+        self._server = ByteServer(
+            pod.place.listen,
+            pod.order.port + 2,
+            key=pod.key,
+            files=pod.files,
+            store=pod.store,
+            writer=self.writer,
+            status=self._status,
+            cancel=self._cancel,
+            acknowledge=self._acknowledged,
+        )
+        self._relays: HeadsRelays | None = None
+        if order.agents > 1:
+            self._relays = HeadsRelays(
+                order,
+                pod.key,
+                pod.files,
+                open_port(pod.place.listen, order.port + 1, 1024),
+                on_ready=self._start_if_complete,
+                fail=self._fail,
+                say=self.writer.say,
+            )
+        self._written: asyncio.Future[None] = pod.loop.create_future()
+        mpirun = None
+        if order.mpi:
+            relays = self._relays
+            hosts, run = (list[str], lambda *_: None) if relays is None else (relays.hosts, relays.run)
+            mpirun = Mpirun(order, pod.place.work, hosts, run, self._fail)
+        self._job = JobRun(
+            pod.own_order,
+            pod.loop,
+            pod.pool,
+            self.writer,
+            self._ended,
+            relays=self._relays,
+            holds_floods=True,
+            before_end=self._copy_outcomes,
+            mpirun=mpirun,
+        )
+        self._began_at = time.monotonic()
+        self._has_blobs = False
+        self._is_started = False
+        self._is_acknowledged = False
+        self._is_told_to_end = False
+        self._on_stdout = False
+        self._store_works = bool(order.store)
+        self._store_lock = threading.Lock()
+        self._kept_checkpoint = 0
+
+    def _fail(self, cause: FailureCause, reason: str) -> None:
+        self._job.fail(cause, reason)
+
+    def _notify(self) -> None:
+        self._server.notify()
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve the job to its end; gives the exit code."""
+        if self._relays is not None:
+            await self._relays.serve()
+        self._serve_metrics()
+        tasks = [asyncio.ensure_future(self._bring()), asyncio.ensure_future(self._say_missing())]
+        await self._written
+        verdict = self._job.verdict or Verdict(StateName.FAILED, None, "")
+        for task in tasks:
+            task.cancel()
+        # The pod ends even if something hangs from here on.
+        signal.alarm(int(self._pod.order.collect_wait_s + STRAGGLER_LIMIT_S + DRAIN_LIMIT_S + 60))
+        message = ending.termination_message(verdict)
+        ending.write_termination(self._pod.place.termination_log, message)
+        ended_at = time.monotonic()
+        if self._relays is not None:
+            self._relays.end()
+        await asyncio.to_thread(self._put_results_into_store)
+        await self._wait_for_relays(ended_at)
+        await self._wait_for_notebook(ended_at, verdict)
+        if self._relays is not None:
+            self._relays.close()
+        limit_s = TERM_DRAIN_LIMIT_S if self._is_told_to_end else DRAIN_LIMIT_S
+        await asyncio.to_thread(self._stdout.drain, limit_s)
+        self._server.close()
+        return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
+
+    def _serve_metrics(self) -> None:
+        """Open the port for Prometheus, until the process ends. A job does not fail for want of it."""
+        if self._gauges is None:
+            return
+        port = self._pod.order.metrics_port
+        try:
+            MetricsServer(self._pod.place.listen, port, self._gauges.text)
+        except OSError as error:
+            self.writer.say(f"Prometheus finds nothing: port {port} (metrics_port) cannot be opened ({error.strerror})")
+
+    def told_to_end(self) -> None:
+        """The pod got SIGTERM."""
+        again, self._is_told_to_end = self._is_told_to_end, True
+        reason = (
+            f"Pod {socket.gethostname()} received SIGTERM: the job was suspended or deleted, or the pod was "
+            "evicted or ran into its deadline"
+        )
+        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S)
+
+    async def _bring(self) -> None:
+        try:
+            await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
+            problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
+        except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
+            told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
+            self._job.fail(FailureCause.NOT_STARTED, told)
+            return
+        if problem:
+            self.writer.say(problem)
+        self._has_blobs = True
+        # From here no rank is forked that the job does not need.
+        self._pod.pool.wanted_spares = 0
+        if self._relays is not None:
+            self._relays.deal_blobs()
+        self._start_if_complete()
+        while self._store_works:
+            await asyncio.sleep(_KEEP_EACH_S)
+            await asyncio.to_thread(self._keep_checkpoint)
+
+    def _start_if_complete(self) -> None:
+        if self._is_started or not self._has_blobs or self._job.verdict is not None:
+            return
+        if self._relays is None or not self._relays.missing:
+            self._is_started = True
+            self._job.start()
+
+    async def _say_missing(self) -> None:
+        limit_s = self._pod.order.start_wait_s
+        while self._relays is not None and not self._is_started:
+            left_s = limit_s - (time.monotonic() - self._began_at)
+            await asyncio.sleep(min(SAY_MISSING_EACH_S, max(0.1, left_s)))
+            missing = self._relays.missing
+            if missing and not self._is_started:
+                text, is_too_long = waited_text(missing, self._began_at, limit_s)
+                if is_too_long:
+                    self._job.fail(FailureCause.NOT_STARTED, text)
+                    return
+                self.writer.say(text)
+
+    # -- requests, in the server's threads --------------------------------------------------------------------------
+
+    def _status(self) -> dict[str, Any]:
+        """What the server says of this run."""
+        verdict = self._job.verdict if self._written.done() else None
+        state = "ended" if verdict is not None else "running" if self._has_blobs else "waiting-for-input"
+        is_streamed = self._pod.order.source is Source.STREAM and not self._has_blobs
+        return {
+            "state": state,
+            "missing": pod_input.missing(self._pod) if is_streamed else [],
+            "verdict": None if verdict is None else {"state": str(verdict.state), "reason": verdict.reason},
+        }
+
+    def _cancel(self, grace_s: float) -> None:
+        """The notebook wants the job to end."""
+        self._pod.loop.call_soon_threadsafe(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s)
+
+    def _acknowledged(self) -> None:
+        """The notebook has all it wants."""
+        self._is_acknowledged = True
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _copy_outcomes(self) -> None:
+        """Put small outcomes into stdout, before the verdict, after which it is not read."""
+        if not self._pod.order.outcomes_on_stdout:
+            return
+        left, paths = STDOUT_OUTCOMES_BYTES, sorted(self._pod.files.folder.glob("outcome-*"), key=_by_rank)
+        self._on_stdout = True
+        for path in paths:
+            size = path.stat().st_size
+            if size > left:
+                self._on_stdout = False
+                continue
+            left -= size
+            _, attempt, rank = path.name.split("-")
+            for block in wire.encode_outcome(int(attempt), int(rank), path.read_bytes()):
+                self._stdout.offer(block, always=True)
+
+    def _ended(self) -> None:
+        """The last event is on its way into the files."""
+        self.writer.close(lambda: self._written.set_result(None))
+
+    async def _wait_for_relays(self, ended_at: float) -> None:
+        """Stay while relays are leaving, or may still come and have to learn of the end."""
+        relays = self._relays
+        while relays is not None:
+            waited_s = time.monotonic() - ended_at
+            may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s and not self._is_told_to_end
+            if not (
+                (relays.connected and waited_s < LEAVE_LIMIT_S)
+                or (relays.never_came and may_come and waited_s < STRAGGLER_LIMIT_S)
+            ):
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+
+    async def _wait_for_notebook(self, ended_at: float, verdict: Verdict) -> None:
+        """Stay while the notebook has something to fetch."""
+        order = self._pod.order
+        limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._store_works else order.collect_wait_s
+        while self._is_awaited(verdict):
+            if time.monotonic() - ended_at >= limit_s:
+                # The files are closed: this is for a reader of the pod's log.
+                kept = (
+                    f"They are in {order.store}/jobs/{order.job}"
+                    if self._store_works
+                    else ("They are lost; give a store with store='pvc://...' to keep them")
+                )
+                text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
+                body = wire.body_of(wire.Stream.AGENT, [text.encode()])
+                now = time.time_ns() // 1_000_000
+                self._stdout.offer(wire.encode_lines(None, now, 0, None, body, 1), always=True)
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+
+    def _is_awaited(self, verdict: Verdict) -> bool:
+        """Whether the notebook still has to come for something."""
+        order = self._pod.order
+        notebook_sees_store = "://" in order.store or order.source is Source.FOLDER
+        if self._is_acknowledged or self._is_told_to_end or order.work_is_kept:
+            return False
+        if self._store_works and notebook_sees_store:
+            return False
+        if verdict.state is not StateName.SUCCEEDED and self._pod.files.checkpoint.exists():
+            return True
+        return not self._on_stdout
+
+    # -- the store, in threads ----------------------------------------------------------------------------------------
+
+    def _put_results_into_store(self) -> None:
+        self._keep_checkpoint()
+        for path in sorted(self._pod.files.folder.glob("outcome-*")):
+            if self._store_works:
+                self._put(path)
+
+    def _keep_checkpoint(self) -> None:
+        """Put the last checkpoint into the store, if it is not there yet: the next run resumes from it."""
+        with self._store_lock, contextlib.suppress(FileNotFoundError):
+            # Each is a file of its own that takes the place of the one before.
+            written = self._pod.files.checkpoint.stat().st_mtime_ns
+            if self._store_works and written != self._kept_checkpoint and self._put(self._pod.files.checkpoint):
+                self._kept_checkpoint = written
+
+    def _put(self, path: Any) -> bool:
+        try:
+            if path == self._pod.files.checkpoint:
+                pod_input.put_checkpoint_into_store(self._pod)
+            else:
+                pod_input.put_into_store(self._pod, path)
+        except (OSError, StoreError) as error:
+            self._store_works = False
+            text = f"{path.name} could not be put into the store {self._pod.order.store}: {error}. The notebook has to fetch it"
+            self._pod.loop.call_soon_threadsafe(self.writer.say, text)
+            return False
+        return True
+
+
+def _by_rank(path: Any) -> tuple[int, int]:
+    _, attempt, rank = path.name.split("-")
+    return int(rank), int(attempt)

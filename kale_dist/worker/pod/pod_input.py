@@ -1,0 +1,201 @@
+"""Brings a snapshot's blobs, and the checkpoint to resume from, into a pod, from any source. Blocks: for a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import pathlib
+import shutil
+import time
+from collections.abc import Callable
+
+from kale_dist import wire
+from kale_dist.errors import ContractError, StoreError
+from kale_dist.snapshot import loading
+from kale_dist.wire import InputFiles, Source
+from kale_dist.wire.blobs import digest_of, fresh, unpack_blobs
+from kale_dist.worker.pod.pod import Pod
+
+_LOOK_EACH_S = 0.2
+_TRIES = 7
+"""After the first one a pause of one second, which doubles: a minute in all."""
+_SILENCE_LIMIT_S = 30.0
+_PIECE_BYTES = 1 << 20
+
+
+def missing(pod: Pod) -> list[str]:
+    """Digests of the blobs that are not there yet."""
+    return [digest for digest in pod.order.blobs if not pod.store.exists(digest)]
+
+
+def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0) -> None:
+    """Get all blobs of a job and check that this pod can load them; returns when all are there.
+
+    Args:
+        pod: The pod.
+        received: Bytes of a blob that have come so far, of those that the notebook streams.
+
+    Raises:
+        StoreError: They cannot be fetched; a sentence says why.
+        SnapshotDamagedError: A blob is not what its name says.
+        ContractError: This pod's Python or torch cannot load them.
+    """
+    order = pod.order
+    match order.source:
+        case Source.INPUT:
+            unpack_blobs(pod.place.input / InputFiles.SNAPSHOT, pod.store.root)
+        case Source.FOLDER:
+            _wait(pod, f"{order.store} in pod {pod.place.pod}", received)
+        case Source.URL:
+            _download(pod)
+        case Source.STREAM if pod.place.pod == 0:
+            _wait(pod, "the notebook", received)
+        case Source.STREAM:
+            for digest in missing(pod):
+                _fetch(pod, digest)
+    if absent := missing(pod):
+        raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
+    if found := loading.version_differences(pod.store, order.snapshot):
+        told = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
+        raise ContractError(
+            f"The image does not fit the notebook: {told}. "
+            "Give an image with the notebook's versions, with image=, or run the notebook with the image's"
+        )
+
+
+def _wait(pod: Pod, whence: str, received: Callable[[str], int]) -> None:
+    """Wait until the notebook has put everything there; as long as something arrives, it is there."""
+    limit_s, total = pod.order.input_wait_s, len(pod.order.blobs)
+    deadline, before = time.monotonic() + limit_s, -1
+    while absent := missing(pod):
+        now = sum(map(received, absent)) + total - len(absent)
+        if now != before:
+            deadline, before = time.monotonic() + limit_s, now
+        elif time.monotonic() > deadline:
+            raise StoreError(
+                f"The notebook was gone before its bytes had arrived: {len(absent)} of {total} parts of the snapshot are "
+                f"missing, and nothing more came from {whence} for {limit_s:g} s (input_wait_s). "
+                "Keep the notebook running until the job has started, or give a store that both see (store=)"
+            )
+        time.sleep(_LOOK_EACH_S)
+
+
+def _download(pod: Pod) -> None:
+    from kale_dist.wire.url_store import UrlStore
+
+    source = UrlStore(pod.order.store)
+    pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for digest in missing(pod):
+        pod.store.put([source.open(digest)])
+
+
+def _fetch(pod: Pod, digest: str) -> None:
+    """Fetch a blob from the head."""
+    pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for tried in range(_TRIES):
+        try:
+            with fresh(pod.store.path(digest)) as part:
+                _receive(pod, digest, part)
+        except (OSError, http.client.HTTPException) as error:
+            if tried + 1 == _TRIES:
+                raise StoreError(f"Blob {digest} could not be fetched from {pod.order.head}: {error}.") from error
+            time.sleep(2**tried)
+        else:
+            return
+
+
+def _receive(pod: Pod, digest: str, part: pathlib.Path) -> None:
+    path = f"/blobs/{digest}"
+    peer = http.client.HTTPConnection(pod.order.head, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
+    with contextlib.closing(peer):
+        peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(pod.key, "GET", path)})
+        answer = peer.getresponse()
+        if answer.status != http.client.OK:
+            raise http.client.HTTPException(f"status {answer.status}")
+        with part.open("wb") as file:
+            shutil.copyfileobj(answer, file, _PIECE_BYTES)
+    with part.open("rb") as file:
+        if digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) != digest:
+            raise http.client.HTTPException("what came is cut short or damaged")
+    part.chmod(0o444)
+
+
+# -- the store: checkpoints and results --------------------------------------------------------------------------------
+
+
+def put_into_store(pod: Pod, path: pathlib.Path) -> None:
+    """Put a file of the job's folder into the store, below `jobs/<job>`.
+
+    Raises:
+        OSError, StoreError: It cannot be put there.
+    """
+    name = f"jobs/{pod.order.job}/{path.name}"
+    if "://" in pod.order.store:
+        from kale_dist.wire.url_store import UrlStore
+
+        UrlStore(pod.order.store).put_file(name, path)
+    else:
+        target = pathlib.Path(pod.order.store, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with fresh(target) as file:
+            shutil.copyfile(path, file)
+
+
+def put_checkpoint_into_store(pod: Pod) -> None:
+    """Put the last checkpoint into the store, and beside it whose it is: a later job of this name must not resume from it.
+
+    Raises:
+        OSError, StoreError: It cannot be put there.
+    """
+    put_into_store(pod, pod.files.checkpoint)
+    owner = pod.files.folder / "checkpoint.owner"
+    owner.write_text(_owner(pod))
+    put_into_store(pod, owner)
+
+
+def bring_checkpoint(pod: Pod) -> str:
+    """Get what an earlier run of this job has left; without it training starts from the beginning.
+
+    Returns:
+        What went wrong, as a sentence; empty for nothing.
+    """
+    given, target, order = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, pod.order
+    try:
+        if given.exists():
+            shutil.copyfile(given, target)
+            return ""
+        if not order.store:
+            return ""
+        base = order.job.removesuffix(f"-{order.run}") if order.run > 1 else order.job
+        names = [f"{base}-{number}" for number in range(order.run, 1, -1)] + [base]
+        for name in names:
+            is_ours = _read(pod, f"jobs/{name}/checkpoint.owner", target) and target.read_text() == _owner(pod)
+            if is_ours and _read(pod, f"jobs/{name}/{target.name}", target):
+                return ""
+            target.unlink(missing_ok=True)
+    except (OSError, StoreError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            target.unlink(missing_ok=True)
+        return f"The last checkpoint could not be read from the store {order.store}: {error}"
+    return ""
+
+
+def _owner(pod: Pod) -> str:
+    return hashlib.sha256(b"checkpoint\n" + pod.key).hexdigest()
+
+
+def _read(pod: Pod, name: str, target: pathlib.Path) -> bool:
+    if "://" in pod.order.store:
+        from kale_dist.wire.url_store import UrlStore
+
+        store = UrlStore(pod.order.store)
+        if not store.exists(name):
+            return False
+        store.get_file(name, target)
+        return True
+    kept = pathlib.Path(pod.order.store, name)
+    if kept.exists():
+        shutil.copyfile(kept, target)
+        return True
+    return False

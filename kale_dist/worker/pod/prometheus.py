@@ -1,0 +1,179 @@
+"""A job in Prometheus's text format: what the head has seen of its events, and a small server for `GET /metrics`.
+
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import http.server
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kale_dist.wire import EventKind, RankStateName
+from kale_dist.worker.agent.job_run import open_port
+from kale_dist.worker.pod.byte_server import HttpServer
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SILENCE_LIMIT_S = 30.0
+
+_USAGE = {
+    "memory_bytes": "Memory of the rank's processes",
+    "memory_limit_bytes": "Memory limit of the container, which its ranks share",
+    "gpu_memory_bytes": "GPU memory that the rank uses",
+    "gpu_memory_limit_bytes": "Memory of the rank's GPUs",
+}
+
+
+class Gauges:
+    """What the events of a job add up to. `note` and `text` may be called by different threads.
+
+    Args:
+        name: The job's name.
+        world_size: Its ranks.
+        earlier_runs: Runs before this one.
+    """
+
+    def __init__(self, name: str, world_size: int, earlier_runs: int = 0) -> None:
+        self._name = name
+        self._world_size = world_size
+        self._earlier_runs = earlier_runs
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._states: dict[int, str] = {}
+        self._progress: dict[int, dict[str, Any]] = {}
+        self._usage: dict[int, dict[str, Any]] = {}
+        self._samples: collections.Counter[int] = collections.Counter()
+        self._metrics: dict[tuple[str, str, str], float] = {}
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Take an event in, whatever its kind; fields as `contract` lists them."""
+        with self._lock, contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            attempt, rank = int(event.get("attempt") or 0), event.get("rank")
+            if attempt > self._attempt:
+                self._attempt = attempt
+                self._states, self._progress, self._usage = {}, {}, {}
+            match event.get("event"):
+                case EventKind.RANK:
+                    self._states[int(event["rank"])] = str(RankStateName(event["state"]))
+                case EventKind.PROGRESS:
+                    self._note_progress(int(event["rank"]), event)
+                case EventKind.USAGE:
+                    self._usage[int(event["rank"])] = event
+                case EventKind.METRICS:
+                    for name, value in event["values"].items():
+                        self._metrics[str(event["source"]), str(name), "" if rank is None else str(rank)] = float(value)
+
+    def _note_progress(self, rank: int, event: dict[str, Any]) -> None:
+        if event.get("phase") == "train":
+            before = self._progress.get(rank, {})
+            is_same = (before.get("phase"), before.get("epoch")) == ("train", event.get("epoch"))
+            samples = int(event["samples"])
+            self._samples[rank] += max(0, samples - (int(before["samples"]) if is_same else 0))
+        self._progress[rank] = event
+
+    def text(self) -> str:
+        """All as text."""
+        with self._lock:
+            return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from _family("job_info", "The job", "gauge", [({"name": self._name}, 1)])
+        counts = collections.Counter(self._states.get(rank, "pending") for rank in range(self._world_size))
+        states: list[tuple[dict[str, Any], Any]] = [({"state": str(s)}, counts[str(s)]) for s in RankStateName]
+        yield from _family("ranks", "Ranks in each state", "gauge", states)
+        restarts = self._earlier_runs + self._attempt
+        yield from _family("restarts_total", "Restarts of all ranks after one was lost", "counter", [({}, restarts)])
+        first = self._progress.get(0, {})
+        yield from _family("epoch", "The epoch that rank 0 is in, from 1", "gauge", [({}, first.get("epoch"))])
+        yield from _family("epochs", "Epochs of the training", "gauge", [({}, first.get("epochs"))])
+        for name, kind, help_text, values in (
+            ("samples_total", "counter", "Samples that the rank has trained on", self._samples),
+            ("samples_per_second", "gauge", "The rank's pace in this pass", self._of(self._progress, "samples_per_s")),
+            ("loss", "gauge", "The rank's last loss", self._of(self._progress, "loss")),
+            *((name, "gauge", help_text, self._of(self._usage, name)) for name, help_text in _USAGE.items()),
+        ):
+            yield from _family(name, help_text, kind, [({"rank": rank}, values[rank]) for rank in sorted(values)])
+        busy = self._of(self._usage, "gpu_percent")
+        ratios = [({"rank": rank}, None if busy[rank] is None else busy[rank] / 100) for rank in sorted(busy)]
+        yield from _family("gpu_utilization_ratio", "How busy the rank's GPU is, 0 to 1", "gauge", ratios)
+        metrics = [
+            ({"source": source, "name": name, "rank": rank}, value)
+            for (source, name, rank), value in sorted(self._metrics.items())
+        ]
+        yield from _family(
+            "metric", "The last value of each metric; without a rank, the mean over ranks", "gauge", metrics
+        )
+
+    @staticmethod
+    def _of(events: dict[int, dict[str, Any]], field: str) -> dict[int, Any]:
+        return {rank: event.get(field) for rank, event in events.items()}
+
+
+def _family(name: str, help_text: str, kind: str, samples: list[tuple[dict[str, Any], Any]]) -> Iterator[str]:
+    """The lines of one metric; none where nothing is known."""
+    known = [(labels, value) for labels, value in samples if value is not None]
+    if not known:
+        return
+    yield f"# HELP kale_dist_{name} {help_text}."
+    yield f"# TYPE kale_dist_{name} {kind}"
+    for labels, value in known:
+        pairs = ",".join(f'{key}="{_escaped(str(one))}"' for key, one in labels.items())
+        yield f"kale_dist_{name}{f'{{{pairs}}}' if pairs else ''} {_number(float(value))}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+class MetricsServer:
+    """Answers `GET /metrics`, to anyone who can reach the port: Prometheus has no key, and there are only numbers.
+
+    Args:
+        host: Address to listen on; empty for all.
+        port: Port.
+        text: Gives what is answered.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
+        listener = open_port(host, port, 16)
+        self._server = HttpServer(listener, _Request, text)
+        self.port: int = listener.getsockname()[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Request(http.server.BaseHTTPRequestHandler):
+    timeout = _SILENCE_LIMIT_S
+    server: HttpServer
+
+    def do_GET(self) -> None:
+        """Answer."""
+        is_there = self.path.partition("?")[0] == "/metrics"
+        body = self.server.owner().encode() if is_there else b"The metrics are at /metrics\n"
+        self.send_response_only(200 if is_there else 404)
+        self.send_header("Content-Type", _CONTENT_TYPE if is_there else "text/plain")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so
+        """Write nothing: stderr is the pod's log."""

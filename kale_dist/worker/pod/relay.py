@@ -1,0 +1,307 @@
+"""The agent of all pods but the first: spawns ranks on the head's request, forwards their output, ends with its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import random
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.errors import KaleDistError
+from kale_dist.snapshot import loading
+from kale_dist.wire import EXIT_TOLD_TO_END, Assignment, EventKind, Source, Stream, body_of
+from kale_dist.worker.agent.near_rank import End, NearRank
+from kale_dist.worker.agent.usage import UsageWatch
+from kale_dist.worker.pod import mpi, pod_input
+from kale_dist.worker.pod.pod import Pod, Problem
+from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, Op, is_signed, sign
+
+BODY_BYTES = 64 << 10
+"""Lines of a rank that are sent together."""
+
+BODY_S = 0.03
+"""After some lines were sent, the next ones wait so long for each other."""
+
+HELD_BYTES = 16 << 20
+"""This much waits for a head that does not read; then lines go, and a count takes their place, and ranks keep their events."""
+
+_ANSWER_S = 20.0
+_PART_BYTES = 256 << 10
+
+
+class Relay:
+    """Serves one head in its life.
+
+    Args:
+        pod: The pod.
+    """
+
+    def __init__(self, pod: Pod) -> None:
+        self._pod = pod
+        self._joining: asyncio.Task[Channel | None] | None = None
+        self._head: Channel | None = None
+        self._ranks: dict[int, _Forwarder] = {}
+        self._usage: UsageWatch | None = None
+        self._may_fetch = asyncio.Event()
+        self._is_told_to_end = False
+        self._is_staged = False
+
+    def told_to_end(self) -> None:
+        """The pod got SIGTERM: the head decides what that means for the job."""
+        self._is_told_to_end = True
+        if self._head is not None:
+            self._head.say(
+                Op.LEAVING, reason="it received SIGTERM: it was evicted, or the job was deleted or suspended"
+            )
+        elif self._joining is not None:
+            self._joining.cancel()
+
+    async def run(self) -> int:
+        """Serve the head until the run is over; gives the exit code.
+
+        Raises:
+            Problem: The head cannot be reached, or is not that of this job.
+        """
+        if self._is_told_to_end:
+            return EXIT_TOLD_TO_END
+        self._joining = asyncio.ensure_future(self._join())
+        try:
+            head = await self._joining
+        except asyncio.CancelledError:
+            return EXIT_TOLD_TO_END
+        if head is None:
+            sys.stderr.write("kale_dist: the run has begun or ended without this pod, which has nothing to do\n")
+            return 0
+        bringing = asyncio.ensure_future(self._bring(head))
+        is_over = await self._serve(head)
+        bringing.cancel()
+        head.close()
+        if self._usage is not None:
+            self._usage.stop()
+        if is_over:
+            return 0
+        # With the connection this pod's part of the run has ended: its ranks end with this process.
+        sys.stderr.write("kale_dist: the connection to the first pod's agent has ended, and with it this pod's ranks\n")
+        return EXIT_TOLD_TO_END if self._is_told_to_end else 1
+
+    # -- the connection ---------------------------------------------------------------------------------------------
+
+    async def _join(self) -> Channel | None:
+        """Connect to the head and prove the key to each other; None if the run goes on without this pod."""
+        order, began = self._pod.order, time.monotonic()
+        while True:
+            channel, answer = None, dict[str, Any]()
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_S):
+                    channel = await Channel.connect(order.head, order.port + 1)
+                    answer = await self._prove(channel)
+            if channel is not None and answer.get("op") == Op.WELCOME:
+                # Not where this is awaited: SIGTERM may come before that goes on.
+                self._head = channel
+                return channel
+            if channel is not None:
+                channel.close()
+            if answer.get("op") == Op.OVER:
+                return None
+            waited_s = time.monotonic() - began
+            if waited_s > order.start_wait_s:
+                raise Problem(
+                    f"the first pod's agent at {order.head}:{order.port + 1} could not be reached within "
+                    f"{order.start_wait_s:.0f} s: look at the first pod, or at network policies"
+                )
+            # The head is usually there a moment later; if not, the relays of a large job must not ask all at once.
+            await asyncio.sleep(random.uniform(0.1, min(2.0, 0.2 + waited_s / 2)))  # noqa: S311 - no secret
+
+    async def _prove(self, channel: Channel) -> dict[str, Any]:
+        """Prove the key to each other; gives the head's answer. A head without the key gets no proof: it runs nothing here."""
+        key, agent, ours = self._pod.key, self._pod.place.pod, secrets.token_hex(16)
+        channel.say(Op.HELLO, agent=agent, version=wire.VERSION, nonce=ours)
+        challenge = await channel.read_from_stranger()
+        theirs = str(challenge.get("nonce"))
+        if not is_signed(challenge.get("mac"), key, "head", agent, ours, theirs):
+            return {}
+        channel.say(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs))
+        return await channel.read_from_stranger()
+
+    async def _serve(self, head: Channel) -> bool:
+        """Do what the head wants until the connection ends; whether the run was over by then."""
+        while (frame := await head.read()) is not None:
+            _, rank, payload = frame
+            message = json.loads(payload)
+            if message["op"] == Op.END:
+                return True
+            self._take_message(head, rank, message)
+        return False
+
+    def _take_message(self, head: Channel, rank: int, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == Op.FETCH:
+            self._may_fetch.set()
+        elif op == Op.SPAWN:
+            self._spawn(head, rank, int(message["attempt"]), int(message["port"]), int(message["seed"]))
+        elif op == Op.RUN:
+            refuse = functools.partial(_refuse, head)
+            mpi.run_daemon(str(message["command"]), self._pod.place.work, int(message["attempt"]), refuse)
+        elif (forwarder := self._ranks.get(rank)) is None:
+            return
+        elif op == Op.SIGNAL:
+            forwarder.process.signal(signal.Signals(int(message["number"])))
+        elif op == Op.STACKS:
+            forwarder.process.ask_stacks()
+        elif op == Op.LET_GO:
+            forwarder.process.let_go()
+
+    # -- what the head wants ----------------------------------------------------------------------------------------
+
+    async def _bring(self, head: Channel) -> None:
+        """Get the blobs, and tell the head."""
+        try:
+            if self._pod.order.source is Source.STREAM:
+                await self._may_fetch.wait()
+            await asyncio.to_thread(pod_input.bring, self._pod)
+        except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
+            _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
+            return
+        # From here no rank is forked that the job does not need.
+        self._pod.pool.wanted_spares = 0
+        head.say(Op.READY)
+
+    def _spawn(self, head: Channel, rank: int, attempt: int, port: int, seed: int) -> None:
+        order = self._pod.own_order
+        if not self._is_staged:
+            self._is_staged = True
+            loading.stage_modules(self._pod.store, order.snapshot, self._pod.files.modules)
+            self._usage = UsageWatch(order, self._pod.loop, self._pids, functools.partial(self._tell_usage, head))
+            self._usage.start()
+        assignment = Assignment(order=order, rank=rank, attempt=attempt, port=port, seed=seed)
+        process = self._pod.pool.take()
+        outcome = self._pod.files.outcome(attempt, rank)
+        self._ranks[rank] = forwarder = _Forwarder(rank, attempt, process, head, outcome, self._pod.loop)
+        process.start(forwarder, assignment, None, is_held=True)
+
+    def _pids(self) -> Mapping[int, int]:
+        return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}
+
+    def _tell_usage(self, head: Channel, rank: int, fields: dict[str, int | str | None]) -> None:
+        event = {"event": str(EventKind.USAGE), "time": time.time(), "rank": rank, "attempt": self._ranks[rank].attempt}
+        head.send(b"E", rank, wire.encode_json({**event, **fields}))
+
+
+def _refuse(head: Channel, reason: str) -> None:
+    head.say(Op.REFUSED, reason=reason)
+
+
+class _Forwarder:
+    """Hands on what one rank does; a `near_rank.Listener`."""
+
+    def __init__(
+        self,
+        rank: int,
+        attempt: int,
+        process: NearRank,
+        head: Channel,
+        outcome: pathlib.Path,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self.process = process
+        self.is_over = False
+        self._head = head
+        self._outcome = outcome
+        self._loop = loop
+        self._bodies: list[bytes] = []
+        self._count = self._bytes = self._lost = 0
+        self._is_gathering = False
+        self._sending: asyncio.Task[None] | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more events may come."""
+        return self._head.unsent_bytes < HELD_BYTES
+
+    def forked(self, pid: int) -> None:
+        """It has a process."""
+        self._head.say(Op.FORKED, self.rank, pid=pid)
+
+    def output(self, body: bytes, count: int) -> None:
+        """It has written lines: sent at once, or with others a moment later, unless the head has not read too many before."""
+        if not self.has_room:
+            self._lost += count
+            return
+        if self._lost:
+            self._add(*self._gap())
+        self._add(body, count)
+        if self._bytes >= BODY_BYTES or not self._is_gathering:
+            self._flush()
+
+    def events(self, data: bytes) -> None:
+        """It has sent events."""
+        self._flush()
+        self._head.send(b"E", self.rank, data)
+
+    def message(self, message: dict[str, Any]) -> None:
+        """It has said something over its control socket."""
+        self._flush()
+        if "done" in message:
+            self._sending = asyncio.ensure_future(self._send_outcome(message))
+        else:
+            self._head.say(Op.SAID, self.rank, message=message)
+
+    def stacks(self, dump: bytes, cpu_ticks: int) -> None:
+        """The answer to `ask_stacks`."""
+        self._head.send(b"S", self.rank, TICKS.pack(cpu_ticks), dump)
+
+    def ended(self, end: End) -> None:
+        """Its process is over."""
+        self.is_over = True
+        if self._sending is not None and not self._sending.done():
+            self._sending.add_done_callback(lambda _: self.ended(end))
+            return
+        if self._lost:
+            self._add(*self._gap())
+        self._flush()
+        self._head.say(Op.ENDED, self.rank, end=dataclasses.asdict(end))
+
+    def _add(self, body: bytes, count: int) -> None:
+        self._bodies.append(body)
+        self._bytes += len(body)
+        self._count += count
+
+    def _gap(self) -> tuple[bytes, int]:
+        lost, self._lost = self._lost, 0
+        text = f"{lost:,} lines of this rank are missing here: the first pod's agent did not take them in time"
+        return body_of(Stream.AGENT, [text.encode()]), 1
+
+    def _flush(self) -> None:
+        """Send the lines there are."""
+        if self._bodies:
+            self._head.send(b"O", self.rank, COUNT.pack(self._count), *self._bodies)
+            self._bodies, self._count, self._bytes = [], 0, 0
+            if not self._is_gathering:
+                self._is_gathering = True
+                self._loop.call_later(BODY_S, self._gathered)
+
+    def _gathered(self) -> None:
+        self._is_gathering = False
+        self._flush()
+
+    async def _send_outcome(self, message: dict[str, Any]) -> None:
+        """Send what a rank that is done has left, and then say that it is done."""
+        size = 0
+        with contextlib.suppress(OSError), self._outcome.open("rb") as file:
+            while data := await asyncio.to_thread(file.read, _PART_BYTES):
+                self._head.send(b"F", self.rank, data)
+                size += len(data)
+                await self._head.drain()
+        self._head.say(Op.SAID, self.rank, message=message, bytes=size)

@@ -1,0 +1,260 @@
+"""A rank, from the fork to its end. The only code that runs the user's function, on all backends.
+
+It tells its agent over the control socket: `received` for its assignment, `running` before the call, `done` after the outcome was written. Then it
+waits for `go`, because others may still need its store or its end of a connection.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+from typing import Any, NoReturn
+
+from kale_dist import wire
+from kale_dist.errors import ContractError
+from kale_dist.snapshot import sources
+from kale_dist.snapshot.given_models import GivenModels
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire import Assignment, JobFiles, context
+from kale_dist.wire.blobs import FolderStore
+from kale_dist.worker.pod import mpi
+from kale_dist.worker.rank import process_state, stand_ins
+
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
+
+ATEXIT_S = 5.0
+"""Seconds for threads and `atexit` callbacks to end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptors:
+    """What a rank gets from the agent, in the order in which they are sent."""
+
+    stdout: int
+    stderr: int
+    events: int
+    stacks: int
+    control: int
+
+
+def run(descriptors: Descriptors) -> NoReturn:
+    """Be a rank: wait for an assignment, carry it out, and end the process."""
+    os.setsid()
+    _reset_signals()
+    _take_output(descriptors)
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=descriptors.stacks, all_threads=True, chain=False)
+    control = _Control(descriptors.control)
+    received = control.receive_assignment()
+    if received is None:
+        os._exit(0)
+    control.say({"received": True})
+    assignment, listener = received
+    code = _carry_out(control, descriptors.events, assignment, listener)
+    if assignment.order.mpi and not code:
+        atexit.register(mpi.leave)
+    _end(code)
+
+
+def _carry_out(control: _Control, events: int, assignment: Assignment, listener: int | None) -> int:
+    """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
+    from kale_dist.snapshot import loading, outcome
+    from kale_dist.worker.rank import group
+
+    order, rank, attempt = assignment.order, assignment.rank, assignment.attempt
+    files = JobFiles(order.folder)
+    path = files.outcome(attempt, rank)
+    signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.job, attempt=attempt, rank=rank)
+    references = References()
+    kept = None
+    error: BaseException | None = None
+    try:
+        try:
+            _settle(assignment, events, files)
+            # An image of another framework may have no torch: then there is no group, and all the rest is the same.
+            hidden = group.KeptGroup(assignment) if loading.has_torch() else None
+            loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
+            references = loaded.references
+            if hidden is not None:
+                hidden.open(listener)
+            kept = hidden
+            control.say({"running": True})
+            is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
+            models = None
+            if not is_training and "torch" in sys.modules:
+                models = GivenModels(loaded.args, loaded.kwargs, rank)
+            value = _call(loaded.fn, loaded.args, loaded.kwargs)
+            value = value if models is None else models.with_weights(value)
+            if kept is not None:
+                kept.advise()
+            outcome.write_success(path, signer=signer, value=value, references=references)
+        except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
+            error = stand_ins.clearer(raised)
+            _print_error(error)
+            outcome.write_failure(path, signer=signer, error=error, references=references)
+    except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
+        if error is None:
+            error = second
+        _print_error(second)
+    context.flush()
+    _flush_output()
+    done: dict[str, Any] = {"done": True, "ok": error is None}
+    if error is not None:
+        done |= {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
+        done["not_started"] = isinstance(error, ContractError) and kept is None
+    control.say(done)
+    control.wait_for_go()
+    return 0 if error is None else 1
+
+
+def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
+    """All that has to be as it should before anything is unpickled."""
+    order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
+    if order.version != wire.VERSION:
+        raise ContractError(f"The notebook speaks contract version {order.version}, this worker {wire.VERSION}")
+    if order.process is not None:
+        process_state.apply(order.process, files.modules)
+    else:
+        sys.path.insert(0, str(files.modules))
+    process_state.set_torchrun_environment(assignment)
+    if order.mpi:
+        mpi.join(order, assignment.attempt, rank)
+    process_state.set_threads(assignment)
+    process_state.set_seeds(assignment.seed + rank)
+    device = "cpu"
+    if order.cuda:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ContractError(
+                f"cuda=True, but torch {torch.__version__} sees no GPU here. Ask for GPUs, and use a torch that is "
+                "built for CUDA (on a cluster that of the image)"
+            )
+        device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
+        torch.cuda.set_device(device)
+    place = context.Context(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=order.world_size,
+        local_world_size=assignment.local_world_size,
+        device=device,
+        job=order.job,
+        attempt=assignment.attempt,
+        max_restarts=order.policy.max_restarts,
+        in_job=True,
+        folder=files.folder,
+    )
+    context.activate(place, events)
+    stand_ins.install(cuda=order.cuda)
+
+
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the user's function; `sys.exit()` and `sys.exit(0)` are a return without a value, as in a script."""
+    try:
+        return function(*args, **kwargs)
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return None
+        raise
+
+
+class _Control:
+    """The rank's end of the socket to its agent."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._pending = b""
+
+    def receive_assignment(self) -> tuple[Assignment, int | None] | None:
+        """The assignment and, for rank 0, the descriptor its store listens on. None if the agent has no use for us."""
+        data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        while data and not data.endswith(b"\n"):
+            more = self._socket.recv(1 << 20)
+            data = data + more if more else b""
+        if not data:
+            return None
+        return Assignment.from_json(json.loads(data)), (descriptors[0] if descriptors else None)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the agent. Without an agent this process is about to be killed."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(wire.encode_json(message))
+
+    def wait_for_go(self) -> None:
+        """Wait until the agent has no more need of this process, or is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.recv(1)
+
+
+def _reset_signals() -> None:
+    """What a fresh Python has, independent of how the forkserver was started."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _take_output(descriptors: Descriptors) -> None:
+    """Put stdout and stderr, of Python and C, on the pipes, flushed at each line's end."""
+    os.dup2(descriptors.stdout, 1)
+    os.dup2(descriptors.stderr, 2)
+    os.close(descriptors.stdout)
+    os.close(descriptors.stderr)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    libc = ctypes.CDLL(None)
+    line_buffered = 1
+    for name in ("stdout", "stderr"):
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, line_buffered, ctypes.c_size_t(0))
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
+    ctypes.CDLL(None).fflush(None)
+
+
+def _print_error(error: BaseException) -> None:
+    """The traceback into the rank's own output, as the notebook will show it; of `sys.exit`, what Python prints."""
+    with contextlib.suppress(Exception):
+        if not isinstance(error, SystemExit):
+            sys.stderr.write(sources.format_error(error))
+        elif not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+
+
+def _safe_text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an exception whose text cannot be read is still reported
+        return "(its text cannot be read)"
+
+
+def _end(code: int) -> NoReturn:
+    """Let threads and `atexit` callbacks (trackers, writers) finish for a while, then leave without destructors."""
+    limit = threading.Timer(ATEXIT_S, os._exit, (code,))
+    limit.daemon = True
+    limit.start()
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - what Python itself calls before atexit
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()  # noqa: SLF001 - there is no public name
+    _flush_output()
+    os._exit(code)

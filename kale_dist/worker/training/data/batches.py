@@ -1,0 +1,438 @@
+"""The iterator that a rank's loader gives: batches on the device, counted, weighed, and in step with the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from kale_dist.errors import KaleDistError
+from kale_dist.wire import EventKind, context
+from kale_dist.worker.training.data.sharding import Pace, Portion
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.profiling import CLOCK, Profiler
+from kale_dist.worker.training.strategy import Strategy
+
+
+@dataclasses.dataclass(kw_only=True)
+class Feed:
+    """What one loader and its passes have in common."""
+
+    name: str
+    """`train` or `eval`."""
+    group: Group
+    """The ranks that have different data, in the order of their shards."""
+    row: Group
+    """The ranks that have the same data as this one. The first reads it and sends it to the others."""
+    pace: Pace | None = None
+    """None for a loader that is not trained on."""
+    strategy: Strategy | None = None
+    profiler: Profiler | None = None
+    """None where no profile is wanted."""
+    loss: Callable[[], float | None] = lambda: None
+    """Gives the latest loss, for the progress."""
+    epoch: int = 1
+    epochs: int = 1
+    sentence: str = ""
+    """How the data is divided, for the log."""
+    queue_of: Any = None
+    """The sampler that notes what each batch holds; None for a stream."""
+    is_stream: bool = False
+    is_agreed: bool = False
+    """Whether ranks ask each other before each batch, because their number is not known."""
+    counts_items: bool = False
+    """Whether a stream's batches are collated from items, which are then counted."""
+    shares_seeds: bool = False
+    """Whether the workers of all ranks must start from the same seeds."""
+    samples: int = 0
+    """Samples given to this rank since `begin`."""
+    rate: float | None = None
+    """Samples a second of this rank, as last known."""
+    passes: int = 0
+    current: Batches | None = None
+    """The pass that gave the latest batch, unless it is exhausted."""
+
+    @property
+    def step(self) -> int:
+        """The number of the batch in its pass, from 1."""
+        return self.current.index if self.current is not None else 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data, rather than gets it from the first of its peers."""
+        return not self.row.rank
+
+    def end_batch(self, *, left: bool = False) -> None:
+        """The batch in hand is done with: join what other ranks have exchanged in it."""
+        if self.strategy is not None and self.pace is not None and self.pace.portion is not None:
+            self.strategy.end_batch(left=left)
+
+    def begin_batch(self) -> None:
+        """Tell the strategy of the batch that `pace` has taken, or that there is none."""
+        if self.strategy is not None and self.pace is not None:
+            self.strategy.begin_batch(weight=self.pace.factor, due=self.pace.is_due)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients follow from the batches."""
+        return self.pace is not None
+
+    def begin(self, epoch: int) -> None:
+        """A call of the user's step begins."""
+        self.epoch = epoch
+        self.samples = 0
+        self.passes = 0
+
+    def end(self) -> None:
+        """The call has ended: leave a pass that was not finished. An iterator that the step keeps continues later."""
+        self.change_to(None)
+
+    def change_to(self, batches: Batches | None) -> None:
+        """Another pass, or none, gives the next batch. The one before may continue after it: loops may be nested.
+
+        Raises:
+            KaleDistError: Not all ranks changed at the same batch.
+        """
+        if self.current is batches:
+            return
+        if self.current is not None:
+            self.current.pause()
+        self.current = batches
+        self.passes += batches is not None
+
+
+class Batches:
+    """One pass after another over a loader, for this rank.
+
+    Args:
+        loader: The loader, already altered.
+        feed: Its counts and its group.
+        make_iterator: The loader's own way of making an iterator.
+    """
+
+    def __init__(self, loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> None:
+        self._loader = loader
+        self._feed = feed
+        # Worker processes are fed at once, and the order is drawn together.
+        feed.change_to(None)
+        self._inner = _make(loader, feed, make_iterator) if feed.reads else iter(())
+        self._begin()
+
+    def _begin(self) -> None:
+        feed = self._feed
+        feed.change_to(self)
+        self._queue = None if feed.queue_of is None else feed.queue_of.kale_portions
+        self._started = self._told = time.monotonic()
+        self._told_index = self._told_in_hand = 0
+        self._samples = 0
+        self.index = 0
+        self._is_over = False
+        self._ahead: tuple[int, Any] | None = None
+        self._counts: list[int] | None = None
+        self._previous: Any = None
+        try:
+            self._steps: int | None = len(self._loader) if not feed.is_stream else None
+        except (TypeError, NotImplementedError):
+            self._steps = None
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
+        """Begin the next pass of persistent workers; torch calls this."""
+        self._feed.change_to(None)
+        if self._feed.reads:
+            self._inner._reset(loader, first_iter)  # noqa: SLF001
+        self._begin()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        feed = self._feed
+        if feed.current is self:
+            feed.end_batch()
+        else:
+            feed.change_to(self)
+        if feed.profiler is not None:
+            feed.profiler.begin_step(feed.epoch)
+        with CLOCK.phase("data"):
+            try:
+                portion, batch = self._next() if feed.row.is_alone else self._next_of_peers()
+            except StopIteration:
+                self._finish()
+                raise
+            batch = move(batch, feed.group.device)
+        if feed.profiler is not None:
+            feed.profiler.took_batch()
+        self.index += 1
+        self._samples += portion.local
+        feed.samples += portion.local
+        if feed.pace is not None:
+            feed.pace.take(portion)
+            feed.begin_batch()
+        context.mark_progress()
+        now = time.monotonic()
+        if now - self._told >= context.MIN_INTERVAL_S or self.index in (1, self._steps):
+            self._tell(now, in_hand=portion.local)
+        return batch
+
+    def _finish(self) -> None:
+        self._is_over = True
+        self._tell_rest()
+        self._feed.current = None
+
+    def _tell_rest(self) -> None:
+        """No batch comes from here for now."""
+        if self.index and (self._told_index != self.index or self._told_in_hand):
+            self._tell(time.monotonic(), in_hand=0)
+        if self._feed.pace is not None:
+            self._feed.pace.leave()
+            self._feed.begin_batch()
+
+    def pause(self) -> None:
+        """The loop was left, or gives way to another, before the loader was exhausted: did all ranks do so here?
+
+        Raises:
+            KaleDistError: Only some did.
+        """
+        feed = self._feed
+        portion = feed.pace.portion if feed.pace is not None else None
+        if feed.strategy is not None and portion is not None:
+            is_early = not portion.last
+            feed.end_batch(left=is_early and not feed.is_agreed)
+            if is_early and feed.is_agreed and feed.reads:
+                self._agree(None, left=True)
+        self._tell_rest()
+
+    def _next(self) -> tuple[Portion, Any]:
+        return self._next_agreed() if self._feed.is_agreed else self._next_planned()
+
+    def _next_of_peers(self) -> tuple[Portion, Any]:
+        """The batch that the first of the peers reads, and its random numbers: dropout must be equal on all peers."""
+        feed, sent = self._feed, None
+        if feed.reads:
+            with contextlib.suppress(StopIteration):
+                portion, batch = self._next()
+                sent = portion, batch, torch.get_rng_state()
+        sent = feed.row.send(sent)
+        if sent is None:
+            raise StopIteration
+        portion, batch, random = sent
+        torch.set_rng_state(random)
+        return portion, batch
+
+    # -- where every rank knows what comes -------------------------------------------------------------------------
+
+    def _next_planned(self) -> tuple[Portion, Any]:
+        batch = next(self._inner)
+        if self._queue is None:
+            raise KaleDistError("the loader's batches come from another sampler than the one it had")
+        note = self._queue.popleft()
+        if isinstance(note, Portion):
+            return note, batch
+        return Portion(index=self.index, local=note, total=note, last=False), batch
+
+    # -- where ranks ask one batch ahead ---------------------------------------------------------------------------
+
+    def _next_agreed(self) -> tuple[Portion, Any]:
+        if self._counts is None:
+            self._ahead = self._fetch()
+            self._counts = self._agree(self._ahead)
+            self._borrow()
+        if not self._feed.is_training:
+            return self._next_unaligned()
+        counts, current = self._counts, self._ahead
+        if not sum(counts):
+            raise StopIteration
+        self._ahead = None if current is None else self._fetch()
+        self._counts = self._agree(self._ahead)
+        local = 0
+        if current is not None:
+            local, self._previous = current
+        last = not sum(self._counts)
+        return Portion(index=self.index, local=local, total=sum(counts), last=last), self._previous
+
+    def _next_unaligned(self) -> tuple[Portion, Any]:
+        """Evaluating, each rank ends when its own data does; one without any gets one batch of weight 0."""
+        if self._ahead is not None:
+            (local, batch), self._ahead = self._ahead, None
+        elif self.index == 0 and self._previous is not None:
+            local, batch = 0, self._previous
+        else:
+            fetched = self._fetch() if self._previous is None else None
+            if fetched is None:
+                raise StopIteration
+            local, batch = fetched
+        return Portion(index=self.index, local=local, total=local, last=False), batch
+
+    def _fetch(self) -> tuple[int, Any] | None:
+        """The next batch of this rank's own loader with its number of samples; None at the end."""
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            return None
+        if self._queue is not None:
+            return self._queue.popleft(), batch
+        if self._feed.counts_items:
+            local, batch = batch
+            return int(local), batch
+        return count(batch), batch
+
+    def _agree(self, ahead: tuple[int, Any] | None, *, left: bool = False) -> list[int]:
+        """The numbers of samples that all ranks have next."""
+        group = self._feed.group
+        numbers = [0] * (2 * group.world_size)
+        if ahead is not None:
+            # A batch without samples is still a batch that must be taken.
+            numbers[group.rank] = max(1, ahead[0])
+        numbers[group.world_size + group.rank] = int(left)
+        numbers = group.sum_int64(numbers)
+        leaving = sum(numbers[group.world_size :])
+        if leaving not in (0, group.answered):
+            raise KaleDistError(
+                f"The step left the loop over its loader on {leaving} of {group.answered} ranks only, after batch"
+                f" {self.index}. All ranks must take the same steps: decide on a value that is equal on all"
+            )
+        return numbers[: group.world_size]
+
+    def _borrow(self) -> None:
+        """Give ranks that will never have a batch of their own one to repeat."""
+        counts, group = self._counts, self._feed.group
+        if counts and any(counts) and not all(counts):
+            giver = next(rank for rank, number in enumerate(counts) if number)
+            lent = group.send(None if self._ahead is None else self._ahead[1], source=giver)
+            if self._ahead is None:
+                self._previous = lent
+
+    # -- progress --------------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float, *, in_hand: int) -> None:
+        """Send the progress; nothing has been done yet with the samples in hand."""
+        # Reading a loss from a GPU waits for it, so this is not done for every batch.
+        self._told, self._told_index, self._told_in_hand = now, self.index, in_hand
+        feed = self._feed
+        steps = self._steps if self._steps is not None and self.index <= self._steps else None
+        seconds, done = now - self._started, self._samples - in_hand
+        if done and seconds > 0:
+            feed.rate = round(done / seconds, 1)
+        context.emit(
+            EventKind.PROGRESS,
+            phase=feed.name,
+            epoch=feed.epoch,
+            epochs=feed.epochs,
+            step=self.index,
+            steps=steps,
+            samples=self._samples,
+            samples_per_s=feed.rate,
+            loss=feed.loss(),
+        )
+
+
+def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> Any:
+    """The loader's own iterator, with what it needs to count items and to shuffle as the other ranks do."""
+    state = loader.__dict__
+    kept = {name: state[name] for name in ("collate_fn", "generator")}
+    try:
+        if feed.counts_items:
+            state["collate_fn"] = CountedCollate(loader.collate_fn)
+        if feed.shares_seeds:
+            state["generator"] = _shared_generator(loader, feed.group)
+        return make_iterator()
+    finally:
+        state.update(kept)
+
+
+def _shared_generator(loader: DataLoader[Any], group: Group) -> torch.Generator:
+    """A generator that gives all ranks' workers rank 0's seed."""
+    own = loader.generator if loader.generator is not None else torch.default_generator
+    states = group.send(own.get_state() if group.rank == 0 else None)
+    if group.rank == 0:
+        return own
+    shared = torch.Generator()
+    shared.set_state(states)
+    return shared
+
+
+class CountedCollate:
+    """A collate function that tells along with the batch how many items went in. It is sent to worker processes.
+
+    Args:
+        collate: The loader's own.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: Any) -> tuple[int, Any]:
+        """Collate items."""
+        return len(items), self.collate(items)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on a device.
+
+    Args:
+        batch: Tensors in any nesting of tuples, named tuples, lists and mappings, or objects with a `to` method.
+        device: The device.
+
+    Returns:
+        The same object where nothing had to be moved, else one of the same make.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, str | bytes | int | float) or batch is None:
+        return batch
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        if all(moved[key] is batch[key] for key in moved):
+            return batch
+        return _rebuild(batch, moved)
+    if isinstance(batch, tuple | list):
+        parts = [move(value, device) for value in batch]
+        if all(part is value for part, value in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else _rebuild(batch, parts)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return batch
+
+
+def _rebuild(original: Any, parts: Any) -> Any:
+    """A container of the original's class; a plain one where its constructor takes something else."""
+    try:
+        return type(original)(parts)
+    except TypeError:
+        return parts
+
+
+def count(batch: Any) -> int:
+    """Samples in a batch that a dataset made by itself: the first dimension of its first tensor or array, else 1."""
+    size = _first_dimension(batch)
+    return 1 if size is None else size
+
+
+def _first_dimension(batch: Any) -> int | None:
+    shape = getattr(batch, "shape", None)
+    if shape is not None and len(shape):
+        return int(shape[0])
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        for part in batch:
+            size = _first_dimension(part)
+            if size is not None:
+                return size
+    return None

@@ -1,0 +1,270 @@
+"""A DataLoader made to give this rank's share, in place: it keeps its class, its attributes and its identity."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data.distributed import DistributedSampler
+
+from kale_dist.errors import ConfigError
+from kale_dist.worker.training.data import sharding
+from kale_dist.worker.training.data.batches import Batches, Feed
+from kale_dist.worker.training.data.dealing import Counter, Dealer, StreamShare, View, generator_states
+from kale_dist.worker.training.group import Group
+
+
+def prepare(
+    loader: DataLoader[Any], feed: Feed, *, argument: str, shard: bool, split: bool, accumulate: int = 1
+) -> Callable[[], None]:
+    """Alter a loader in place so that its iterators are `Batches` of this rank's share, and say so in the log.
+
+    Args:
+        loader: The loader.
+        feed: What the iterators report to; its `is_agreed` is set here.
+        argument: Name of the argument the loader came by, for errors.
+        shard: Whether to divide the data at all.
+        split: Whether the loader's batch size is that of all ranks together.
+        accumulate: Steps in an accumulation window.
+
+    Returns:
+        A function that restores the loader.
+
+    Raises:
+        ConfigError: The loader cannot be divided, or nothing would be left.
+    """
+    before = dict(loader.__dict__)
+    group, aligned = feed.group, feed.is_training
+    state = loader.__dict__
+    # Out of order, batches would be weighed with each other's numbers of samples.
+    state["in_order"] = True
+    if isinstance(loader.dataset, IterableDataset):
+        _prepare_stream(loader, feed, argument, shard=shard, split=split)
+    else:
+        sampler = _undistributed(loader, group, argument)
+        if shard and sampler is not None:
+            _prepare_map(loader, feed, sampler, argument, split=split, aligned=aligned, accumulate=accumulate)
+        else:
+            _prepare_whole(loader, feed, shards_itself=shard)
+    if group.rank and loader.generator is not None:
+        # Only rank 0 draws the order. From equal seeds, workers of all ranks would augment alike.
+        derived = torch.Generator()
+        derived.manual_seed((loader.generator.initial_seed() + group.rank) % 2**63)
+        state["generator"] = derived
+    make_iterator = loader._get_iterator  # noqa: SLF001 - the seam: the class itself stays
+    state["_iterator"] = None
+
+    def get_iterator(self: DataLoader[Any]) -> Batches:
+        return Batches(self, feed, make_iterator)
+
+    state["_get_iterator"] = types.MethodType(get_iterator, loader)
+
+    def restore() -> None:
+        state.clear()
+        state.update(before)
+        state["_iterator"] = None
+
+    return restore
+
+
+def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
+    """The sampler or batch sampler to draw from; None where it gives each rank a part by itself.
+
+    Torch's own DistributedSampler is made to give everything, in the order and by the seed it has: ranks then share
+    it like any other, without its padding.
+    """
+    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    inner = getattr(batch_sampler, "sampler", None)
+    candidates: tuple[Any, ...] = (sampler, batch_sampler, inner)
+    for candidate in candidates:
+        replicas = getattr(candidate, "num_replicas", None)
+        if replicas is None or not hasattr(candidate, "rank"):
+            continue
+        if type(candidate) is DistributedSampler:
+            candidate.num_replicas, candidate.rank = 1, 0
+            candidate.num_samples = candidate.total_size = length(candidate.dataset) or 0
+        elif replicas == group.size_at_start and replicas > 1:
+            # Where ranks were lost, the others keep the shares that they had.
+            if replicas == group.world_size:
+                candidate.rank = group.rank
+            return None
+        elif replicas != 1:
+            raise ConfigError(
+                argument,
+                f"its {type(candidate).__name__} is made for {replicas} ranks, and there are {group.world_size}",
+                f"Make it with num_replicas={group.world_size}, or use a plain sampler, which is shared out for you",
+            )
+    return sampler if loader.batch_sampler is None or loader.batch_size is not None else batch_sampler
+
+
+def _prepare_map(
+    loader: DataLoader[Any],
+    feed: Feed,
+    sampler: Any,
+    argument: str,
+    *,
+    split: bool,
+    aligned: bool,
+    accumulate: int,
+) -> None:
+    group, state = feed.group, loader.__dict__
+    world = group.world_size
+    total = length(sampler)
+    common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        items = "split" if split else "batches"
+        dealer = Dealer(sampler, sampler, group, per_chunk=1 if split else world, items=items, **common)
+        state["batch_sampler"] = dealer
+        feed.sentence = _describe_batches(feed.name, total, world, split=split)
+        share: Any = lambda: _share_of_batches(dealer, loader, total, world)  # noqa: E731 - reads what was dealt last
+        shown = loader.sampler
+    else:
+        size = loader.batch_size or 1
+        chunk = size if split and loader.batch_size else size * world
+        unit = 1
+        share = None
+        if total is not None:
+            drop = bool(loader.drop_last)
+            options: dict[str, bool] = {"aligned": aligned, "split": chunk == size}
+            used = sharding.divide(argument, total, size, world, drop_last=drop, **options)
+            whole = sharding.divide(argument, total, size, world, drop_last=False, **options)
+            unit = (used.chunk if aligned else size) if drop else 1
+            share = max(1, whole.share(group.rank)) if total else 0
+            feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
+            if loader.batch_size is None and world > 1:
+                feed.sentence += (
+                    f"; batch_size=None: each rank gets every {sharding.ordinal(world)} item, so a step that carries"
+                    " state from one item to the next (a hidden state) needs shard=False"
+                )
+        else:
+            feed.sentence = (
+                f"{feed.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"
+                f" {sharding.ranks(world)}"
+            )
+        dealer = Dealer(
+            loader.batch_sampler if loader.batch_size else sampler,
+            sampler,
+            group,
+            per_chunk=chunk,
+            single=loader.batch_size is None,
+            drop_unit=unit,
+            **common,
+        )
+        shown = sampler
+        state["batch_sampler" if loader.batch_size else "sampler"] = dealer
+    feed.queue_of = dealer
+    if "sampler" not in state or state["sampler"] is not dealer:
+        state["sampler"] = View(shown, share if share is not None and world > 1 else None)
+    state["dataset"] = View(loader.dataset, _dataset_share(loader.dataset, total, share, group))
+
+
+def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
+    """The length of a rank's dataset, so that a sum over its samples divided by it is the mean of one process."""
+    size = length(dataset)
+    if group.is_alone or size is None:
+        return None
+    if callable(share) or size == total:
+        return share
+    return max(1, sharding.portion(size, group.rank, group.world_size))
+
+
+def _share_of_batches(dealer: Dealer, loader: DataLoader[Any], batches: int | None, world: int) -> int:
+    """Samples dealt to this rank in the latest pass; before the first one, a fair estimate."""
+    if dealer.kale_samples is not None:
+        return max(1, int(dealer.kale_samples))
+    size = length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
+    return max(1, (size if size is not None else batches or 0) // world)
+
+
+def _describe_batches(name: str, batches: int | None, world: int, *, split: bool) -> str:
+    if batches is None:
+        return f"{name}: batches without a known end, from the batch sampler, for {sharding.ranks(world)}"
+    if split:
+        return f"{name}: {batches:,} batches of the batch sampler, each divided over {sharding.ranks(world)}"
+    parts = [sharding.portion(batches, rank, world) for rank in range(world)]
+    text = f"{name}: {batches:,} batches of the batch sampler, {sharding.ranks(world)} x {sharding.extremes(parts)}"
+    if batches % world:
+        idle = world - batches % world
+        text += f", in the last step {sharding.ranks(idle)} without a batch"
+    return text
+
+
+def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) -> None:
+    """A map-style loader whose sampler is used as it is in each rank."""
+    single = loader.batch_sampler is None
+    name = "sampler" if single else "batch_sampler"
+    counter = Counter(getattr(loader, name), single=single)
+    loader.__dict__[name] = counter
+    feed.queue_of = counter
+    feed.is_agreed = feed.is_training
+    kind = type(getattr(loader.sampler, "_kale_inner", loader.sampler)).__name__
+    if shards_itself:
+        feed.sentence = f"{feed.name}: {kind} is already distributed and is taken as it is"
+    else:
+        feed.sentence = f"{feed.name}: not sharded, every rank takes all samples its loader gives"
+
+
+def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard: bool, split: bool) -> None:
+    group, state = feed.group, loader.__dict__
+    if split and loader.batch_size:
+        if loader.batch_size < group.world_size:
+            raise ConfigError(
+                argument,
+                f"batch size {loader.batch_size} cannot be split over {group.world_size} ranks",
+                "Use a larger batch size, or leave split_batches out",
+            )
+        size = sharding.portion(loader.batch_size, group.rank, group.world_size)
+        state["batch_size"] = size
+        state["batch_sampler"] = type(loader.batch_sampler)(loader.sampler, size, loader.drop_last)  # type: ignore[call-arg, misc]
+    feed.is_stream = True
+    feed.is_agreed = True
+    feed.counts_items = loader.batch_size is not None
+    sharing = shard and not isinstance(loader.dataset, IterDataPipe)
+    if sharing and not group.is_alone:
+        feed.shares_seeds = True
+        draw = None if loader.num_workers else lambda: _shared_states(group)
+        stream = loader.dataset
+        state["dataset"] = StreamShare(stream, group.rank, group.world_size, draw)
+        taken = f"each takes 1 of every {group.world_size} items"
+        if _asks_for_rank(stream):
+            taken += f" ({type(stream).__name__} asks for its rank: if it leaves out data by that, pass shard=False)"
+    elif group.is_alone:
+        taken = "all items"
+    elif sharing is not shard:
+        taken = "a data pipe, which shards itself where it has a sharding_filter"
+    else:
+        taken = "the dataset shards itself"
+    batch = "ready-made batches" if loader.batch_size is None else f"batch {loader.batch_size} a rank"
+    feed.sentence = f"{feed.name}: iterable dataset, {sharding.ranks(group.world_size)}, {taken}, {batch}"
+
+
+def _asks_for_rank(dataset: Any) -> bool:
+    """Whether the code of a dataset's class names what would give it this rank."""
+    methods = [method for kind in type(dataset).__mro__ for method in vars(kind).values()]
+    codes = [code for method in methods if (code := getattr(method, "__code__", None))]
+    return any({*code.co_names, *code.co_consts} & {"get_rank", "RANK"} for code in codes)
+
+
+def _shared_states(group: Group) -> Any:
+    """Rank 0's generator states for a pass over a stream; rank 0 itself continues elsewhere."""
+    states = group.send(generator_states() if group.rank == 0 else None)
+    if group.rank == 0:
+        random.random()  # noqa: S311 - moves the state, or every epoch would be shuffled alike
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.random()
+        torch.rand(())
+    return states
+
+
+def length(sized: Any) -> int | None:
+    """Its length, or None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

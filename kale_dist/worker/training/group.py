@@ -1,0 +1,321 @@
+"""The ranks as one group: who this rank is, small exchanges, and what must be equal besides gradients.
+
+That is initial weights, buffers, and the weights after each epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kale_dist.errors import KaleDistError
+from kale_dist.wire import EventKind, context
+
+STEP_ENDS = "the end of the step"
+"""The place where ranks meet after the user's step."""
+
+
+class Group:
+    """This rank among all. Every method that exchanges something must be called by all ranks in the same order.
+
+    Args:
+        device: Where model and batches live in this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        place = context.context()
+        ready = dist.is_available() and dist.is_initialized()
+        self.world: Any = dist.group.WORLD if ready else None
+        """The process group, by reference: a step may call `destroy_process_group`, which hides the default one."""
+        self.rank: int = dist.get_rank() if ready else place.rank
+        self.world_size: int = dist.get_world_size() if ready else 1
+        self.size_at_start = self.world_size
+        """The world size before any rank was lost."""
+        self._said: set[str] = set()
+        self._exchange: Callable[[Any], dict[int, Any]] | None = None
+        self._members = self._living = list(range(self.world_size))
+
+    def exchange_by(self, exchange: Callable[[Any], dict[int, Any]]) -> None:
+        """From now on exchange by something that outlives lost ranks, in the place of torch's collectives.
+
+        Args:
+            exchange: Called by all ranks that are left, each with its value; returns their values by rank.
+        """
+        self._exchange = exchange
+        self._members = self._living = list(range(self.world_size))
+
+    def renumber(self) -> bool:
+        """Number the ranks that are left from 0, if some were lost; returns whether some were. Rank 0 never is."""
+        if self._exchange is None:
+            return False
+        own, before, self._members = self._members[self.rank], self._members, self._living
+        self.rank, self.world_size = self._members.index(own), len(self._members)
+        return len(self._members) < len(before)
+
+    def _everyones(self, value: Any) -> dict[int, Any] | None:
+        """The values of the ranks that are left; None where torch's collectives do the work."""
+        if self._exchange is None:
+            return None
+        found = self._exchange(value)
+        self._living = sorted(found)
+        return found
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The part of the ranks that this rank is in, as a group of its own; this group if it is the only part.
+
+        Args:
+            parts: Ranks, each in one part, in the order that they have in it. The same on all ranks.
+        """
+        if len(parts) == 1:
+            return self
+        mine = copy.copy(self)
+        for ranks in parts:
+            # Every rank has to make every group.
+            made = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine.world, mine.rank, mine.world_size = made, ranks.index(self.rank), len(ranks)
+                mine.size_at_start = mine.world_size
+        return mine
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self.world_size == 1
+
+    def say(self, text: str, *, ranks: int = 1) -> None:
+        """Print a sentence for the user once in the whole job, and send it as a note. Ranks from `ranks` on stay silent."""
+        if self.rank < ranks and text not in self._said:
+            self._said.add(text)
+            self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """Print a sentence that holds for this rank alone, and send it as a note."""
+        print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
+        context.emit(EventKind.NOTE, text=text)
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's value, in the order of the ranks; without those of lost ranks.
+
+        Args:
+            value: Anything that can be pickled; small.
+        """
+        if self.is_alone:
+            return [value]
+        if (found := self._everyones(value)) is not None:
+            return [found[rank] for rank in self._living]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.world)
+        return values
+
+    def meet(self, place: str, value: Any = None) -> list[Any]:
+        """As `gather`, in places that ranks reach through the user's code and so not all alike.
+
+        Args:
+            place: Where this rank is, as it stands after "at" in a sentence.
+            value: What the others get.
+
+        Raises:
+            KaleDistError: Other ranks are in another place.
+        """
+        everyone = self.gather((self.rank, place, value))
+        first = everyone[0]
+        for other in everyone:
+            if other[1] != first[1]:
+                raise KaleDistError(
+                    f"Rank {first[0]} is at {first[1]}, and rank {other[0]} at {other[1]}. All ranks have to take the same"
+                    " way through the step: take what exchanges numbers out of conditions such as `if rank == 0:`"
+                )
+        return [value for *_, value in everyone]
+
+    def sum_int64(self, values: Sequence[int]) -> list[int]:
+        """The sums over ranks, one for each of the values."""
+        if self.is_alone:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.int64)
+        self.sum(sums)
+        return sums.tolist()
+
+    def sum(self, value: torch.Tensor) -> None:
+        """Overwrite a tensor by its sum over ranks."""
+        if self.is_alone:
+            return
+        if self._exchange is None:
+            dist.all_reduce(value, group=self.world)
+        else:
+            value.copy_(torch.stack(self.gather(value.cpu())).sum(0))
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks of a floating-point tensor, which is changed in place."""
+        value.div_(self.world_size)
+        self.sum(value)
+        return value if self.answered == self.world_size else value.mul_(self.world_size / self.answered)
+
+    @property
+    def answered(self) -> int:
+        """How many ranks took part in the last exchange: fewer than the world size once some were lost."""
+        return self.world_size if self._exchange is None else len(self._living)
+
+    def send_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite a tensor by the one of the rank `source`."""
+        if self._exchange is not None:
+            tensor.detach().copy_(self.send(tensor.detach().cpu(), source))
+        elif not self.is_alone:
+            data = tensor.detach()
+            whole = data.contiguous()
+            dist.broadcast(whole, group_src=source, group=self.world)
+            if whole.data_ptr() != data.data_ptr():
+                data.copy_(whole)
+
+    def send(self, value: Any, source: int = 0) -> Any:
+        """What rank `source` gives as `value`, which the other ranks' own value plays no part in.
+
+        Args:
+            value: Anything that can be pickled.
+            source: The rank that speaks.
+
+        Raises:
+            KaleDistError: It was lost.
+        """
+        if self.is_alone:
+            return value
+        mine = self.rank == source
+        if (found := self._everyones(value if mine else None)) is not None:
+            if self._members[source] not in found:
+                raise KaleDistError(f"Rank {self._members[source]} was lost when its data was needed by the others")
+            return found[self._members[source]]
+        sent = [value if mine else None]
+        dist.broadcast_object_list(sent, group_src=source, group=self.world)
+        return sent[0]
+
+
+_TOLERANCE = 1e-3
+"""Relative difference of a tensor's sum of absolute values from which ranks are said to have drifted apart.
+
+Processors of different makes round differently; a step that treats ranks differently does far more than that."""
+
+
+_LARGE = 1 << 18
+"""Buffers of more elements are compared before they are sent."""
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
+    """The sum of absolute values of each tensor; 0 for those without a shape yet."""
+    sums = [torch.zeros(()) if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.double()
+    total: Tensor = torch.linalg.vector_norm(tensor, 1)
+    return total.cpu().double()
+
+
+def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:
+    """Positions of the tensors that are not equal in all ranks.
+
+    Args:
+        fingerprints: One of each rank.
+        tolerance: Relative difference that counts as equal.
+    """
+    positions = []
+    for position, values in enumerate(zip(*fingerprints, strict=True)):
+        # All nan is a loss that diverged, and the same everywhere.
+        if all(value != value for value in values):  # noqa: PLR0124 - nan
+            continue
+        largest, smallest = max(values), min(values)
+        if not largest - smallest <= tolerance * max(abs(largest), 1e-12) and largest != smallest:
+            positions.append(position)
+    return positions
+
+
+def copy_where_differing(
+    group: Group,
+    named: Sequence[tuple[str, Tensor]],
+    fingerprints: Sequence[Sequence[float]],
+    when: str,
+    hint: str = "",
+) -> None:
+    """Copy rank 0's weights to all where they differ, and say so.
+
+    Args:
+        group: The ranks.
+        named: Names and weights, in the order of the fingerprints.
+        fingerprints: One of each rank.
+        when: For the sentence: `at the start`, `after epoch 3`.
+        hint: What the likely cause is, with a space in front.
+    """
+    positions = differing(fingerprints) if not group.is_alone else []
+    if not positions:
+        return
+    names = ", ".join(named[p][0] for p in positions[:3]) + (" and others" if len(positions) > 3 else "")  # noqa: PLR2004
+    with torch.no_grad():
+        for _, tensor in named:
+            if not torch.nn.parameter.is_lazy(tensor):
+                group.send_tensor(tensor)
+    group.say(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}")
+
+
+class Buffers:
+    """The model's buffers, which each rank changes by its own data (BatchNorm's statistics).
+
+    Args:
+        model: The model.
+        group: The ranks.
+        average: Whether floating-point buffers are averaged; otherwise they stay each rank's own.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: Group, *, average: bool) -> None:
+        self._model = model
+        self._group = group
+        self._average = average
+
+    def synchronise(self) -> None:
+        """Make buffers equal in all ranks: floating-point ones by their mean, others by rank 0's value.
+
+        Large ones (tables of positions, masks) are sent only where they differ.
+        """
+        if self._group.is_alone or not self._average:
+            return
+        named = sorted(self._model.named_buffers())
+        # Sparse ones are tables (a graph's edges), which no step changes.
+        buffers = [b for _, b in named if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided]
+        if not buffers:
+            return
+        self._group.meet(STEP_ENDS)
+        large = [b for b in buffers if b.numel() > _LARGE]
+        if large:
+            prints = self._group.gather(fingerprint(large))
+            changed = {id(large[position]) for position in differing(prints, tolerance=0.0)}
+            buffers = [b for b in buffers if b.numel() <= _LARGE or id(b) in changed]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            else:
+                self._group.send_tensor(buffer)
+        with torch.no_grad():
+            for same in by_dtype.values():
+                flat = self._group.mean(torch.cat([buffer.reshape(-1) for buffer in same]))
+                for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
+                    buffer.copy_(piece.view(buffer.shape))
+
+
+def trained_tensors(model: torch.nn.Module, criterion: Any, optimizer: Any) -> dict[str, Tensor]:
+    """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(id(parameter), (name, parameter))
+    if isinstance(criterion, torch.nn.Module):
+        for name, parameter in criterion.named_parameters():
+            found.setdefault(id(parameter), (f"criterion.{name}", parameter))
+    for i, options in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(options["params"]):
+            found.setdefault(id(parameter), (f"optimizer.{i}.{j}", parameter))
+    return dict(found.values())

@@ -1,0 +1,206 @@
+"""What a training says once: state that will not come back, a loss that is nan, the layer in which a step has failed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kale_dist.worker.training.group import Group
+
+_CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has a layer and what it was given
+
+_NAMED = 5
+"""At most this many names are listed."""
+
+_DEPTH = 3
+"""How far functions that call each other are followed."""
+
+_LOOKED_INTO = 32
+"""Longer lists and dicts count as changed by their length alone."""
+
+_OF_FIELDS = (types.SimpleNamespace, argparse.Namespace)
+"""Objects that hold values of the user's, as those of dataclasses and of the notebook's own classes do."""
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class Captured:
+    """The names outside of their own bodies that the functions of a training use, and may change.
+
+    Only counts of changes, addresses and lengths are kept, so that ten million numbers cost no more than ten.
+
+    Args:
+        functions: The user's steps.
+        known: Objects that come back, or that are ours.
+        given: What the steps get besides, by name.
+    """
+
+    def __init__(self, functions: Iterable[Any], known: Iterable[Any], given: Mapping[str, Any]) -> None:
+        self._functions = tuple(functions)
+        self._given = given
+        self._known = {id(value) for value in known}
+        self._before = self._marks()
+
+    def changed(self) -> dict[str, bool]:
+        """Names of what has changed since this object was made, each with whether it is only a number or a text."""
+        now = self._marks()
+        names = sorted(name for name, mark in self._before.items() if name in now and now[name] != mark)
+        return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
+
+    def _marks(self) -> dict[str, Any]:
+        found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
+        found |= self._given
+        return {name: _mark(value, 2, self._known) for name, value in found.items()}
+
+
+def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
+    """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
+    if id(value) in known:
+        return ()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        # Those without a shape have no address, and those of inference mode do not count their changes.
+        is_counted = _is_made(value) and not value.is_inference()
+        return (value.data_ptr(), value._version) if is_counted else ()  # noqa: SLF001 - no public name
+    if isinstance(value, torch.nn.Module):
+        return [_mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
+    if isinstance(value, list | dict | set):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
+        return (
+            id(value),
+            len(value),
+            [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
+        )
+    if dataclasses.is_dataclass(value) or isinstance(value, _OF_FIELDS) or type(value).__module__ == "__main__":
+        return id(value), _mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ()
+    return (id(value),)
+
+
+def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the notebook's functions that it calls find outside their own bodies."""
+    if not isinstance(function, types.FunctionType) or not depth:
+        return
+    try:
+        names = inspect.getclosurevars(function)
+    except ValueError:  # a name of the enclosing function that is not bound yet
+        return
+    for name, value in {**names.globals, **names.nonlocals}.items():
+        if not isinstance(value, types.FunctionType):
+            yield name, value
+        elif value.__module__ in ("__main__", function.__module__):
+            yield from _used(value, depth - 1)
+
+
+def _is_made(tensor: Tensor) -> bool:
+    return not torch.nn.parameter.is_lazy(tensor)
+
+
+class Losses:
+    """The latest loss of this rank, and a word on the first that is nan.
+
+    Args:
+        group: The ranks.
+        model: What is trained.
+        place: Gives epoch and step, both from 1.
+    """
+
+    def __init__(self, group: Group, model: torch.nn.Module, place: Callable[[], tuple[int, int]]) -> None:
+        self._group = group
+        self._model = model
+        self._place = place
+        self._latest: Tensor | None = None
+        self._root: Tensor | None = None
+        self._is_told = False
+
+    @contextlib.contextmanager
+    def watched(self, criterion: Any) -> Iterator[None]:
+        """Look at what a criterion gives and at what `backward()` begins with."""
+        original: Any = torch.Tensor.backward
+
+        @functools.wraps(original)
+        def backward(root: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._note_root(root)
+            return original(root, *args, **kwargs)
+
+        hook = criterion.register_forward_hook(self._note) if isinstance(criterion, torch.nn.Module) else None
+        setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there
+        try:
+            yield
+        finally:
+            setattr(torch.Tensor, "backward", original)  # noqa: B010
+            if hook is not None:
+                hook.remove()
+
+    def latest(self) -> float | None:
+        """The latest loss that the criterion gave. Waits for a GPU, so not for every batch."""
+        if self._root is not None:
+            self._look(float(self._root))
+        return None if self._latest is None else float(self._latest)
+
+    def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.numel() == 1:
+            self._latest = output.detach()
+
+    def _note_root(self, root: Tensor) -> None:
+        if root.numel() == 1 and not self._is_told:
+            self._root = root.detach()
+            if root.device.type == "cpu":
+                self._look(float(self._root))
+
+    def _look(self, loss: float) -> None:
+        if self._is_told or not math.isnan(loss):
+            return
+        self._is_told = True
+        with torch.no_grad():
+            is_spread = any(bool(p.isnan().any()) for p in self._model.parameters() if _is_made(p))
+        # By the exchange of gradients, one rank's nan is in all weights a step later.
+        if is_spread and self._group.rank:
+            return
+        epoch, step = self._place()
+        cause = ", and the weights hold nan already" if is_spread else ""
+        self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")
+
+
+def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, batch: str) -> None:
+    """Add to an exception which layer has raised it, and for what inputs; nothing if none has.
+
+    Args:
+        error: With its traceback.
+        model: Whose layers are named.
+        criterion: Passed to the step.
+        batch: Which batch it was.
+    """
+    called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    # A layer's own repr may fail as well.
+    with contextlib.suppress(Exception):
+        layer = called[-1]["self"]
+        name = next((name for name, one in model.named_modules() if one is layer), None)
+        kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
+        where = f"layer {name!r}, {kind}" if name else "the criterion" if layer is criterion else kind
+        given = [*map(_shown, called[-1]["args"])]
+        given += [f"{key}={_shown(value)}" for key, value in called[-1]["kwargs"].items()]
+        error.add_note(f"Raised in {where}, called with {', '.join(given) or 'nothing'}, in {batch}.")
+
+
+def _shown(value: Any) -> str:
+    """An input by its dtype and shape, or else its class."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, tuple | list) and 0 < len(value) <= _NAMED:
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, dict) and 0 < len(value) <= _NAMED:
+        return "{" + ", ".join(f"{key!r}: {_shown(one)}" for key, one in value.items()) + "}"
+    return type(value).__name__

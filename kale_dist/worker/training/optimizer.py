@@ -1,0 +1,435 @@
+"""The optimizer and its schedulers, altered in place: accumulation, clipping, and a last look at the gradients.
+
+`step` and `zero_grad` become bound methods of the same names on the optimizer itself. Between the batches of an
+accumulation window both do nothing and return None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from kale_dist.errors import ConfigError
+from kale_dist.wire import context
+from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.strategy import Strategy
+
+_TOTALS = ("total_steps", "T_max", "total_iters")
+"""Where torch's schedulers keep the number of calls they are made for."""
+
+_WORDS = ("num_training_steps", "total_steps", "max_steps")
+"""What the number is called in functions that `LambdaLR` calls, such as those of transformers."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Schedules:
+    """Decides how far a call of `scheduler.step()` within a batch moves the scheduler.
+
+    A rank takes fewer batches an epoch than one process would. A scheduler that counts the batches of one process is
+    moved by the progress through the data, and so ends where it would have ended.
+    """
+
+    group: Group
+    pace: Pace
+    epochs: int
+    alone: int | None = None
+    """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
+    here: int | None = None
+    """Batches of an epoch on this rank."""
+    samples: Callable[[], int] = lambda: 1
+    """How many samples this rank has had in the step that is running."""
+
+    def moves(self, scheduler: Any) -> int:
+        """How often the scheduler is to be stepped where the step has called it once."""
+        portion = self.pace.portion
+        if portion is None or not self.alone or not self.here:
+            return 1
+        steps = -(-self.here // self.pace.accumulate)
+        if steps == self.alone:
+            return 1
+        total = total_of(scheduler)
+        if total == self.epochs * steps:
+            return 1
+        name = type(scheduler).__name__
+        per_epoch = f"{self.alone} batches an epoch on one process, {steps} steps of each rank here"
+        if not total or total % self.alone or (total % steps == 0 and total != self.epochs * self.alone):
+            size = f"made for {total} steps" if total else "of unknown length"
+            self.group.say(
+                f"{name}, {size}, is stepped once in each batch ({per_epoch}): if it counts the batches of one process, it"
+                " stops early. Divide its number of steps by number_of_processes."
+            )
+            return 1
+        self.group.say(
+            f"{name} was made for {total} steps ({per_epoch}): in each batch it moves by the progress through the data,"
+            " and ends where it would on one process."
+        )
+        index = portion.index // self.pace.accumulate
+        return (index + 1) * self.alone // steps - index * self.alone // steps
+
+    def mean(self, value: Any) -> float:
+        """A metric of the step as one process would have it: the ranks' values, weighted by their samples."""
+        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.samples()))
+        if not any(weight for _, weight in everyone):
+            everyone = [(one, 1) for one, _ in everyone]
+        return float(sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone))
+
+
+def total_of(scheduler: Any) -> int | None:
+    """How many steps a scheduler is made for; None where it does not say."""
+    parts, milestones = getattr(scheduler, "_schedulers", None), getattr(scheduler, "_milestones", None)
+    if parts and milestones:
+        last = total_of(parts[-1])
+        return None if last is None else milestones[-1] + last
+    if parts:
+        totals = [total for total in map(total_of, parts) if total]
+        return max(totals, default=None)
+    for name in _TOTALS:
+        if isinstance(total := getattr(scheduler, name, None), int):
+            return total
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        for word in _WORDS:
+            if isinstance(total := _bound(function).get(word), int):
+                return total
+    return None
+
+
+def _bound(function: Any) -> dict[str, Any]:
+    """What a function has bound by name: as `functools.partial` does, or as a closure."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=False))
+    values = {name: cell.cell_contents for name, cell in cells.items()}
+    return {**values, **getattr(function, "keywords", {})}
+
+
+class OptimizerControl:
+    """Decides what a call of `optimizer.step()` does.
+
+    Args:
+        optimizer: The user's optimizer.
+        model: The model, whose `zero_grad` is held back as well.
+        group: The ranks.
+        pace: Written by the training loader.
+        strategy: Completes the gradients.
+        schedules: How far a scheduler moves in a batch.
+        clip_norm: Largest norm of all gradients together; None for no clipping.
+        precision: None, `bf16` or `fp16`.
+        scaler: The loss scaler of the ready-made step; None with a step of the user's.
+        stepped: Called after each real step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        group: Group,
+        pace: Pace,
+        strategy: Strategy,
+        schedules: Schedules,
+        *,
+        clip_norm: float | None = None,
+        precision: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        stepped: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.real_steps = 0
+        self.scheduler_calls: set[int] = set()
+        """Identities of the schedulers that the user's step has stepped."""
+        self._model = model
+        self._group = group
+        self._pace = pace
+        self._strategy = strategy
+        self._schedules = schedules
+        self._clip_norm = clip_norm
+        self._stepped = stepped
+        self._needs_scaler = precision == "fp16" and scaler is None
+        self._in_step = False
+        self._in_scheduler = False
+        self._in_user_scaler = False
+        self._is_held = False
+
+    @property
+    def _accumulates(self) -> bool:
+        return self._pace.accumulate > 1
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Alter the optimizer, schedulers and loss scalers of this process; all is as before afterwards."""
+        with contextlib.ExitStack() as stack:
+            self._take_optimizer(stack)
+            if self._accumulates:
+                _patch(stack, torch.nn.Module, "zero_grad", self._wrap_module_zero_grad)
+            for scheduler_class in (ReduceLROnPlateau, LRScheduler, *_subclasses(LRScheduler)):
+                if "step" in vars(scheduler_class):
+                    _patch(stack, scheduler_class, "step", self._wrap_scheduler_step)
+            _patch(stack, torch.amp.GradScaler, "step", self._wrap_scaler_step)
+            stack.callback(setattr, clip_grad, "_get_total_norm", clip_grad._get_total_norm)  # noqa: SLF001
+            clip_grad._get_total_norm = self._total_norm  # noqa: SLF001 - a name that a step has imported calls it, too
+            hook = register_optimizer_step_pre_hook(self._before_any_step)
+            stack.callback(hook.remove)
+            yield
+
+    def _take_optimizer(self, stack: contextlib.ExitStack) -> None:
+        optimizer, state = self.optimizer, self.optimizer.__dict__
+        # Objects that were not made by their constructor lack the wrapper that calls hooks.
+        optimizer._patch_step_function()  # noqa: SLF001
+        before: dict[str, Any] = {name: state[name] for name in ("step", "zero_grad") if name in state}
+        self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
+
+        def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        def zero_grad(_: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+            if not self._strategy.has_pending:
+                self._zero_grad(set_to_none=set_to_none)
+
+        # Schedulers look for this mark, and wrap or warn where it is missing.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+        state["step"] = types.MethodType(step, optimizer)
+        state["zero_grad"] = types.MethodType(zero_grad, optimizer)
+
+        def restore() -> None:
+            for name in ("step", "zero_grad"):
+                state.pop(name, None)
+            state.update(before)
+
+        stack.callback(restore)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """What `optimizer.step` does in a rank.
+
+        Raises:
+            ConfigError: The step does what accumulation cannot be combined with.
+        """
+        if self._in_step:
+            # The loss scaler of the ready-made step comes back here for the real thing.
+            return self._real_step()
+        if self._needs_scaler and not self._in_user_scaler:
+            raise ConfigError(
+                "precision",
+                "'fp16' needs a scaled loss, and train_step calls optimizer.step() without a GradScaler",
+                "Use 'bf16', leave train_step out, or use a torch.amp.GradScaler in it",
+            )
+        if self._accumulates:
+            self._check_accumulation(closure)
+            if not self._pace.is_due:
+                self._strategy.check_held()
+                self._is_held = True
+                return None
+        self._is_held = False
+        if closure is not None:
+            result = self._step(self._averaged(closure))
+            self._done()
+            return result
+        self.commit()
+        if self.scaler is not None:
+            result = self._scaled_step()
+        else:
+            self._clip()
+            result = self._real_step()
+        self._done()
+        return result
+
+    def commit(self) -> None:
+        """Make the gradients those of the whole window on all ranks."""
+        self._strategy.complete(self._pace.correction)
+
+    def flush(self) -> None:
+        """At the end of the user's step: apply a window that the loop left unfinished."""
+        if self._strategy.has_pending and self._accumulates:
+            portion, self._pace.portion = self._pace.portion, None
+            self._pace.optimizer_steps_of_batch = 0
+            try:
+                self.step()
+                self._zero_grad()
+            finally:
+                self._pace.portion = portion
+
+    def _done(self) -> None:
+        self.real_steps += 1
+        self._pace.stepped()
+        self._strategy.stepped()
+        self._stepped()
+        context.mark_progress()
+
+    def _real_step(self) -> Any:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look for
+        return self._step()
+
+    def _scaled_step(self) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            return None
+        self._in_step = True
+        try:
+            scaler.unscale_(self.optimizer)
+            self._clip()
+            result = scaler.step(self.optimizer)
+            scaler.update()
+        finally:
+            self._in_step = False
+        return result
+
+    def _clip(self) -> None:
+        if self._clip_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+
+    def _total_norm(
+        self,
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        foreach: bool | None = None,  # noqa: ARG002, FBT001
+    ) -> torch.Tensor:
+        """What `clip_grad_norm_` divides by, here and in the user's step."""
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        total = self._strategy.total_norm(gradients, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Pass"
+                " error_if_nonfinite=False to clip them all the same"
+            )
+        return total
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose loss is that of all ranks: a line search must take the same turns everywhere."""
+
+        def averaged() -> Any:
+            loss = closure()
+            self._strategy.complete(1.0)
+            self._clip()
+            if loss is None:
+                return None
+            weighted = torch.as_tensor(loss, device=self._group.device).detach().clone() * self._pace.factor
+            mean = self._group.mean(weighted)
+            return mean if isinstance(loss, torch.Tensor) else mean.item()
+
+        return averaged
+
+    def _check_accumulation(self, closure: Any) -> None:
+        if closure is not None:
+            raise ConfigError(
+                "accumulate",
+                "optimizer.step(closure) computes its own gradients, which cannot be accumulated",
+                "Use accumulate=1 with this optimizer",
+            )
+        self._pace.optimizer_steps_of_batch += 1
+        if self._pace.optimizer_steps_of_batch > 1:
+            raise ConfigError(
+                "accumulate",
+                "train_step calls optimizer.step() more than once for a batch",
+                "Use accumulate=1, or one step a batch",
+            )
+
+    # -- everything else that steps --------------------------------------------------------------------------------
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Runs before the real step of any optimizer of the process."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer is not self.optimizer:
+            if self._accumulates:
+                raise ConfigError(
+                    "accumulate",
+                    f"train_step uses another optimizer ({type(optimizer).__name__}) beside the one it was given",
+                    "Use accumulate=1 with more than one optimizer",
+                )
+            self._strategy.adopt(parameters)
+            self._strategy.complete(1.0)
+        elif any(torch.nn.parameter.is_lazy(p) for p in parameters):
+            raise ConfigError(
+                "model",
+                "has parameters without a shape after its first batch",
+                "Use all lazy modules in the first forward pass, or give them shapes before the call",
+            )
+        else:
+            self._strategy.adopt(parameters)
+
+    def _wrap_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaler is self.scaler or optimizer is not self.optimizer:
+                return original(scaler, optimizer, *args, **kwargs)
+            if scaler.is_enabled() and len(self._strategy.layout.replicas) < self._group.world_size:
+                raise ConfigError(
+                    "strategy",
+                    "train_step uses a GradScaler, which skips a step where gradients overflow, and each rank sees only"
+                    " its part of them",
+                    "Use precision='bf16' without a GradScaler, or strategy='ddp'",
+                )
+            problem = "train_step uses its own GradScaler, which unscales gradients before they are complete"
+            if self._accumulates:
+                raise ConfigError("accumulate", problem, "Use precision='bf16' instead of the scaler")
+            if self._clip_norm is not None:
+                raise ConfigError("clip_norm", problem, "Clip in the step, after scaler.unscale_(optimizer)")
+            self._strategy.complete(1.0)
+            self._in_user_scaler = True
+            try:
+                return original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._in_user_scaler = False
+
+        return step
+
+    def _wrap_scheduler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.scheduler_calls.add(id(scheduler))
+            if self._in_scheduler or getattr(scheduler, "_is_initial", False):
+                return original(scheduler, *args, **kwargs)
+            if self._is_held and getattr(scheduler, "optimizer", self.optimizer) is self.optimizer:
+                return None
+            # A scheduler may be made of others, which it steps itself.
+            self._in_scheduler = True
+            try:
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    # Ranks that saw different losses would go on with different learning rates.
+                    given = inspect.signature(original).bind(scheduler, *args, **kwargs)
+                    given.arguments["metrics"] = self._schedules.mean(given.arguments["metrics"])
+                    args, kwargs = given.args[1:], given.kwargs
+                for _ in range(1 if args or kwargs else self._schedules.moves(scheduler)):
+                    original(scheduler, *args, **kwargs)
+            finally:
+                self._in_scheduler = False
+            return None
+
+        return step
+
+    def _wrap_module_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+            if not (self._strategy.has_pending and self._shares_parameters(module)):
+                original(module, set_to_none)
+
+        return zero_grad
+
+    def _shares_parameters(self, module: torch.nn.Module) -> bool:
+        own = {id(p) for p in self._model.parameters()}
+        return any(id(p) in own for p in module.parameters())
+
+
+def _patch(stack: contextlib.ExitStack, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, wrap(original))
+    stack.callback(setattr, owner, name, original)
+
+
+def _subclasses(of: type) -> Iterator[type]:
+    subclasses: list[type] = of.__subclasses__()
+    for subclass in subclasses:
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,0 +1,180 @@
+"""What the training loop asks of a strategy. All that ranks exchange because they train together is behind this.
+
+To add a strategy: settings in `kale_dist.strategies` (one file, listed in its `ALL`), and a class with these methods in a
+module of this folder, which the settings name as their `home`. The class is made with `(settings, layout)`. It derives from `Strategy`,
+or from `Replica` (replica.py), which adds the hooks on gradients.
+`tests/strategies/` has the harness that compares a strategy with one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.clip_grad import _get_total_norm
+
+from kale_dist.strategies import Layout, Settings
+from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.group import Buffers, Group
+
+__all__ = ["FullState", "Layout", "Parts", "Strategy"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a strategy is given to alter."""
+
+    model: torch.nn.Module
+    """Several models are one `ModuleDict`."""
+    criterion: Any
+    optimizer: Any
+    """A torch optimizer, or `result.Optimizers` for several."""
+    named: dict[str, Tensor]
+    """All parameters that training may change, each once, in an order that is equal on all ranks."""
+    group: Group
+    """All ranks."""
+    column: Group
+    """The ranks with the same position among their peers, one for each shard, in the order of the shards: those that
+    average gradients and buffers. All ranks where every rank has a shard of its own; alone in a rank without data."""
+    row: Group
+    """The peers, in their order; alone where there are none."""
+    pace: Pace
+    """The current batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FullState:
+    """The states as one process would have them: names and order of the notebook's objects, plain tensors, ties kept."""
+
+    model: dict[str, Any]
+    """As `model.state_dict()`."""
+    optimizer: dict[str, Any]
+    """As `optimizer.state_dict()`."""
+
+
+class Strategy:
+    """One way in which ranks share a training: by itself, what one plain replica does.
+
+    Unless it says otherwise, all ranks call a method at the same place.
+
+    Args:
+        settings: The strategy's.
+        layout: This rank's.
+    """
+
+    levels: frozenset[str] = frozenset()
+    """Those of `metrics` that are not added up over epochs, such as a distance."""
+    average_buffers = True
+    """Whether floating-point buffers are averaged over shards after each epoch."""
+
+    def __init__(self, settings: Settings, layout: Layout) -> None:
+        self.settings: Any = settings
+        self.layout = layout
+        self.has_pending = False
+        """Whether gradients of an unfinished accumulation window are there, which `zero_grad` must not clear."""
+
+    def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:  # noqa: ARG002
+        """Alter model and optimizer in place; the stack undoes it.
+
+        Called when the objects are on the rank's device, a checkpoint was loaded into them and all ranks hold the same
+        values, and before the loop takes over `optimizer.step` and the loaders.
+        """
+        self.parts = parts
+        self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
+
+    def adopt(self, parameters: Iterable[Tensor]) -> None:
+        """Take in parameters that came later: those of lazy modules, or of an optimizer that the step made.
+
+        Called by all ranks or none, with parameters that may be known already.
+
+        Raises:
+            ConfigError: This strategy cannot.
+        """
+
+    def begin_batch(self, *, weight: float, due: bool) -> None:
+        """A batch was taken. Local: ranks do not wait for each other here.
+
+        Args:
+            weight: What this rank's gradients are multiplied by before they are averaged over shards: shards x this
+                rank's samples / samples of the window. 0 means zeros, whatever the gradients are (a repeated sample
+                may give nan).
+            due: Whether the optimizer's step after this batch is real; else gradients are held back.
+        """
+
+    def end_batch(self, *, left: bool) -> None:
+        """Before the next batch is taken: join the collectives that other ranks made in this one.
+
+        Args:
+            left: This rank left the loop over its loader early.
+
+        Raises:
+            KaleDistError: The ranks are not at the same place.
+        """
+
+    def check_held(self) -> None:
+        """A step of the optimizer is held back. Local.
+
+        Raises:
+            KaleDistError: The user's code has changed or dropped gradients that are being accumulated.
+        """
+
+    def complete(self, correction: float) -> None:
+        """Before a real step: gradients become those of the whole window, for the parameters that this rank steps.
+
+        Args:
+            correction: What they are multiplied by in the end; 1 unless a loop was left early or had no known length.
+        """
+
+    def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
+        """The norm of gradients over the whole model, equal on all ranks.
+
+        Serves `clip_norm=` and the `clip_grad_norm_` of the user's step.
+
+        Args:
+            gradients: Those that this rank has of the parameters that are clipped; maybe none.
+            kind: The p of the p-norm, may be inf.
+        """
+        return _get_total_norm(gradients, kind)
+
+    def stepped(self) -> None:
+        """After a real step of the optimizer: averaging, gossip, push and pull."""
+        self.has_pending = False
+
+    def end_epoch(self) -> None:
+        """After the user's train_step, and the last held-back step: bring all shards to one state, buffers too."""
+        self._buffers.synchronise()
+
+    def end_evaluation(self) -> None:
+        """After the user's eval_step, in which ranks may have taken different numbers of batches."""
+
+    def full_state(self) -> FullState | None:
+        """Rank 0: the states of one process; other ranks: None. Called between epochs, and before all is undone."""
+        if self.parts.group.rank:
+            return None
+        return FullState(model=self.parts.model.state_dict(), optimizer=self.parts.optimizer.state_dict())
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank needs to resume and `full_state` lacks: residuals, an outer momentum.
+
+        Returns:
+            Tensors, numbers, lists and dicts.
+        """
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `own_state`, after `prepare`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers since the last call, such as `bytes_sent`, which the loop sums over ranks after each epoch."""
+        return {}
+
+    def serve(self) -> None:
+        """All that a rank without data does after `prepare`; returns when the training is over.
+
+        Such a rank takes part in no collective, so that the others can do without it. Call `context.mark_progress()`
+        while it serves, or the rank counts as stalled.
+        """
