@@ -57,9 +57,11 @@ from kale_dist.wire.order import (
     Op,
     Order,
     PodVariable,
+    Policy,
     ProcessState,
     Source,
     socket_address,
+    with_tuples,
 )
 from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, sign_request
 
@@ -96,6 +98,7 @@ __all__ = [
     "Order",
     "OutcomePart",
     "PodVariable",
+    "Policy",
     "ProcessState",
     "ProgressBlock",
     "RankStateName",
@@ -117,4 +120,5 @@ __all__ = [
     "prefix_of",
     "sign_request",
     "socket_address",
+    "with_tuples",
 ]

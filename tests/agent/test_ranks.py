@@ -340,6 +340,7 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
         from torch.utils.data import DataLoader, TensorDataset
 
         from kale_dist.worker.training.loop import train
+        from kale_dist.worker.training.settings import Training
 
         def step(model, loader, criterion, optimizer, device, args):
             init_process_group("gloo")
@@ -351,12 +352,14 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
 
         model = torch.nn.Linear(2, 2)
         return train(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
-            criterion=torch.nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            epochs=2,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
+                criterion=torch.nn.CrossEntropyLoss(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                train_step=step,
+                epochs=2,
+            )
         ).epochs
 
     job = jobs.run(tutorial)

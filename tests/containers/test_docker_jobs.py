@@ -243,7 +243,7 @@ def test_a_job_outlives_its_kernel_and_is_found_from_other_machines(on, engine, 
     said = in_new_process(
         f"""
         import kale_dist as kd
-        from kale_dist.calls.layout import gathered
+        from kale_dist.calls.request import gathered
         from container_work import waits_a_little
         print(kd.launch(waits_a_little, 3, number_of_processes=1, name={name!r}, **gathered({on!r})).ref)
         """

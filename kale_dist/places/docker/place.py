@@ -79,18 +79,14 @@ class DockerPlace(Place):
     name = "docker"
     noun = "container"
 
+    settle = staticmethod(engines.settle)
+    render = staticmethod(containers.render)
+    object_name = staticmethod(containers.object_name)
+
     def __init__(self) -> None:
         # Containers that have ended do not change: each is inspected once.
         self._ended: dict[str, Part] = {}
         self._bridged: set[str] = set()
-
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle the image and have it on the engine; look whether the job could run."""
-        return engines.prepare(spec, submit=submit)
-
-    def render(self, spec: JobSpec) -> str:
-        """The command lines that would do the same."""
-        return containers.render(spec)
 
     def volumes(self) -> Sequence[str]:
         """Names of the engine's volumes."""
@@ -98,17 +94,15 @@ class DockerPlace(Place):
         with explained("listing volumes"):
             return sorted(volume["Name"] for volume in engine.api.volumes()["Volumes"] or ())
 
-    def object_name(self, spec: JobSpec, run: int) -> str:
-        """Prefix of the names of a run's containers."""
-        return containers.object_name(spec.name, run)
-
     def close(self) -> None:
         """Close the connections to engines."""
         engines.disconnect()
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
         """Create a run's containers with their input in them, and start them. If one cannot be, none is left.
 
         Raises:
@@ -116,7 +110,7 @@ class DockerPlace(Place):
             BackendError: The engine refused.
         """
         engine = engines.connect()
-        order = containers.make_order(spec, run, process_state.read_flags(cuda=spec.cuda))
+        order = containers.make_order(spec, run, used_restarts, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
             InputFiles.RUNTIME: payload.runtime_zip(),
             InputFiles.KEY: key,

@@ -71,7 +71,7 @@ def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
     """What a place needs to find a run."""
     return RunHandle(
         ref=JobRef.parse(record.ref),
-        object=run.object or place.object_name(record.spec, run.number),
+        object=run.object or place.object_name(record.spec.name, run.number),
         run=run.number,
         spec=record.spec,
         place=run.place or record.place,
@@ -507,7 +507,7 @@ class Follower:
         fresh = Run(
             number=run.number + 1,
             files=self._files.run(run.number + 1),
-            object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
+            object=self._handle.object if uid else self._place.object_name(self._spec.name, run.number + 1),
             uid=uid,
             first_attempt=run.first_attempt + copy.last_attempt + 1,
             began=self._clock.time(),
@@ -541,21 +541,17 @@ class Follower:
         if self._key is None:
             return True
         checkpoints = [run.files.checkpoint for run in runs if run.files.checkpoint.exists()]
-        policy = self._spec.policy
-        used = self._run.first_attempt - sum(run.is_free for run in runs)
-        spec = dataclasses.replace(
-            self._spec, policy=dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used))
-        )
         self._show(f"Run {self._run.number} is being started")
         try:
             # What the run before it holds (GPUs, quota) is what this one needs.
             self._place.remove(handle_of(self._place, self._record, runs[-2]))
             try:
                 self._handle = self._place.start(
-                    spec,
+                    self._spec,
                     self._key,
                     run=self._run.number,
                     checkpoint=checkpoints[-1] if checkpoints else None,
+                    used_restarts=self._run.first_attempt - sum(run.is_free for run in runs),
                 )
             except JobExistsError:
                 # The follower of another machine was first, or this one before it was killed: it is the same run.

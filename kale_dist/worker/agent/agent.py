@@ -137,7 +137,7 @@ class Agent:
             self._kernel_lives = False
             self._news.set()
             for job in list(self._jobs.values()):
-                if not job.order.detach:
+                if not job.order.policy.detach:
                     job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------

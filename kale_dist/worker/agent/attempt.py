@@ -105,8 +105,8 @@ class RunningAttempt:
             site.loop,
             site.writer,
             has_far_ranks=site.relays is not None,
-            stall_warn_s=order.stall_warn_s,
-            stall_timeout_s=order.stall_timeout_s,
+            stall_warn_s=order.policy.stall_warn_s,
+            stall_timeout_s=order.policy.stall_timeout_s,
             fail=self.fail,
         )
         try:
@@ -133,7 +133,7 @@ class RunningAttempt:
             verdict: How it ends.
             grace_s: Seconds from SIGTERM to SIGKILL. If the attempt is ending already, they shorten its grace.
         """
-        is_last = self._attempt.number >= self._site.order.max_restarts
+        is_last = self._attempt.number >= self._site.order.policy.max_restarts
         if self.verdict is None:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:

@@ -90,7 +90,7 @@ class JobRun:
 
     def write_end(self, verdict: Verdict) -> None:
         """Write the last event: the verdict that `run` returned."""
-        writer, most, reason = self._site.writer, self.order.max_restarts, verdict.reason
+        writer, most, reason = self._site.writer, self.order.policy.max_restarts, verdict.reason
         if verdict.may_restart and most:
             reason = f"{reason}. This was attempt {writer.attempt + 1} of {most + 1}"
         if reason:
@@ -102,7 +102,7 @@ class JobRun:
 
     async def _run_attempts(self) -> Verdict:
         """Run one attempt after the other, until one ends in a way that another could not better."""
-        writer, most = self._site.writer, self.order.max_restarts
+        writer, most = self._site.writer, self.order.policy.max_restarts
         while True:
             verdict = await self._run_attempt()
             if not verdict.may_restart or writer.attempt >= most:
@@ -152,7 +152,7 @@ class JobRun:
     def _all_are_forked(self) -> None:
         """All ranks of an attempt have a process. The time of all attempts together is limited."""
         self._site.pool.refill(REFILL_AFTER_S)
-        limit_s = self.order.timeout_s
+        limit_s = self.order.policy.timeout_s
         if limit_s is not None and self._deadline is None:
             told = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
             self._deadline = self._site.loop.call_later(limit_s, self.fail, FailureCause.TIMEOUT, told)
