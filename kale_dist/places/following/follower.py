@@ -25,7 +25,6 @@ from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock, HeadReader, RunCopy
-from kale_dist.places.following.results import Results
 from kale_dist.places.following.verdict import (
     RETRIED,
     closing_events,
@@ -59,7 +58,11 @@ ACT_WITHIN_S = 300.0
 EXPLAIN_S = 10.0
 """A place may need so long to say what became of a pod that the head has lost."""
 
+MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
+"""How many failed pods have their last output copied into the log, and how much of it: the first that failed say why."""
+
 _NAMED = 5
+_MIB = 1 << 20
 _MADE_AGAIN = RETRIED - {"killed"}
 """How a pod is lost that its controller may make again."""
 
@@ -146,11 +149,6 @@ class Follower:
             raise StoreError(f"{self._files.folder} is followed by another process")
         return self._opened
 
-    def client(self) -> HeadClient | None:
-        """For requests to the head of the newest run; None where this user has no key."""
-        handle = self._handle
-        return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
-
     def wait_for_look(self) -> None:
         """Wait for the first look, and for the end of a run that has ended: what a new process shows first is then true."""
         self._looked.wait(FIRST_LOOK_S)
@@ -181,7 +179,7 @@ class Follower:
         """
         records.mark_cancelled(self._files)
         self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
-        client = self.client()
+        client = self._client()
         asked = False
         if client is not None:
             with contextlib.suppress(BackendError, StoreError):
@@ -192,8 +190,32 @@ class Follower:
         self.wake()
 
     def fetch(self, name: str) -> bool:
-        """Bring a file of the newest run here, as it is now; see `Results.fetch`."""
-        return self._results().fetch(name)
+        """Fetch a file of the newest run as it is now: from the head while it runs, else from the place.
+
+        Args:
+            name: Of an outcome, or `checkpoint`.
+
+        Returns:
+            Whether it came.
+
+        Raises:
+            StoreError: It cannot be written here.
+            BackendError: The place cannot be reached.
+        """
+        files, handle, client = self._run.files, self._handle, self._client()
+        target = files.folder / name
+        if client is not None and self._head_runs:
+            with contextlib.suppress(BackendError):
+                try:
+                    client.fetch_file(name, target, self._show_fetched)
+                except StoreError:
+                    if not files.folder.exists():
+                        raise
+                else:
+                    return True
+                finally:
+                    self._show("")
+        return self._place.fetch(handle, name, target)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +328,7 @@ class Follower:
             return self.look.fresh
 
         return HeadReader(
-            place=self._place, handle=self._handle, client=self.client(), copy=self._copy, has_ended=has_ended,
+            place=self._place, handle=self._handle, client=self._client(), copy=self._copy, has_ended=has_ended,
             on_end=self._woken.set, clock=self._clock,
         )  # fmt: skip
 
@@ -324,16 +346,23 @@ class Follower:
         self._input = threading.Thread(target=send, name=f"kale_dist input {handle.object}", daemon=True)
         self._input.start()
 
-    def _results(self) -> Results:
-        return Results(
-            place=self._place, handle=self._handle, files=self._run.files, client=self.client(), look=self.look,
-            on_progress=self._show,
-        )  # fmt: skip
+    def _client(self) -> HeadClient | None:
+        """A client of the newest run's head; None if this user has no key."""
+        handle = self._handle
+        return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
+
+    @property
+    def _head_runs(self) -> bool:
+        return self.look.head is not None and self.look.head.state == "running"
 
     def _show(self, activity: str) -> None:
         if activity != self.activity:
             self.activity = activity
             self._on_change()
+
+    def _show_fetched(self, done: int, total: int) -> None:
+        if total > _MIB:
+            self._show(f"Fetching results: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
     def _kill_if_due(self) -> None:
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
@@ -365,18 +394,21 @@ class Follower:
             is_explained = explains_loss(copy.verdict.cause, look, self._spec.topology.number_of_pods)
             if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
                 return False
-            return self._end(judge(copy.verdict, look, self._spec, canceller=records.canceller(self._files)))
+            return self._end(self._judge(copy.verdict))
         is_gone = head is None and bool(self._run.uid or look.gone or look.finished)
         if is_gone or (head is not None and head.state == "ended"):
             if not is_read and reader is not None:
                 reader.hurry()
                 return False
-            return self._end(judge(None, look, self._spec, canceller=records.canceller(self._files)))
+            return self._end(self._judge(None))
         self._decided = self._hopeless(look)
         if self._decided is not None:
             with contextlib.suppress(BackendError):
                 self._place.kill(self._handle, 0.0, self._decided.reason)
         return False
+
+    def _judge(self, said: Verdict | None) -> Verdict:
+        return judge(said, self.look, self._status.status(), canceller=records.canceller(self._files))
 
     def _hopeless(self, look: Look) -> Verdict | None:
         """How a run ends that its head will never end."""
@@ -388,11 +420,11 @@ class Follower:
             self._input = self._input_error = None
         if self._lasts("gone", HEAD_S, seen=look.gone):
             # The object was deleted without its pods (--cascade=orphan), which only the head can end now.
-            client = self.client()
+            client = self._client()
             if client is not None:
                 with contextlib.suppress(BackendError, StoreError):
                     client.cancel(0.0)
-            return judge(None, look, self._spec)
+            return judge(None, look, self._status.status())
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
         trouble = look.trouble if waits and not (look.suspended or look.gone) else None
         limit_s = self._spec.cluster.pending_timeout_s
@@ -409,7 +441,7 @@ class Follower:
             return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
         part = lost_part(look)
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
-            return judge_part(part, look, self._spec)
+            return judge_part(part, look, self._status.status())
         return None
 
     def _lasts(self, name: str, seconds: float, *, seen: bool = True) -> bool:
@@ -431,13 +463,13 @@ class Follower:
         if self._reader is not None:
             self._reader.stop()
         if verdict.state is StateName.FAILED:
-            self._results().keep_last_words(self._copy, self._heard)
+            self._keep_last_words()
         copy = self._copy
         may_go_on = verdict.may_restart and self._key is not None and not records.canceller(self._files)
         if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
             self._plan_run(verdict.reason)
             return False
-        if not self._results().fetch_all(verdict, copy, self._status.status()):
+        if not self._fetch_results(verdict):
             return False
         left = self._end_pods(verdict)
         if left is None:
@@ -449,8 +481,8 @@ class Follower:
                 copy.say(verdict.reason)
             events = closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time())
             copy.release(events, note=left)
-        client = self.client()
-        if client is not None and self.look.head is not None and self.look.head.state == "running":
+        client = self._client()
+        if client is not None and self._head_runs:
             with contextlib.suppress(BackendError, StoreError):
                 client.ack()
         return True
@@ -483,6 +515,55 @@ class Follower:
             return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
         names = ", ".join(waiting[:_NAMED])
         return f"{len(waiting)} {noun}s had not started when the job ended, and are removed: {names}" if names else ""
+
+    # -- what the end of a run needs ----------------------------------------------------------------------------------
+
+    def _fetch_results(self, verdict: Verdict) -> bool:
+        """Fetch the outcomes of a run that has ended, and the last checkpoint of one that has not succeeded.
+
+        Returns:
+            Whether everything is here that will ever be.
+        """
+        if self._key is None:
+            return True
+        copy, files, status = self._copy, self._run.files, self._status.status()
+        is_success = verdict.state is StateName.SUCCEEDED
+        # Parameter servers, and the workers that serve them, are ended when the chief returns, and return nothing.
+        returning = status.replicas[:1] if self._spec.cluster.servers else status.replicas
+        ranks = [replica.rank for replica in returning if replica.rank not in verdict.lost] if is_success else []
+        if verdict.rank is not None and copy.verdict is not None:
+            ranks.append(verdict.rank)
+        names = [files.outcome(copy.last_attempt, rank).name for rank in ranks]
+        if status.checkpoint_epoch is not None and not is_success:
+            names.append(files.checkpoint.name)
+        missing = [name for name in names if not self._is_here(name)]
+        if not missing or not is_success:
+            return True
+        if self._head_runs:
+            # Results are worth waiting for: the head keeps them for `collect_wait_s`.
+            self._show("The results could not be fetched yet")
+            return False
+        what = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+        copy.say(f"Results could not be fetched, because the head ended before they were fetched: {what}")
+        return True
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a file of the run is here, after an attempt to fetch it."""
+        path = self._run.files.folder / name
+        if not path.exists():
+            with contextlib.suppress(BackendError):
+                self.fetch(name)
+        return path.exists()
+
+    def _keep_last_words(self) -> None:
+        """Copy the last output of other pods that failed into the log: their agents may not have reached the head."""
+        failed = [part for part in self.look.parts if part.number and part.state == "ended" and part.exit_code]
+        for part in [part for part in failed[:MAX_PODS] if part.uid not in self._heard]:
+            self._heard.add(part.uid)
+            with contextlib.suppress(BackendError):
+                said = self._place.last_words(self._handle, part, MAX_BYTES).decode(errors="replace")
+                for line in [text for text in said.splitlines() if text.strip()][-MAX_LINES:]:
+                    self._copy.say(f"pod {part.number}: {line}")
 
     # -- the next run -------------------------------------------------------------------------------------------------
 

@@ -26,13 +26,13 @@ _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, Failur
 _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
 
 
-def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "") -> Verdict:
+def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str = "") -> Verdict:
     """Decide how a run ended.
 
     Args:
         said: The head's verdict, from its events; None if there is none and none will come.
         look: What its place sees.
-        spec: What was submitted.
+        status: From the job's folder: which pod has which ranks.
         canceller: The user who cancelled the job here; empty if none did.
 
     Returns:
@@ -43,7 +43,7 @@ def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "
         # Cancelled or deleted from elsewhere.
         wish = str(look.trouble)
     if said is not None:
-        verdict = _explained(said, look, spec)
+        verdict = _explained(said, look, status)
     elif wish:
         return Verdict(StateName.CANCELLED, FailureCause.USER, wish)
     elif look.suspended:
@@ -53,7 +53,7 @@ def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "
         return Verdict(StateName.CANCELLED, FailureCause.USER, reason)
     elif head is not None and head.state == "ended":
         told = Verdict.parse(head.message)
-        verdict = judge_part(head, look, spec) if told is None else _explained(told, look, spec)
+        verdict = judge_part(head, look, status) if told is None else _explained(told, look, status)
     elif head is None and look.finished == "succeeded":
         # Its pods are gone; the results may lie in its store.
         return Verdict(StateName.SUCCEEDED)
@@ -69,7 +69,7 @@ def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "
     return verdict
 
 
-def judge_part(part: Part, look: Look, spec: JobSpec) -> Verdict:
+def judge_part(part: Part, look: Look, status: JobStatus) -> Verdict:
     """Decide how a run ended when one of its parts ended and the head says nothing about it."""
     reason, trouble = _loss(part, look), part.trouble or look.trouble
     cause = trouble.cause if trouble is not None else None
@@ -77,7 +77,7 @@ def judge_part(part: Part, look: Look, spec: JobSpec) -> Verdict:
         return Verdict(StateName.FAILED, cause or FailureCause.LOST, reason, may_restart=True)
     if part.exit_code == EXIT_CODE:
         return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
-    return Verdict(StateName.FAILED, cause or FailureCause.DIED, reason, rank=_first_rank(part, spec))
+    return Verdict(StateName.FAILED, cause or FailureCause.DIED, reason, rank=_first_rank(part, status))
 
 
 def judge_trouble(trouble: Trouble) -> Verdict:
@@ -179,7 +179,7 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _explained(verdict: Verdict, look: Look, spec: JobSpec) -> Verdict:
+def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
     """A head's verdict, with what became of a pod or of the whole run where the head cannot know it."""
     head, part = look.head, lost_part(look)
     if verdict.cause is FailureCause.SUSPENDED:
@@ -193,7 +193,7 @@ def _explained(verdict: Verdict, look: Look, spec: JobSpec) -> Verdict:
     if verdict.state is StateName.FAILED and verdict.cause in _UNSURE and part is not None and part.lost:
         if part.lost == "out of memory":
             reason = f"{_loss(part, look).rstrip('.')}. {verdict.reason}".strip()
-            rank = _first_rank(part, spec) if verdict.rank is None else verdict.rank
+            rank = _first_rank(part, status) if verdict.rank is None else verdict.rank
             return dataclasses.replace(verdict, reason=reason, rank=rank)
         if is_lost:
             return dataclasses.replace(verdict, may_restart=True, reason=_loss(part, look))
@@ -214,9 +214,9 @@ def _loss(part: Part, look: Look) -> str:
     return f"{part.name} ended with exit code {part.exit_code} before it could say why"
 
 
-def _first_rank(part: Part, spec: JobSpec) -> int | None:
-    rank = part.number * spec.topology.processes_per_pod
-    return rank if rank < spec.topology.number_of_processes else None
+def _first_rank(part: Part, status: JobStatus) -> int | None:
+    """The first rank of a part; None before an attempt has given it ranks."""
+    return next((replica.rank for replica in status.replicas if replica.agent == part.number), None)
 
 
 def _replica(replica: ReplicaStatus, part: Part | None) -> ReplicaStatus:
