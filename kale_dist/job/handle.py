@@ -73,8 +73,8 @@ class Inside:
     """What was submitted, as text."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
-    saying_why: Callable[[], contextlib.AbstractContextManager[None]]
-    """Around what reads the log until the job ends: prints why the job waits."""
+    reasons: watch.Reasons
+    """Prints why the job waits."""
 
 
 class Job(Generic[R]):
@@ -116,7 +116,6 @@ class Job(Generic[R]):
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
-        self._reasons = watch.Reasons(ref)
         self._inside = Inside(
             files=outcomes.files,
             key=outcomes.key,
@@ -124,7 +123,7 @@ class Job(Generic[R]):
             after_wait=[],
             plan=lambda: backend.plan(spec).text,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
-            saying_why=lambda: self._reasons.followed(self._watcher),
+            reasons=watch.Reasons(backend, ref),
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ class Job(Generic[R]):
         """Wait for the job's end. After a success the notebook's model has its weights.
 
         A failed job does not raise here: one line says what happened, and `result()` raises. Why the job waits for its pods
-        is printed on stderr, each reason once.
+        is printed on stderr, each reason once, unless a widget shows it.
 
         Args:
             timeout: Seconds to wait at most; None for as long as it takes.
@@ -417,7 +416,7 @@ class Job(Generic[R]):
 
         unsubscribe = self.subscribe(show)
         try:
-            with self._interruptible(), self._inside.saying_why():
+            with self._interruptible(), self._inside.reasons.printed():
                 for line in self._backend.logs(self._ref, follow=True):
                     say(line)
             show(self.status)
@@ -527,7 +526,7 @@ class Job(Generic[R]):
         watch.check_timeout(timeout)
         try:
             with self._interruptible():
-                return self._watcher.wait(self._ref, timeout, self._reasons.say)
+                return self._watcher.wait(self._ref, timeout, self._inside.reasons.print)
         finally:
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import queue
@@ -169,43 +170,41 @@ class Reasons:
     A job on this machine waits for nothing, and prints no reason.
 
     Args:
+        backend: Where the job runs.
         ref: The job.
     """
 
-    def __init__(self, ref: JobRef) -> None:
+    def __init__(self, backend: Backend, ref: JobRef) -> None:
+        self.is_shown: Callable[[], bool] = lambda: False
+        """Whether a widget shows the reasons now: then nothing is printed."""
+        self._backend = backend
         self._ref = ref
         self._lock = threading.Lock()
         self._said: set[tuple[int | None, str]] = set()
 
-    def say(self, status: JobStatus) -> None:
+    def print(self, status: JobStatus) -> None:
         """Print the status's reason if it is a new one: one in which more has changed than seconds, MiB or counts of nodes."""
         reason = status.queue_position, re.sub(r"\d+", "", status.reason)
+        if status.is_final or not status.reason or self._ref.backend == "local" or self.is_shown():
+            return
         with self._lock:
-            if status.is_final or not status.reason or self._ref.backend == "local" or reason in self._said:
-                return
-            self._said.add(reason)
-            say(f"{self._ref}: {facts.clean(status.reason)}")
+            if reason not in self._said:
+                self._said.add(reason)
+                say(f"{self._ref}: {facts.clean(status.reason)}")
 
     @contextlib.contextmanager
-    def followed(self, watcher: Watcher) -> Iterator[None]:
-        """Print them as they come, from the watcher's thread, while the caller reads the job's log."""
+    def printed(self) -> Iterator[None]:
+        """Print reasons as they come, from the watcher's thread, while the caller reads the job's log."""
         with contextlib.ExitStack() as stack:
             if self._ref.backend != "local":
-                stack.callback(watcher.subscribe(self._ref, self.say))
+                stack.callback(watcher(self._backend).subscribe(self._ref, self.print))
             yield
 
 
-_watchers: dict[int, Watcher] = {}
-_watchers_lock = threading.Lock()
-
-
+@functools.cache
 def watcher(backend: Backend) -> Watcher:
     """The one watcher of a backend."""
-    with _watchers_lock:
-        found = _watchers.get(id(backend))
-        if found is None:
-            found = _watchers[id(backend)] = Watcher(backend)
-        return found
+    return Watcher(backend)
 
 
 def check_timeout(timeout: Any) -> None:

@@ -135,7 +135,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
     # In a thread of its own: an interrupt then arrives here, and what the pod says afterwards is shown, too.
     threading.Thread(target=show, name="kale_dist notebook log", daemon=True).start()
     try:
-        with inside(job).saying_why():
+        with inside(job).reasons.printed():
             ended.wait()
         job.exception()  # waits, where the log could not be read
     except KeyboardInterrupt:
