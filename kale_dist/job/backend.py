@@ -87,16 +87,13 @@ class PlaceEvent:
 
 
 class Backend(abc.ABC):
-    """How a job runs: plans, submits, tells how it is, reads logs, cancels.
+    """Plans, submits, cancels and deletes jobs, returns their statuses and reads their logs; waiting belongs to `watch`.
 
-    Results go through the store and images are resolved before; waiting belongs to `watch`. What has a body here is what a
-    backend does without namespaces, preparations and files that lie elsewhere.
+    The bodies here are for backends that have no namespaces, need no preparations, and keep their files on this machine.
     """
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The word that `on=` takes."""
+    name: str
+    """The word that `on=` takes."""
 
     def listen(self, callback: Callable[[JobRef], None]) -> None:  # noqa: B027 - a backend without news of its own is asked
         """Call `callback` from a thread of the backend's own whenever a job may have changed. It must be quick."""

@@ -38,15 +38,12 @@ _DELETE_TIMEOUT_S = 15.0
 class LocalBackend(FolderBackend):
     """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
 
+    name = "local"
+
     def __init__(self) -> None:
         super().__init__(_agent_lives)
         self._client: AgentClient | None = None
         self._note = ""
-
-    @property
-    def name(self) -> str:
-        """The word that `on=` takes."""
-        return "local"
 
     def warm_up(self) -> None:
         """Have an agent that can run jobs of this process as its environment is now. Returns at once.
