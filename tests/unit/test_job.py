@@ -385,7 +385,6 @@ def test_whatever_waits_prints_each_reason_once_on_stderr(wait, capsys):
     ]
 
 
-
 def test_a_reason_that_a_widget_shows_is_not_printed(capsys):
     from kale_dist.notebook.widget import JobWidget
 
