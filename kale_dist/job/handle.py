@@ -51,20 +51,17 @@ _KALE_STATES = {
     StateName.FAILED: "Failed",
     StateName.CANCELLED: "Failed",
 }
-_COUNTED = {
-    RankStateName.SUCCEEDED: "succeeded",
-    RankStateName.FAILED: "failed",
-}
+_COUNTED = {RankStateName.SUCCEEDED: "succeeded", RankStateName.FAILED: "failed"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inside:
-    """What the library's own parts need of a job, and users do not."""
+    """The parts of a job that only the library itself uses."""
 
     files: JobFiles
     """The job's files on this machine."""
     key: bytes | None
-    """Its secret; a name may be used again after a deletion, a key is not."""
+    """The job's secret. It names the job for good: a name may be used again after a deletion."""
     targets: weights.Targets | None
     """The notebook's objects that the job trains; None if they are not known here."""
     after_wait: list[Callable[[], None]]
@@ -622,11 +619,11 @@ def state_of(status: JobStatus) -> str:
 
 
 def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
-    """What a cluster would say of this job; rank 0 is its master.
+    """The custom resource by which a cluster would show a job; rank 0 is its master.
 
     Args:
         spec: What was submitted.
-        status: How it is.
+        status: The job's status now.
     """
     state = state_of(status)
     counts = {"Master": Counter[str](), "Worker": Counter[str]()}
@@ -634,17 +631,12 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
         ended = _COUNTED.get(replica.state) or ("active" if state in ("Running", "Restarting") else "")
         if ended:
             counts["Master" if replica.rank == 0 else "Worker"][ended] += 1
-    conditions = ["Created", *([state] if state != "Created" else [])]
+    conditions = [
+        {"type": name, "status": "True", "reason": f"PyTorchJob{name}", "message": status.reason * (name == state)}
+        for name in dict.fromkeys(("Created", state))
+    ]
     found: dict[str, Any] = {
-        "conditions": [
-            {
-                "type": name,
-                "status": "True",
-                "reason": f"PyTorchJob{name}",
-                "message": status.reason if name == state else "",
-            }
-            for name in conditions
-        ],
+        "conditions": conditions,
         "replicaStatuses": {kind: dict(count) for kind, count in counts.items() if kind == "Master" or count},
     }
     for name, moment in (("startTime", status.started), ("completionTime", status.ended)):
@@ -662,7 +654,7 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
 
 
 def inside(job: Job[Any]) -> Inside:
-    """What the library's own parts need of a job."""
+    """The parts of a job that only the library itself uses."""
     return job._inside  # noqa: SLF001 - the one way in
 
 
