@@ -1,6 +1,6 @@
 """Waiting: one thread for each backend follows its unfinished jobs and calls their subscribers.
 
-Only this thread polls. A backend says when to look; others, and jobs of other processes, are looked at every `_LOOK_S`.
+Only this thread polls: a job is looked at when its backend reports a change, and every `_LOOK_S`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Watcher:
 
         Args:
             ref: The job.
-            callback: Called in the watcher's thread; what it raises is dropped. Slow ones hold up the others.
+            callback: Called in the watcher's thread; its exceptions are dropped. A slow one delays the others.
 
         Returns:
             A function that ends the subscription; more than one call of it is fine.
@@ -144,7 +144,7 @@ class Watcher:
                 time.sleep(_GATHER_S)
 
     def _look(self, ref: JobRef, watched: _Watched) -> None:
-        """Ask for one job's status and tell it on if it is new."""
+        """Get one job's status, and call its subscribers if it is new."""
         try:
             status = self.backend.status(ref)
         except KaleDistError as error:
@@ -208,7 +208,7 @@ def watcher(backend: Backend) -> Watcher:
 
 
 def check_timeout(timeout: Any) -> None:
-    """Accept None and seconds; what is not above 0 only looks."""
+    """Refuse a timeout that is neither None nor a number of seconds; 0 and less only look."""
     number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and (not number or math.isnan(timeout)):
         raise ConfigError(
