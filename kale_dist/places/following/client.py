@@ -10,7 +10,7 @@ import io
 import json
 import pathlib
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
@@ -74,7 +74,7 @@ class HeadClient:
         Returns:
             The bytes, and a function that ends the stream from another thread.
         """
-        with self._request("GET", f"/stream?line={line}&event={event}", b"", silence_s) as (answer, end):
+        with self._request("GET", f"/stream?line={line}&event={event}", silence_s=silence_s) as (answer, end):
 
             def pieces() -> Iterator[bytes]:
                 try:
@@ -143,24 +143,17 @@ class HeadClient:
                 offset = len(view) if there["complete"] else int(there["received"])
             may_be_there = True
             if offset < len(view) or not len(view):
-                self._put(f"{path}?offset={offset}", view, offset, on_progress)
+                headers = {SIZE_HEADER: str(len(view)), "Content-Length": str(len(view) - offset)}
+                with self._request("PUT", f"{path}?offset={offset}", pieces(offset), headers=headers):
+                    pass
             on_progress(len(view))
 
-        self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
+        def pieces(offset: int) -> Iterator[memoryview]:
+            for start in range(offset, len(view), _PIECE_BYTES):
+                yield view[start : start + _PIECE_BYTES]
+                on_progress(min(len(view), start + _PIECE_BYTES))
 
-    def _put(self, path: str, view: memoryview, offset: int, on_progress: Callable[[int], None]) -> None:
-        with self._open(_ANSWER_S) as (peer, _):
-            peer.putrequest("PUT", path)
-            peer.putheader(MAC_HEADER, sign_request(self._key, "PUT", path))
-            peer.putheader(SIZE_HEADER, str(len(view)))
-            peer.putheader("Content-Length", str(len(view) - offset))
-            peer.endheaders()
-            while offset < len(view):
-                peer.send(view[offset : offset + _PIECE_BYTES])
-                offset = min(len(view), offset + _PIECE_BYTES)
-                on_progress(offset)
-            with peer.getresponse() as answer:
-                _check(answer, path)
+        self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         return self._repeat(f"asking {method} {path}", lambda: self._request_once(method, path, body))
@@ -171,28 +164,30 @@ class HeadClient:
 
     @contextlib.contextmanager
     def _request(
-        self, method: str, path: str, body: bytes = b"", silence_s: float = _ANSWER_S
+        self,
+        method: str,
+        path: str,
+        body: bytes | Iterator[memoryview] = b"",
+        *,
+        silence_s: float = _ANSWER_S,
+        headers: Mapping[str, str] | None = None,
     ) -> Iterator[tuple[http.client.HTTPResponse, Callable[[], None]]]:
-        with self._open(silence_s) as (peer, end):
-            digest = hashlib.sha256(body).hexdigest() if method == "POST" else ""
-            headers = {MAC_HEADER: sign_request(self._key, method, path, digest)}
-            try:
-                peer.request(method, path, body=body if method == "POST" else None, headers=headers)
-                answer = peer.getresponse()
-            except _CUT as error:
-                raise _cut(f"asking {method} {path}", error) from error
-            with answer:
-                _check(answer, path)
-                yield answer, end
-
-    @contextlib.contextmanager
-    def _open(self, silence_s: float) -> Iterator[tuple[http.client.HTTPConnection, Callable[[], None]]]:
         with contextlib.closing(self._connect()) as connection:
             connection.settimeout(silence_s)
             peer = http.client.HTTPConnection("head")
             peer.sock = HttpSocket(connection)
             peer.auto_open = 0
-            yield peer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
+            # The body of a PUT is a blob, which its digest in the path signs.
+            digest = hashlib.sha256(body).hexdigest() if method == "POST" and isinstance(body, bytes) else ""
+            signature = {MAC_HEADER: sign_request(self._key, method, path, digest)}
+            try:
+                peer.request(method, path, body or None, signature | dict(headers or {}))
+                answer = peer.getresponse()
+            except _CUT as error:
+                raise _cut(f"asking {method} {path}", error) from error
+            with answer:
+                _check(answer, path)
+                yield answer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
 
     def _repeat(self, doing: str, act: Callable[[], Answer]) -> Answer:
         attempt = 0
