@@ -150,7 +150,7 @@ def _check_module(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         remedy = "Write it with dots, as package.train, or leave out -m for a file"
         raise ConfigError("script", f"{name!r} cannot be the name of a module", remedy)
-    if modules.find(top) is None:
+    if modules.find_spec(top) is None:
         remedy = f"It was looked for in {pathlib.Path.cwd()} and among the installed packages"
         raise ConfigError("script", f"there is no module {top!r}", remedy)
 

@@ -25,7 +25,7 @@ _MLFLOW_BATCH = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrackedRun:
+class TrackedJob:
     """What a tracker is told of a job before its metrics."""
 
     name: str
@@ -77,7 +77,7 @@ class TensorBoard:
         """Whether the tracker keeps the trained model: this one cannot."""
         return False
 
-    def open(self, run: TrackedRun, run_id: str) -> Writer:
+    def open(self, run: TrackedJob, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _TensorBoardWriter(self, run, run_id)
 
@@ -101,7 +101,7 @@ class MLflow:
         _check_text(self, experiment="Give its name")
         _check_model(self)
 
-    def open(self, run: TrackedRun, run_id: str) -> Writer:
+    def open(self, run: TrackedJob, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _MLflowWriter(self, run, run_id)
 
@@ -127,7 +127,7 @@ class WandB:
         _check_text(self, project="Give its name", folder="Give a path such as '.'")
         _check_model(self)
 
-    def open(self, run: TrackedRun, run_id: str) -> Writer:
+    def open(self, run: TrackedJob, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _WandBWriter(self, run, run_id)
 
@@ -197,7 +197,7 @@ def series(rows: Sequence[MetricRow], first: int) -> Iterator[tuple[MetricRow, s
 class _TensorBoardWriter:
     run_id = ""
 
-    def __init__(self, settings: TensorBoard, run: TrackedRun, _run_id: str) -> None:
+    def __init__(self, settings: TensorBoard, run: TrackedJob, _run_id: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(pathlib.Path(settings.folder) / run.name))
@@ -214,7 +214,7 @@ class _TensorBoardWriter:
 
 
 class _MLflowWriter:
-    def __init__(self, settings: MLflow, run: TrackedRun, run_id: str) -> None:
+    def __init__(self, settings: MLflow, run: TrackedJob, run_id: str) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunTag
 
@@ -252,7 +252,7 @@ def _key(name: str) -> str:
 
 
 class _WandBWriter:
-    def __init__(self, settings: WandB, run: TrackedRun, run_id: str) -> None:
+    def __init__(self, settings: WandB, run: TrackedJob, run_id: str) -> None:
         import wandb
 
         if settings.mode == "online" and not wandb.api.api_key:

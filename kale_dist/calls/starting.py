@@ -128,10 +128,10 @@ def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Snapsho
         )
     image, recipe = run.spec.image, run.spec.recipe
     if recipe is not None:
-        from kale_dist.image.for_job import settle
+        from kale_dist.image.for_job import freeze
 
         imports = snapshot.imports if run.auto_packages else None
-        recipe, notes = settle(recipe, store, imports=imports, say=_say)
+        recipe, notes = freeze(recipe, store, imports=imports, say=_say)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
         snapshot = dataclasses.replace(snapshot, notes=(*snapshot.notes, *notes))

@@ -350,7 +350,7 @@ class FolderBackend(Backend):
             self._changes += 1
             self._changed.notify_all()
 
-    def _tell(self, ref: JobRef) -> None:
+    def _notify(self, ref: JobRef) -> None:
         """A job may have changed, its log too."""
         self._wake_readers()
         for callback in tuple(self._listeners):

@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist.errors import KaleDistError, say
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.status import JobStatus
-from kale_dist.trackers import TrackedRun, Tracker, Writer
+from kale_dist.trackers import TrackedJob, Tracker, Writer
 from kale_dist.wire import MetricRow, StateName
 from kale_dist.wire.blobs import fresh
 
@@ -125,7 +125,7 @@ class _Tracking:
         try:
             place = self._place
             tags = place.tags or _tags(self._job)
-            run = TrackedRun(name=self._job.name, ref=self._job.ref, params=place.params, tags=tags)
+            run = TrackedJob(name=self._job.name, ref=self._job.ref, params=place.params, tags=tags)
             writer = self._tracker.open(run, place.run_id)
             self._keep(run_id=writer.run_id, tags=tags)
             while True:

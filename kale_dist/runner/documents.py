@@ -24,7 +24,7 @@ _INJECTED_TAG = "injected-parameters"
 _PYTHON = ("python", "ipython")
 
 
-def read(path: pathlib.Path) -> Any:
+def read_notebook(path: pathlib.Path) -> Any:
     """Read a notebook of any version of the format, as one of version 4.
 
     Args:

@@ -40,7 +40,7 @@ _INTERRUPT_GRACE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CellRun:
+class CellResult:
     """How one code cell went."""
 
     number: int
@@ -62,7 +62,7 @@ class Execution:
     failure: str = ""
     """Which cell failed, and its traceback; empty after a success."""
     interrupted: bool = False
-    cells: tuple[CellRun, ...] = ()
+    cells: tuple[CellResult, ...] = ()
     """Its code cells, in their order."""
     jobs: tuple[JobEnd, ...] = ()
     """The jobs that its cells started, in their order."""
@@ -79,7 +79,7 @@ class Execution:
             output=pathlib.Path(data["output"]),
             failure=data["failure"],
             interrupted=data["interrupted"],
-            cells=tuple(CellRun(**cell) for cell in data["cells"]),
+            cells=tuple(CellResult(**cell) for cell in data["cells"]),
             jobs=tuple(JobEnd(**end) for end in data["jobs"]),
         )
 
@@ -146,7 +146,7 @@ def prepare(
     Raises:
         ConfigError: As `run_notebook`.
     """
-    notebook = documents.read(path)
+    notebook = documents.read_notebook(path)
     documents.inject(notebook, parameters)
     target = pathlib.Path(f"{path.stem}.executed.ipynb" if output is None else output)
     documents.check_target("output", target, path)
@@ -186,7 +186,7 @@ def _execute(client: _Client, output: pathlib.Path, environment: Mapping[str, st
         client.jobs.cancel()
     jobs = client.jobs.stop()
     return Execution(
-        output=output, failure="".join(failure), interrupted=interrupted, cells=client.cell_runs(), jobs=jobs
+        output=output, failure="".join(failure), interrupted=interrupted, cells=client.cell_results(), jobs=jobs
     )
 
 
@@ -233,7 +233,7 @@ class _Client(NotebookClient):
         """Say where the notebook is saved, and where its output is shown. Comes first."""
         self._output, self._terminal, self._errors = output, terminal, Terminal(sys.stderr)
         self._unfinished: dict[str, str] = {}
-        self._runs: dict[int, CellRun] = {}
+        self._results: dict[int, CellResult] = {}
         self._current = -1
         self.jobs = KernelJobs(self._kernel_pid, terminal)
 
@@ -254,10 +254,10 @@ class _Client(NotebookClient):
             self._save()
         return ""
 
-    def cell_runs(self) -> tuple[CellRun, ...]:
+    def cell_results(self) -> tuple[CellResult, ...]:
         """How each code cell went."""
         return tuple(
-            self._runs.get(index, CellRun(number=index + 1, source=cell.source, state="not run"))
+            self._results.get(index, CellResult(number=index + 1, source=cell.source, state="not run"))
             for index, cell in enumerate(self.nb.cells)
             if cell.cell_type == "code"
         )
@@ -267,7 +267,7 @@ class _Client(NotebookClient):
         if cell.cell_type != "code":
             return cell
         if SKIP_TAGS & documents.tags(cell):
-            self._runs[cell_index] = CellRun(number=cell_index + 1, source=cell.source, state="skipped")
+            self._results[cell_index] = CellResult(number=cell_index + 1, source=cell.source, state="skipped")
             return cell
         self._current, began, error = cell_index, time.monotonic(), ""
         self.jobs.begin_cell()
@@ -280,7 +280,7 @@ class _Client(NotebookClient):
             error = facts.clean_lines(trace)
             raise
         finally:
-            self._runs[cell_index] = CellRun(
+            self._results[cell_index] = CellResult(
                 number=cell_index + 1,
                 source=cell.source,
                 state="failed" if error else "succeeded",

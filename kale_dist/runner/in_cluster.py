@@ -224,7 +224,7 @@ def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str
     named = set(re.findall(r"^\s*(?:import|from)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
     if on == "kubernetes" or "kubernetes" in text.lower():
         named |= {"kubernetes", "yaml"}
-    report = auto.find({*notebook_rank.NEEDED, *named})
+    report = auto.find_packages({*notebook_rank.NEEDED, *named})
     for line in (*report.lines, *report.notes):
         terminal.line(f"[kale-dist] {line}")
     return report.packages

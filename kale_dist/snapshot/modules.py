@@ -118,7 +118,7 @@ class _Collector:
         # The live module is compared by its own name, its package is taken once.
         self._compared.add(name)
         self.notes += notes_on_edits(name)
-        spec = find(top)
+        spec = find_spec(top)
         if top in self._taken or spec is None:
             return []
         self._taken.add(top)
@@ -150,7 +150,7 @@ class _Collector:
     def _is_local(self, top: str) -> bool:
         if top in _NEVER or top in sys.stdlib_module_names or top in sys.builtin_module_names:
             return False
-        spec = find(top)
+        spec = find_spec(top)
         if spec is None:
             return False
         places = list(spec.submodule_search_locations or (spec.origin or "",))
@@ -198,7 +198,7 @@ class _Collector:
         return new
 
 
-def find(name: str) -> importlib.machinery.ModuleSpec | None:
+def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
     """Where a top-level module is or would come from; nothing is run."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):

@@ -151,7 +151,7 @@ def write_failure(
     _write(path, signer, signer.header(ok=False), [json.dumps(described).encode()])
 
 
-def read(path: str | os.PathLike[str], *, signer: Signer, resolve: Callable[[int], Any]) -> Outcome:
+def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Callable[[int], Any]) -> Outcome:
     """Read a rank's outcome, after its signature was checked.
 
     Args:

@@ -38,7 +38,7 @@ def test_the_command_line_wants_a_base(place, capsys, monkeypatch):
 def test_progress_is_a_bar_from_time_to_time(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(for_job.time, "monotonic", lambda: now[0])
-    progress = for_job.Progress()
+    progress = for_job.ProgressBar()
     for now[0], done in ((1.0, 1 << 20), (3.0, 3 << 20), (4.0, 4 << 20), (6.0, 12 << 20)):
         progress(done, 12 << 20)
     assert capsys.readouterr().err.splitlines() == [
