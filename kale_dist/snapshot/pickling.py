@@ -36,7 +36,7 @@ Reduced = Any
 
 
 class _Token:
-    """Stands for an object that is to be pickled once, wherever it is met."""
+    """Stands for an object that is pickled once, however often the pickler meets it."""
 
     __slots__ = ("reduced",)
 
@@ -45,7 +45,7 @@ class _Token:
 
 
 class DeviceMemory(Sequence[Buffer]):
-    """Memory on an accelerator as a sequence of buffers of `CHUNK_BYTES`, each copied when it is asked for."""
+    """Memory on an accelerator as a sequence of buffers of `CHUNK_BYTES`, each copied when it is accessed."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -68,20 +68,20 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     """Pickles with protocol 5 and everything large out of band.
 
     Args:
-        file: Where the pickle goes.
+        file: Receives the pickle.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
         self.storages: list[Sequence[Buffer]] = []
         self.last: object = None
-        """The object that was met last: after a failure, the one that could not be pickled."""
+        """The object that the pickler met last: after a failure, the one that cannot be pickled."""
         self._tokens: dict[int, tuple[_Token, object]] = {}
         self._reducers: dict[type, Callable[[Any], Reduced] | None] = {_Token: lambda token: token.reduced}
         super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any) -> Reduced:
-        """Called by pickle for every object that is not a plain builtin one."""
+        """Reduce an object; pickle calls this for every object that is not a plain builtin one."""
         self.last = obj
         kind = type(obj)
         try:
@@ -91,7 +91,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return super().reducer_override(obj) if reduce is None else reduce(obj)
 
     def _choose(self, kind: type) -> Callable[[Any], Reduced] | None:
-        """Our reducer for a type, or None. A class with pickling of its own keeps that."""
+        """Our reducer for a type, or None. A class with its own pickling methods keeps them."""
         if issubclass(kind, multiprocessing.context.BaseContext):
             return _reduce_context
         if issubclass(kind, BaseException) and _is_plain_error(kind):
@@ -126,7 +126,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return None
 
     def _token(self, original: object, key: int, make: Callable[[], tuple[Any, ...]]) -> _Token:
-        """One token for everything with this key. The original is held, so that the key stays its own."""
+        """The token of a key, created on first use. It keeps the original alive, so that the key stays unique."""
         if key not in self._tokens:
             self._tokens[key] = (_Token(make()), original)
         return self._tokens[key][0]
@@ -148,7 +148,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reducers.make_typed_storage, (storage._untyped_storage, storage.dtype)  # noqa: SLF001
 
     def _function_reduce(self, obj: types.FunctionType) -> Reduced:
-        """As cloudpickle's, but a function that was given to `torch.compile` is sent as it was before."""
+        """Reduce a function as cloudpickle does, but a compiled one (`torch.compile`) as its original."""
         reduced = super()._function_reduce(obj)
         original = getattr(obj, "_torchdynamo_orig_callable", None)
         if reduced is NotImplemented or original is None:
@@ -157,7 +157,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reduced if settings is None else (reducers.make_compiled, (settings, original))
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        """As cloudpickle's, but functions that share a variable of the function around them keep sharing it."""
+        """Arguments as cloudpickle's, but functions that share a variable of an enclosing function keep sharing it."""
         code, base_globals, name, defaults, _ = super()._function_getnewargs(func)
         return code, base_globals, name, defaults, self._cells(func)
 
@@ -171,14 +171,14 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
 
 def _view(storage: Any) -> memoryview:
-    """The bytes of a storage in main memory, where they are; they stay while the view does."""
+    """A view of a storage's bytes in main memory, without a copy; it keeps the storage alive."""
     array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     array.storage = storage  # holds the memory
     return memoryview(array).cast("B")
 
 
 def _synchronize(device: Any) -> None:
-    """Wait for work that still writes to a device's memory: it is read from other threads, on other streams."""
+    """Wait for kernels that still write to a device's memory, which other threads read on other streams."""
     import torch
 
     if device.type == "cuda":
@@ -186,14 +186,14 @@ def _synchronize(device: Any) -> None:
 
 
 def _pickles_itself(kind: type, base: type) -> bool:
-    """Whether a class brings pickling of its own, beyond what torch's base class has."""
+    """Whether a class defines pickling methods beyond those of torch's base class."""
     return any(
         getattr(kind, name) is not getattr(base, name) for name in ("__getstate__", "__reduce_ex__", "__reduce__")
     )
 
 
 def _is_plain_error(kind: type[BaseException]) -> bool:
-    """Whether an exception has a constructor of its own, which pickle would call with arguments that it may not take."""
+    """Whether an exception has its own constructor, which pickle would call with `args` that it may not accept."""
     return (
         isinstance(kind.__init__, types.FunctionType)
         and kind.__reduce__ is BaseException.__reduce__
@@ -227,7 +227,7 @@ def _reduce_weak_keys(weak: Any) -> Reduced:
 
 
 def _is_importable(value: Any) -> bool:
-    """Whether an object that pickles by its name can be imported by it: not if it was made in a cell."""
+    """Whether an object that pickles by name can be imported by that name; one that was made in a cell cannot."""
     return internals._lookup_module_and_qualname(value) is not None  # noqa: SLF001
 
 
@@ -237,7 +237,7 @@ _STANDARD: dict[type, Callable[[Any], Reduced]] = {
     typing.NewType: _reduce_new_type,
     weakref.WeakKeyDictionary: _reduce_weak_keys,
 }
-"""What the standard library puts around functions of cells, and cannot pickle there. `singledispatch` has weak keys."""
+"""Wrappers of the standard library that do not pickle around functions of cells. `singledispatch` uses weak keys."""
 
 
 _SUMMARY_WRITERS = ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter")
@@ -280,7 +280,7 @@ def _reduce_loader(loader: Any) -> Reduced:
 
 
 def _reduce_bare(module: Any) -> Reduced:
-    """Pickle would call the class's own `__new__` without the arguments that it may take (that of `ema_pytorch` does)."""
+    """Reduce a module whose class has its own `__new__`, which pickle would call without arguments (`ema_pytorch`)."""
     return reducers.make_bare, (type(module),), dict(module.__dict__), None, None, reducers.set_attributes
 
 
