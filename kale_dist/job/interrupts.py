@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kale_dist.errors import KaleDistError, tracebacks
 
@@ -23,11 +24,15 @@ _lock = threading.Lock()
 _last_interrupt = -math.inf
 
 
+def shell() -> Any:
+    """IPython's shell of this process; None without one. IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
 def is_interactive() -> bool:
     """Whether this is a kernel with a person at its front end; False in scripts, terminals and executed notebooks."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    kernel = getattr(shell, "kernel", None)
+    kernel = getattr(shell(), "kernel", None)
     # A front end sends with each cell whether it can answer input(); tools that execute notebooks cannot.
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
 
