@@ -65,7 +65,8 @@ def shorten(text: str) -> str:
 
 def closest(word: Any, words: Iterable[str]) -> str:
     """`Did you mean ...? ` for a word that is nearly one of `words`, else nothing."""
-    near = difflib.get_close_matches(str(word).lower(), tuple(words), n=1)
+    known = tuple(words)
+    near = difflib.get_close_matches(str(word), known, n=1) or difflib.get_close_matches(str(word).lower(), known, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 

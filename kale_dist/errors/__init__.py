@@ -51,30 +51,13 @@ R = TypeVar("R")
 class KaleDistError(Exception):
     """Root of all errors that kale_dist raises on purpose."""
 
+    def __str__(self) -> str:
+        """The message, which is the first argument; further arguments are fields."""
+        return str(self.args[0]) if self.args else ""
+
     def _render_traceback_(self) -> list[str]:
         """The traceback for IPython: the user's own lines and the message, without the library's lines."""
         return tracebacks.for_notebook(self)
-
-
-class _MessageError(KaleDistError):
-    """An error whose first argument is its whole message; the others are its fields, for pickle."""
-
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
-
-
-class _RetryableError(_MessageError):
-    """An error after which a retry may help.
-
-    Args:
-        message: What failed, where, and what to do.
-        retryable: Whether the same call may succeed later without a change.
-    """
-
-    def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
-        super().__init__(message, retryable)
-        self.retryable = retryable
 
 
 class KaleDistWarning(UserWarning):
@@ -177,12 +160,30 @@ class ContractError(KaleDistError):
     """Notebook and worker have different versions of Python, torch or the contract."""
 
 
-class ImageError(_RetryableError):
-    """An image cannot be made, found or used."""
+class ImageError(KaleDistError):
+    """An image cannot be made, found or used.
+
+    Args:
+        message: What failed, at which registry or builder, and what to do.
+        retryable: Whether the same call may succeed later without a change.
+    """
+
+    def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
+        super().__init__(message, retryable)
+        self.retryable = retryable
 
 
-class BackendError(_RetryableError):
-    """A backend refused or failed."""
+class BackendError(KaleDistError):
+    """A backend refused or failed.
+
+    Args:
+        message: What failed and what to do.
+        retryable: Whether the same call may succeed later without a change.
+    """
+
+    def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
+        super().__init__(message, retryable)
+        self.retryable = retryable
 
 
 class BackendUnavailableError(BackendError):
@@ -197,7 +198,7 @@ class JobExistsError(BackendError):
     """A job of this name is there already."""
 
 
-class JobError(_MessageError):
+class JobError(KaleDistError):
     """A job ended badly or cannot give what was asked.
 
     Args:

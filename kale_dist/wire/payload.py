@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 
-_MODULES = ("__init__", "callbacks")
+_MODULES = ("__init__", "callbacks", "wording")
 _PACKAGES = ("errors", "snapshot", "strategies", "wire", "worker")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
