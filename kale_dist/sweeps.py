@@ -102,8 +102,8 @@ def sweep(
         parallel: Jobs that run at the same time.
         processes: Processes that all these jobs may have together; None for no limit. A job larger than this runs alone.
         direction: `minimize` or `maximize`. Needed, unless the metric's name says that it is a loss or an error.
-        sampler: Of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
-        pruner: Of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
+        sampler: A sampler of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
+        pruner: A pruner of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
         storage: A URL or storage of Optuna's; None for a file in the state folder.
         name: Names the sweep, to continue it later; None for a new one.
 
@@ -290,10 +290,10 @@ class Sweep:
         The search space is what the trials so far have asked for. Each of Katib's trials is a pod that makes the call.
 
         Args:
-            image: Of these pods: with torch, kale-dist, Optuna and what the call imports.
-            namespace: Where the Experiment goes; None for kubectl's own.
-            service_account: Of these pods, for a call whose job runs on the cluster; None for the namespace's default.
-            resources: Of each of these pods, as for `kd.Kubernetes`; None for what the namespace gives.
+            image: The image of these pods, with torch, kale-dist, Optuna and the call's imports.
+            namespace: The Experiment's namespace; None for kubectl's own.
+            service_account: The pods' service account, for calls whose jobs run on the cluster; None for the default one.
+            resources: Resources of each of these pods, as for `kd.Kubernetes`; None for the namespace's defaults.
 
         Returns:
             YAML: a Secret with the call, and the Experiment.

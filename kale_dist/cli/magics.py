@@ -91,8 +91,7 @@ class DistributeMagics(Magics):
                     **layout.gathered({k: v for k, v in arguments.items() if v is not None}),
                 )
             )
-        if options.job is not None:
-            self._namespace[options.job] = job
+        self._keep(job, options.job)
         if options.no_wait:
             return job
         display(job)
@@ -109,8 +108,7 @@ class DistributeMagics(Magics):
         options = parse_argstring(self.attach, line)
         _check_name(options.job)
         job: Job[Any] = _explained(lambda: verbs.attach(options.ref, trust=options.trust))
-        if options.job is not None:
-            self._namespace[options.job] = job
+        self._keep(job, options.job)
         return job
 
     @line_magic
@@ -132,6 +130,11 @@ class DistributeMagics(Magics):
     def cancel(self, line: str) -> None:
         """Cancel a job: `%cancel REF`."""
         self._command("cancel", line)
+
+    def _keep(self, job: Job[Any], name: str | None) -> None:
+        """Give the notebook a variable of this name with the job."""
+        if name is not None:
+            self._namespace[name] = job
 
     def _command(self, command: str, line: str) -> None:
         """Run a command of the command line; a variable that holds a job is replaced by the job's reference."""

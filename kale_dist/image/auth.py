@@ -24,7 +24,7 @@ from kale_dist.image.reference import DOCKER_HUB
 
 _HUB_KEYS = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io", "registry.hub.docker.com")
 _HUB_SERVER = "https://index.docker.io/v1/"
-"""What credential helpers call Docker Hub."""
+"""Docker Hub's name for credential helpers."""
 
 _IDENTITY_USER = "<token>"
 """The user name that says: the secret is an identity token."""

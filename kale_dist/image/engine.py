@@ -1,7 +1,7 @@
 """The Docker engine: how it is reached, and what its errors mean.
 
-The only module besides `backends.docker` and `image` that knows the docker package, which need not be
-installed to import this one. Rootless Docker and Podman answer the same API on other sockets.
+Besides this module only `places.docker` and `image` use the docker package, which need not be installed to import this
+module. Rootless Docker and Podman offer the same API on other sockets.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Engine:
 
     Args:
         client: The library's client.
-        url: Where the engine answers.
+        url: The engine's address.
     """
 
     def __init__(self, client: docker.DockerClient, url: str) -> None:
         self.client = client
         """For containers, networks and images."""
         self.url = url
-        """Such as `unix:///var/run/docker.sock`."""
+        """The engine's address, such as `unix:///var/run/docker.sock`."""
         self._version: dict[str, Any] | None = None
         self._info: dict[str, Any] | None = None
 
@@ -228,7 +228,7 @@ def ensure_image(
 
     Args:
         engine: The engine.
-        image: Its reference.
+        image: The image's reference.
         platform: Operating system and processor; empty for the engine's own.
         auth_config: Credentials for the registry; None for those that `docker login` has kept.
         say: Called with a line when the pull begins, and every two seconds while it lasts.

@@ -32,6 +32,7 @@ from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.base import FOLDER, Distribution, Facts
 from kale_dist.image.layer import Entry
+from kale_dist.image.requirements import hide_credentials
 from kale_dist.job.spec.recipe import Recipe
 
 PTH = "kale_dist.pth"
@@ -48,7 +49,6 @@ _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """Minor versions of glibc that uv knows."""
 
 _SHOWN_CHARACTERS = 2000
-_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
 _WORTH_SHOWING = re.compile(r"\s*(?:Downloading|Building) ")
 _PROGRESS = re.compile(r"\s*(?:Using CPython|Resolved|Prepared|Downloading|Downloaded|Building|Built) ")
 _UV_SETTINGS = re.compile(
@@ -196,7 +196,7 @@ def _run_uv(
         lines: list[str] = []
         try:
             for line in process.stdout or ():
-                lines.append(_SECRET.sub("***@", line.rstrip()))
+                lines.append(hide_credentials(line.rstrip()))
                 if _WORTH_SHOWING.match(line):
                     say(lines[-1].strip())
         except BaseException:

@@ -13,7 +13,7 @@ _HUB_NAMES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
 
 _MAX_REPOSITORY = 255
 _SCHEMES = ("docker-pullable://", "docker://", "containerd://")
-"""What Kubernetes and skopeo put in front of a reference."""
+"""Schemes that Kubernetes and skopeo put in front of a reference."""
 
 _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -111,7 +111,7 @@ class Reference:
 
     @property
     def target(self) -> str:
-        """What the registry is asked for: the digest, else the tag, else `latest`."""
+        """The part that selects the image in its repository: the digest, else the tag, else `latest`."""
         return self.digest or self.tag or "latest"
 
     def with_digest(self, digest: str) -> Self:

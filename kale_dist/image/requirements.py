@@ -78,6 +78,11 @@ def read(source: str | pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(packages)), tuple(dict.fromkeys(urls))
 
 
+def hide_credentials(text: str) -> str:
+    """A text with the user and password of each URL in it replaced by `***`."""
+    return _SECRET.sub("***@", text)
+
+
 def check_url(argument: str, url: str) -> None:
     """Check that a text is the URL of a package index.
 
@@ -90,7 +95,7 @@ def check_url(argument: str, url: str) -> None:
     except ValueError:
         valid = False
     if not valid or re.search(r"[\s\0]", url):
-        problem = f"{shorten(_SECRET.sub('***@', url))} is not a URL of an index"
+        problem = f"{shorten(hide_credentials(url))} is not a URL of an index"
         raise ConfigError(argument, problem, f"Write it as '{PYPI}'")
     _check_secret(argument, str(parts.hostname), url)
 
@@ -131,12 +136,12 @@ def _unbroken(text: str) -> str:
 
 def _requirement(argument: str, text: str) -> Requirement:
     """Parse one requirement; its name comes out in canonical spelling."""
-    shown, stripped = shorten(_SECRET.sub("***@", text)), text.strip()
+    shown, stripped = shorten(hide_credentials(text)), text.strip()
     try:
         requirement = Requirement(stripped)
         link = urllib.parse.urlsplit(requirement.url or "https://")
     except ValueError as error:
-        reason = _SECRET.sub("***@", str(error).splitlines()[0].rstrip("."))
+        reason = hide_credentials(str(error).splitlines()[0].rstrip("."))
         if stripped.startswith("-") or re.search(r"\s--[a-z]", text):
             reason = "it has an option of pip"
         elif not stripped or _PATH.match(stripped):

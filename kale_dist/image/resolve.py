@@ -1,7 +1,7 @@
-"""From a recipe to the image that a job pins: found by its tag, else made.
+"""Finds the image of a recipe by its tag, or makes it; the job pins it by its digest.
 
-The tag says what the image is made of, the base by its digest. So nothing has to be remembered: the same recipe on the same
-base finds the image, from any machine.
+The tag is a hash of the recipe and the base's digest, so that every machine finds the image of the same recipe on the same
+base without a record of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kale_dist.job import records
 from kale_dist.job.spec.recipe import Recipe
 
 NAME = "kale-dist"
-"""Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
+"""Last part of the repository's path: one repository has the images of all recipes, by tag."""
 
 _PLAIN = "http://"
 _PYPI = "https://pypi.org/simple"

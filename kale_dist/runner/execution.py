@@ -106,7 +106,7 @@ def run_notebook(
             every cell, and its folder is made.
         kernel: An installed kernel's name; None for the interpreter that runs this, even if the notebook names another one.
         timeout_s: Seconds that a cell may take; None for no limit.
-        on: Where jobs run whose calls do not say so; None for the configured place.
+        on: The place of jobs whose calls name none; None for the configured place.
         stream: Where to show what cells print, what ranks log, and a progress bar; None for standard output.
 
     Returns:

@@ -196,7 +196,7 @@ def _in_pod(notebook: str, output: str, summary: str, options: str) -> None:
 
     Args:
         notebook: The notebook's file.
-        output: Where the executed notebook goes.
+        output: The file for the executed notebook.
         summary: The file for the result, as JSON.
         options: Other arguments of `run_notebook`, as JSON.
     """

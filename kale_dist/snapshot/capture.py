@@ -30,7 +30,7 @@ PACK_BYTES = 4 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What runs: immutable, named by its digest."""
+    """A snapshot in a store: immutable, named by its digest."""
 
     digest: str
     """The digest of the manifest, which lists everything else."""

@@ -37,7 +37,7 @@ _MOST_CAUSES = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How one rank ended."""
+    """The outcome of one rank."""
 
     ok: bool
     value: Any = None
@@ -109,7 +109,7 @@ def write_success(path: str | os.PathLike[str], *, signer: Signer, value: object
         signer: Signs for the job, attempt and rank.
         value: Anything that can be pickled. Tensors are written without a copy; those on an accelerator arrive
             in main memory.
-        references: Of the snapshot that was loaded.
+        references: Functions and classes of the loaded snapshot.
 
     Raises:
         NotSerializableError: The value cannot be pickled; the message has the path to the culprit.
@@ -134,7 +134,7 @@ def write_failure(
         path: The file (`wire.JobFiles.outcome`).
         signer: Signs for the job, attempt and rank.
         error: The exception with its traceback.
-        references: Of the snapshot that was loaded.
+        references: Functions and classes of the loaded snapshot.
 
     Raises:
         StoreError: The disk is full.

@@ -93,7 +93,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     def _choose(self, kind: type) -> Callable[[Any], Reduced] | None:
         """Our reducer for a type, or None. A class with its own pickling methods keeps them."""
         if issubclass(kind, multiprocessing.context.BaseContext):
-            return _reduce_context
+            return lambda context: (reducers.make_context, (getattr(context, "_name", None),))
         if issubclass(kind, BaseException) and _is_plain_error(kind):
             return _reduce_error
         if kind in _STANDARD:
@@ -212,18 +212,10 @@ def _reduce_cached(cached: Any) -> Reduced:
     return reducers.make_cached, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
 
 
-def _reduce_cached_property(cached: Any) -> Reduced:
-    return reducers.make_cached_property, (cached.func, cached.attrname)
-
-
 def _reduce_new_type(new: Any) -> Reduced:
     if _is_importable(new):
         return NotImplemented
     return reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
-
-
-def _reduce_weak_keys(weak: Any) -> Reduced:
-    return weakref.WeakKeyDictionary, (), dict(weak), None, None, reducers.set_weak_items
 
 
 def _is_importable(value: Any) -> bool:
@@ -233,9 +225,16 @@ def _is_importable(value: Any) -> bool:
 
 _STANDARD: dict[type, Callable[[Any], Reduced]] = {
     functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001 - the type of what lru_cache gives
-    functools.cached_property: _reduce_cached_property,
+    functools.cached_property: lambda one: (reducers.make_cached_property, (one.func, one.attrname)),
     typing.NewType: _reduce_new_type,
-    weakref.WeakKeyDictionary: _reduce_weak_keys,
+    weakref.WeakKeyDictionary: lambda weak: (
+        weakref.WeakKeyDictionary,
+        (),
+        dict(weak),
+        None,
+        None,
+        reducers.set_weak_items,
+    ),
 }
 """Wrappers of the standard library that do not pickle around functions of cells. `singledispatch` uses weak keys."""
 
@@ -251,13 +250,14 @@ def _reduce_summary_writer(writer: Any) -> Reduced:
     )
 
 
-def _reduce_context(context: Any) -> Reduced:
-    return reducers.make_context, (getattr(context, "_name", None),)
-
-
 def _reduce_generator(generator: Any) -> Reduced:
     state = bytes(generator.get_state().numpy())
     return reducers.make_generator, (state, generator.device.type != "cpu", generator.initial_seed())
+
+
+def _bare(kind: type, attributes: dict[str, Any], set_state: Callable[..., None] = reducers.set_attributes) -> Reduced:
+    """Reduce to an instance without attributes, which `set_state` then fills."""
+    return reducers.make_bare, (kind,), attributes, None, None, set_state
 
 
 def _reduce_optimizer(optimizer: Any) -> Reduced:
@@ -265,25 +265,22 @@ def _reduce_optimizer(optimizer: Any) -> Reduced:
     # A scheduler replaces `step` by a wrapper around a weak reference; its own reducer puts a new one there.
     if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
         del attributes["step"]
-    return reducers.make_bare, (type(optimizer),), attributes, None, None, reducers.set_optimizer_state
+    return _bare(type(optimizer), attributes, reducers.set_optimizer_state)
 
 
 def _reduce_scheduler(scheduler: Any) -> Reduced:
-    return reducers.make_bare, (type(scheduler),), dict(scheduler.__dict__), None, None, reducers.set_scheduler_state
+    return _bare(type(scheduler), dict(scheduler.__dict__), reducers.set_scheduler_state)
 
 
 def _reduce_loader(loader: Any) -> Reduced:
-    attributes = dict(loader.__dict__)
     # The iterator of persistent workers holds processes and queues of the notebook.
-    attributes["_iterator"] = None
-    return reducers.make_bare, (type(loader),), attributes, None, None, reducers.set_attributes
+    return _bare(type(loader), {**loader.__dict__, "_iterator": None})
 
 
 def _reduce_bare(module: Any) -> Reduced:
     """Reduce a module whose class has its own `__new__`, which pickle would call without arguments (`ema_pytorch`)."""
-    return reducers.make_bare, (type(module),), dict(module.__dict__), None, None, reducers.set_attributes
+    return _bare(type(module), dict(module.__dict__))
 
 
 def _reduce_parametrized(module: Any) -> Reduced:
-    original = type(module).__bases__[0]
-    return reducers.make_bare, (original,), dict(module.__dict__), None, None, reducers.set_parametrized_state
+    return _bare(type(module).__bases__[0], dict(module.__dict__), reducers.set_parametrized_state)
