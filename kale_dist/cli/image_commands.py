@@ -54,7 +54,7 @@ def _build(options: argparse.Namespace) -> int:
     home = _registry(options, settings)
     if not (wanted.recipe.base or settings.image):
         remedy = "Name an image with Python and torch, or configure `image` (KALE_DIST_IMAGE)"
-        raise ConfigError("--base", "nothing is named that the image is built on, and no image is configured", remedy)
+        raise ConfigError("--base", "there is no base image, and no image is configured", remedy)
     from kale_dist.image.resolve import resolve
 
     with records.keeping_blobs():
@@ -63,7 +63,7 @@ def _build(options: argparse.Namespace) -> int:
             pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(),
             say=for_job.say, progress=for_job.ProgressBar(),
         )  # fmt: skip
-    for_job.say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
+    for_job.say(f"{'Made' if resolved.was_built else 'It exists already'}: {resolved.tag}")
     print(resolved.reference)
     return 0
 

@@ -251,7 +251,7 @@ def facts_of(
     try:
         facts = parse_answer(kept.read_bytes(), base.named)
     except (OSError, ImageError):
-        say(f"Asking the base image {base.reference} what it has: once on this machine.")
+        say(f"Inspecting the base image {base.reference}, once on this machine.")
         said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
         facts = parse_answer(said, base.named)
         cache.write(kept, said)
@@ -277,8 +277,8 @@ def parse_answer(said: bytes, image: str) -> Facts:
         )
     if _NO_PYTHON.search(text):
         raise ImageError(f"The base image {image} has no python3 on its PATH. Name a base image with Python and torch.")
-    words = " ".join(text.split())[-400:] or "it wrote nothing"
-    raise ImageError(f"The base image {image} did not say what it has: {words}. Try its python3.")
+    words = " ".join(text.split())[-400:] or "it printed nothing"
+    raise ImageError(f"The base image {image} could not be inspected: {words}. Check that its python3 runs.")
 
 
 def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
@@ -360,7 +360,7 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
     from kale_dist.image import engine as engines
 
     try:
-        with connected() as engine, engines.explained(f"asking the image {image} what it has"):
+        with connected() as engine, engines.explained(f"inspecting the image {image}"):
             have(engine, image, platform=platform, say=say)
             container = engine.api.create_container_from_config(
                 {
@@ -376,8 +376,8 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
                     engine.api.remove_container(container, force=True, v=True)
     except BackendError as error:
         raise ImageError(
-            f"The base image {image} has to be asked what it has, and no container of it could be run: "
-            f"{str(error).rstrip('.')}. A call with on='kubernetes' asks it in a pod.",
+            f"The base image {image} could not be inspected, because no container of it could run: "
+            f"{str(error).rstrip('.')}. A call with on='kubernetes' inspects it in a pod.",
             error.retryable,
         ) from error
 

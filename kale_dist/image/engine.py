@@ -57,6 +57,15 @@ _MEANINGS = (
 )  # fmt: skip
 """Messages of the engine: a pattern, what it means, the remedy, whether a retry may help. The first match counts."""
 
+_UNREACHABLE = (
+    (r"permission denied", "This user may not open the Docker engine's socket {path} (permission denied). Have the user added to its group (sudo usermod -aG docker $USER, then log in again), or use rootless Docker or Podman and set DOCKER_HOST to its socket", False),
+    (r"no such file or directory", "There is no Docker engine at {url}: the socket is not there. Start the engine, or correct DOCKER_HOST or the docker context", False),
+    (r"connection refused", "No Docker engine answers at {url} (connection refused). Start it: sudo systemctl start docker", True),
+    (r"paramiko", "The Docker engine at {url} is reached by SSH, for which paramiko is missing. pip install paramiko, or forward its socket: ssh -L", False),
+    (r"", "The Docker engine at {url} cannot be reached: {text}. {remedy}", True),
+)  # fmt: skip
+"""Why no engine answers: a pattern, the sentence, whether a retry may help. The first match counts."""
+
 
 class Engine:
     """A connection to an engine. Safe to use from threads.
@@ -311,49 +320,16 @@ def _sockets() -> tuple[str, ...]:
 
 
 def _unreachable(error: BaseException, url: str) -> BackendUnavailableError:
-    causes = tuple(_chain(error))
-    path = url.removeprefix("unix://")
-    if any(isinstance(cause, PermissionError) for cause in causes):
-        return BackendUnavailableError(
-            f"This user may not open the Docker engine's socket {path} (permission denied). Have the user added to its "
-            "group (sudo usermod -aG docker $USER, then log in again), or use rootless Docker or Podman and set "
-            "DOCKER_HOST to its socket"
-        )
-    if any(isinstance(cause, FileNotFoundError) for cause in causes):
-        return BackendUnavailableError(
-            f"There is no Docker engine at {url}: the socket is not there. Start the engine, or correct DOCKER_HOST or "
-            "the docker context"
-        )
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
-        return BackendUnavailableError(
-            f"No Docker engine answers at {url} (connection refused). Start it: sudo systemctl start docker",
-            retryable=True,
-        )
-    if "paramiko" in str(error):
-        remedy = "pip install paramiko, or forward its socket: ssh -L"
-        return BackendUnavailableError(
-            f"The Docker engine at {url} is reached by SSH, for which paramiko is missing. {remedy}"
-        )
-    text = _said(error)
+    text, path = _said(error), url.removeprefix("unix://")
+    sentence, retryable = next(
+        (sentence, retryable)
+        for pattern, sentence, retryable in _UNREACHABLE
+        if re.search(pattern, text, re.IGNORECASE)
+    )
     remedy = "Check DOCKER_HOST, DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, and that the engine runs"
     if pathlib.PurePath(path).name == "podman.sock":
         remedy = "Start Podman's service: systemctl --user start podman.socket"
-    return BackendUnavailableError(f"The Docker engine at {url} cannot be reached: {text}. {remedy}", retryable=True)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, including those that docker-py keeps only among an exception's arguments."""
-    waiting, seen = [error], set()
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, BaseException) and id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [
-                found.__cause__,
-                found.__context__,
-                *(arg for arg in found.args if isinstance(arg, BaseException)),
-            ]
+    return BackendUnavailableError(sentence.format(path=path, url=url, text=text, remedy=remedy), retryable)
 
 
 def _said(error: BaseException) -> str:

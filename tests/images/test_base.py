@@ -60,10 +60,10 @@ def test_files_lie_where_links_of_the_base_lead():
     [
         (b'exec: "python3": executable file not found in $PATH', "has no python3 on its PATH. Name a base image with"),
         (b"exec /usr/bin/python3: exec format error", "made for another processor.*where that processor is"),
-        (b"", "it wrote nothing. Try its python3"),
-        (b"Traceback\nMemoryError", "did not say what it has: Traceback MemoryError"),
-        (b"KALE-DIST-BASE {", "did not say what it has"),
-        (b"KALE-DIST-BASE {}", "did not say what it has"),
+        (b"", "it printed nothing. Check that its python3 runs"),
+        (b"Traceback\nMemoryError", "could not be inspected: Traceback MemoryError"),
+        (b"KALE-DIST-BASE {", "could not be inspected"),
+        (b"KALE-DIST-BASE {}", "could not be inspected"),
     ],
 )
 def test_an_answer_that_is_none_is_a_sentence(said, words):
@@ -97,7 +97,7 @@ def test_a_base_is_asked_once_and_by_the_name_that_the_user_gave_it(place):
 def test_without_an_engine_the_remedy_is_named(place, monkeypatch, tmp_path):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
-    with pytest.raises(ImageError, match=r"has to be asked what it has.*gone\.sock.*on='kubernetes' asks it in a pod"):
+    with pytest.raises(ImageError, match=r"could not be inspected.*gone\.sock.*on='kubernetes' inspects it in a pod"):
         place.resolve(MODE, ask=None)
 
 
