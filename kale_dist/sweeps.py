@@ -421,7 +421,7 @@ class Sweep:
         self._running[number] = _RunningTrial(trial=trial, job=job, unsubscribe=unsubscribe)
 
     def _continue(self) -> None:
-        """Take over the trials of an interrupted sweep of this name: follow running jobs, and queue lost parameters again."""
+        """Take over an interrupted sweep's trials: follow running jobs, and queue the parameters of lost ones."""
         import optuna
 
         for frozen in self.study.get_trials(deepcopy=False):

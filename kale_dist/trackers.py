@@ -64,7 +64,6 @@ class TensorBoard:
     """Event files for TensorBoard, in a folder for each job. Needs the package `tensorboard`."""
 
     word: ClassVar[str] = "tensorboard"
-    package: ClassVar[str] = "tensorboard"
 
     folder: str | os.PathLike[str] = "runs"
     """The folder that `%tensorboard --logdir` gets; each job has a folder of its name in it."""
@@ -87,7 +86,6 @@ class MLflow:
     """A run of MLflow, on a server or in a local folder. Needs the package `mlflow` or `mlflow-skinny`."""
 
     word: ClassVar[str] = "mlflow"
-    package: ClassVar[str] = "mlflow"
 
     uri: str | None = None
     """The tracking server's URL, or a local one such as `sqlite:///mlflow.db`; None for MLflow's own default (`MLFLOW_TRACKING_URI`)."""
@@ -111,7 +109,6 @@ class WandB:
     """A run of Weights & Biases. Needs the package `wandb`."""
 
     word: ClassVar[str] = "wandb"
-    package: ClassVar[str] = "wandb"
 
     project: str = "kale-dist"
     mode: str = "online"
@@ -178,9 +175,9 @@ def _checked(one: Any) -> Tracker:
         words = ", ".join(map(repr, _TRACKERS))
         remedy = f"{near}Use one of {words}, or settings such as kale_dist.trackers.MLflow(uri=...)"
         raise ConfigError("track", f"there is no tracker {show(one)}", remedy)
-    if importlib.util.find_spec(one.package) is None:
-        problem = f"{one.word} needs the package {one.package}, which is not installed here"
-        raise ConfigError("track", problem, f"Run: pip install {one.package}")
+    if importlib.util.find_spec(one.word) is None:
+        problem = f"{one.word} needs the package {one.word}, which is not installed here"
+        raise ConfigError("track", problem, f"Run: pip install {one.word}")
     return one
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from kale_dist.errors import ImageError
 from kale_dist.image.reference import Reference
+from kale_dist.job import records
 from kale_dist.wire.blobs import fresh
 
 
@@ -24,7 +25,7 @@ def folder(name: str = "") -> pathlib.Path:
         ImageError: The folder cannot be created.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification tells to ignore a relative path.
+    # The XDG specification says to ignore a relative path.
     root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".cache"
     path = root / "kale-dist" / name
     with writing(path):
@@ -61,9 +62,7 @@ def alone(image: Reference, say: Callable[[str], None]) -> Iterator[None]:
     with writing(path):
         file = path.open("a")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not records.try_lock(file):
             say(f"Another process on this machine makes the image {image}; waiting for it.")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -259,7 +259,7 @@ class Connection:
         return f"Bearer {token}" if token and time.monotonic() < ends - _RENEW_BEFORE_S else ""
 
     def _log_in(self, challenge: str, access: Access, shown: str) -> bool:
-        """Log in as a refused request's challenge asks; concurrent requests log in once. False if nothing new can be sent."""
+        """Log in as a challenge asks; concurrent requests log in once. False if there is nothing new to send."""
         with self._logging_in:
             if self._authorization(access) not in ("", shown):
                 return True

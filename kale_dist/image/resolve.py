@@ -30,7 +30,7 @@ class Resolved:
     """The image of a recipe."""
 
     reference: str
-    """The reference that a job pins: `repository@sha256:...` as nodes pull it, or the engine's image ID without a registry."""
+    """The reference that a job pins: `repository@sha256:...` as nodes pull it, or, without a registry, an image ID."""
     was_built: bool
     """Whether this call built the image; False if it existed already."""
     tag: str

@@ -97,7 +97,7 @@ class _Tracking:
         self._thread.start()
 
     def _finish(self) -> None:
-        """Wait until the tracker has all rows of an ended job, and print its failure; runs in the caller's thread after a wait."""
+        """After a wait for the job, in its caller's thread: let the tracker get all rows, and print its failure."""
         with contextlib.suppress(KaleDistError):
             if self._thread.is_alive() and (status := self._job.status).is_final:
                 self._statuses.put(status)

@@ -288,7 +288,7 @@ class JobWidget(anywidget.AnyWidget):
             self._woken.clear()
 
     def _has_new_state(self) -> bool:
-        """Whether the job's state has changed since the last update; a hidden page gets it, too, as it may outlive the kernel."""
+        """Whether the job's state has changed. A hidden page gets it, too, because it may outlive the kernel."""
         return self._status is None or self._job.status.state is not self._status.state
 
     # -- messages from pages ------------------------------------------------------------------------------------------
