@@ -56,6 +56,7 @@ def capture(
     store: blobs.Store,
     label: str,
     script: modules.Script | None = None,
+    roots: Iterable[unpicklable.Step] | None = None,
 ) -> Snapshot:
     """Take a snapshot of a call. Later changes in the notebook do not alter it.
 
@@ -66,6 +67,7 @@ def capture(
         store: Receives the blobs.
         label: A name for the call, for people.
         script: A script whose files are sent, too.
+        roots: First steps of paths to unpicklable objects; None for the arguments' names and `fn`'s own.
 
     Raises:
         NotSerializableError: An object cannot be pickled; the message has the path to it and a remedy.
@@ -76,7 +78,8 @@ def capture(
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
-        raise unpicklable.explain(error, pickler.last, unpicklable.roots_of_call(fn, args, kwargs)) from error
+        roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
+        raise unpicklable.explain(error, pickler.last, roots) from error
     with _Writer(store) as writer:
         storages = writer.put_all(pickler.storages)
         buffers = writer.put_all([(buffer.raw(),) for buffer in pickler.buffers])

@@ -20,6 +20,7 @@ from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
+from kale_dist.wire import with_tuples
 from kale_dist.wording import closest
 
 __all__ = [
@@ -85,8 +86,4 @@ def from_json(data: dict[str, Any]) -> Settings:
     """The inverse of `to_json`; accepts lists, which JSON has in place of tuples."""
     options = dict(data)
     settings = _CLASSES[options.pop("strategy")]
-    return settings(**{name: _with_tuples(value) for name, value in options.items()})
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    return settings(**with_tuples(options))
