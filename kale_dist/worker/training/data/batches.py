@@ -126,7 +126,7 @@ class Batches:
     def _begin(self) -> None:
         feed = self._feed
         feed.change_to(self)
-        self._queue = None if feed.queue_of is None else feed.queue_of.kale_portions
+        self._queue = None if feed.queue_of is None else feed.queue_of.portions
         self._started = self._told = time.monotonic()
         self._told_index = self._told_in_hand = 0
         self._samples = 0

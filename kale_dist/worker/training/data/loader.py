@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from kale_dist.errors import ConfigError
 from kale_dist.worker.training.data import sharding
 from kale_dist.worker.training.data.batches import Batches, Feed
-from kale_dist.worker.training.data.dealing import Counter, Dealer, StreamShare, View, generator_states
+from kale_dist.worker.training.data.dealing import Counter, Deal, Shown, StreamShare, View, generator_states, length
 from kale_dist.worker.training.group import Group
 
 
@@ -118,11 +118,12 @@ def _prepare_map(
     common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
-        dealer = Dealer(sampler, sampler, group, per_chunk=1 if split else world, items=items, **common)
-        state["batch_sampler"] = dealer
+        deal = Deal(sampler, source=sampler, group=group, per_chunk=1 if split else world, items=items, **common)
         feed.sentence = _describe_batches(feed.name, total, world, split=split)
-        share: Any = lambda: _share_of_batches(dealer, loader, total, world)  # noqa: E731 - reads what was dealt last
-        shown = loader.sampler
+        known = length(loader.dataset)
+        estimate = max(1, ((total or 0) if known is None else known) // world)
+        share: Any = lambda: estimate if deal.samples is None else max(1, deal.samples)  # noqa: E731
+        name, shown = "batch_sampler", loader.sampler
     else:
         size = loader.batch_size or 1
         chunk = size if split and loader.batch_size else size * world
@@ -146,39 +147,33 @@ def _prepare_map(
                 f"{feed.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"
                 f" {sharding.ranks(world)}"
             )
-        dealer = Dealer(
+        deal = Deal(
             loader.batch_sampler if loader.batch_size else sampler,
-            sampler,
-            group,
+            source=sampler,
+            group=group,
             per_chunk=chunk,
             single=loader.batch_size is None,
             drop_unit=unit,
             **common,
         )
-        shown = sampler
-        state["batch_sampler" if loader.batch_size else "sampler"] = dealer
-    feed.queue_of = dealer
-    if "sampler" not in state or state["sampler"] is not dealer:
-        state["sampler"] = View(shown, share if share is not None and world > 1 else None)
-    state["dataset"] = View(loader.dataset, _dataset_share(loader.dataset, total, share, group))
+        name, shown = "batch_sampler" if loader.batch_size else "sampler", sampler
+    feed.queue_of = deal
+    state["sampler"] = View(Shown(shown, share if world > 1 else None))
+    state[name] = View(deal)
+    state["dataset"] = View(Shown(loader.dataset, _dataset_share(loader.dataset, total, share, group)))
 
 
 def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
-    """The length of a rank's dataset, so that a sum over its samples divided by it is the mean of one process."""
+    """The length that a rank's dataset shows: a sum over the rank's samples divided by it is a mean, as on one process.
+
+    None for the dataset's own length.
+    """
     size = length(dataset)
     if group.is_alone or size is None:
         return None
     if callable(share) or size == total:
         return share
     return max(1, sharding.portion(size, group.rank, group.world_size))
-
-
-def _share_of_batches(dealer: Dealer, loader: DataLoader[Any], batches: int | None, world: int) -> int:
-    """Samples dealt to this rank in the latest pass; before the first one, a fair estimate."""
-    if dealer.kale_samples is not None:
-        return max(1, int(dealer.kale_samples))
-    size = length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
-    return max(1, (size if size is not None else batches or 0) // world)
 
 
 def _describe_batches(name: str, batches: int | None, world: int, *, split: bool) -> str:
@@ -195,14 +190,14 @@ def _describe_batches(name: str, batches: int | None, world: int, *, split: bool
 
 
 def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) -> None:
-    """A map-style loader whose sampler is used as it is in each rank."""
+    """Alter a map-style loader whose sampler each rank uses as it is: only count the samples of its batches."""
     single = loader.batch_sampler is None
     name = "sampler" if single else "batch_sampler"
+    kind = type(loader.sampler).__name__
     counter = Counter(getattr(loader, name), single=single)
-    loader.__dict__[name] = counter
+    loader.__dict__[name] = View(counter)
     feed.queue_of = counter
     feed.is_agreed = feed.is_training
-    kind = type(getattr(loader.sampler, "_kale_inner", loader.sampler)).__name__
     if shards_itself:
         feed.sentence = f"{feed.name}: {kind} is already distributed and is taken as it is"
     else:
@@ -229,7 +224,8 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
         feed.shares_seeds = True
         draw = None if loader.num_workers else lambda: _shared_states(group)
         stream = loader.dataset
-        state["dataset"] = StreamShare(stream, group.rank, group.world_size, draw)
+        share = StreamShare(stream, rank=group.rank, world_size=group.world_size, share_randomness=draw)
+        state["dataset"] = View(share)
         taken = f"each takes 1 of every {group.world_size} items"
         if _asks_for_rank(stream):
             taken += f" ({type(stream).__name__} asks for its rank: if it leaves out data by that, pass shard=False)"
@@ -244,14 +240,14 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
 
 
 def _asks_for_rank(dataset: Any) -> bool:
-    """Whether the code of a dataset's class names what would give it this rank."""
+    """Whether the code of a dataset's class names `get_rank` or `RANK`, by which it can find out this rank."""
     methods = [method for kind in type(dataset).__mro__ for method in vars(kind).values()]
     codes = [code for method in methods if (code := getattr(method, "__code__", None))]
     return any({*code.co_names, *code.co_consts} & {"get_rank", "RANK"} for code in codes)
 
 
 def _shared_states(group: Group) -> Any:
-    """Rank 0's generator states for a pass over a stream; rank 0 itself continues elsewhere."""
+    """Send all ranks rank 0's generator states for a pass over a stream; then advance rank 0's own generators."""
     states = group.send(generator_states() if group.rank == 0 else None)
     if group.rank == 0:
         random.random()  # noqa: S311 - moves the state, or every epoch would be shuffled alike
@@ -260,11 +256,3 @@ def _shared_states(group: Group) -> Any:
             numpy.random.random()
         torch.rand(())
     return states
-
-
-def length(sized: Any) -> int | None:
-    """Its length, or None where it has none."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
