@@ -235,14 +235,15 @@ class LauncherForm(anywidget.AnyWidget):
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         identity = uuid.uuid4().hex
-        super().__init__(identity=identity, model_id=identity)
         self._namespace = namespace
         self._job: JobWidget | None = None
         self._asked_for_claims = False
         found = find(namespace)
-        self.fields = _fields(found)
-        self.choice = guess(found)
-        self._judge()
+        choice = guess(found)
+        # Whole from its first message: a page that opens meanwhile asks for the state, and may miss what follows.
+        super().__init__(
+            identity=identity, model_id=identity, fields=_fields(found), choice=choice, **self._judged(choice)
+        )
         self.observe(self._changed, names="choice")
         self.on_msg(self._receive)
 
@@ -257,25 +258,31 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _judge(self) -> None:
         """Show the call, and what is wrong with it."""
-        lacks = missing(find(self._namespace))
         with self.hold_sync():
-            self.code = code(self.choice)
-            self.advice = advice(self.choice, self._namespace)
-            if lacks:
-                self.problem = {
-                    "field": "",
-                    "text": f"The notebook lacks {_listed(lacks)}. The form looks for {LOOKS_FOR}. "
-                    "Run the cells that make them, then press Look again",
-                }
-                return
-            try:
-                verbs.check(**arguments(self.choice, self._namespace))
-            except ConfigError as error:
-                self.problem = {"field": _field(error.argument), "text": str(error)}
-            except KaleDistError as error:
-                self.problem = {"field": "", "text": str(error)}
-            else:
-                self.problem = {}
+            for name, value in self._judged(self.choice).items():
+                setattr(self, name, value)
+
+    def _judged(self, choice: Mapping[str, str]) -> dict[str, Any]:
+        """Values of `code`, `advice` and `problem` for a choice."""
+        return {
+            "code": code(choice), "advice": advice(choice, self._namespace), "problem": self._problem(choice),
+        }  # fmt: skip
+
+    def _problem(self, choice: Mapping[str, str]) -> dict[str, str]:
+        lacks = missing(find(self._namespace))
+        if lacks:
+            text = (
+                f"The notebook lacks {_listed(lacks)}. The form looks for {LOOKS_FOR}. "
+                "Run the cells that make them, then press Look again"
+            )
+            return {"field": "", "text": text}
+        try:
+            verbs.check(**arguments(choice, self._namespace))
+        except ConfigError as error:
+            return {"field": _field(error.argument), "text": str(error)}
+        except KaleDistError as error:
+            return {"field": "", "text": str(error)}
+        return {}
 
     def _ask_for_claims(self) -> None:
         self._asked_for_claims = True

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import math
 import pathlib
 import threading
 import time
@@ -40,7 +41,14 @@ _LINES_EACH_S = 0.03
 _PARTS_EACH_S = 0.25
 _PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
+_ANSWER_S = 8.0
+"""A page with widgets answers within this time, counted while it can; else a picture takes the widget's place."""
+
 _FIRST_PAGE = "the page of the cell"
+_NO_WIDGETS = (
+    "This page shows no widgets; this picture is drawn again every 2 s. For the live view, install anywidget "
+    "in the environment that JupyterLab itself runs in (the kernel has it), reload the page, and show the job again."
+)
 STATIC = pathlib.Path(__file__).parent / "static"
 """Scripts and styles of the pages, the form's too."""
 
@@ -71,6 +79,12 @@ def _of_no_cell(function: Callable[P, R]) -> Callable[P, R]:
         return contextvars.copy_context().run(inside)
 
     return call
+
+
+def _has_subshells(kernel: Any) -> bool:
+    """Whether the page of the cell that runs can speak to the kernel beside it: its messages then name a subshell, or none."""
+    parent = kernel.get_parent("shell") if getattr(kernel, "_supports_kernel_subshells", False) else {}
+    return "subshell_id" in parent.get("header", {})
 
 
 class JobWidget(anywidget.AnyWidget):
@@ -109,6 +123,9 @@ class JobWidget(anywidget.AnyWidget):
         self._seen_by = {_FIRST_PAGE}
         self._woken = threading.Event()
         self._is_shown = False
+        self._has_answered = True
+        self._is_picture = False
+        self._can_answer_since = math.inf
         self._take(job)
         self.on_msg(self._receive)
 
@@ -118,10 +135,41 @@ class JobWidget(anywidget.AnyWidget):
 
         publish_display_data(self._bundle(), transient={"display_id": self._display_id})  # type: ignore[no-untyped-call]
         self._is_shown = True
+        self._has_answered = False
+        shell = get_ipython()
+        if _has_subshells(shell.kernel):
+            self._can_answer_since = time.monotonic()
+        else:
+            shell.events.register("pre_run_cell", self._begin_cell)
+            shell.events.register("post_run_cell", self._end_cell)
         self.start()
 
-    def _settle(self) -> None:
-        """Put the final picture into the notebook's file, for viewers that know no widgets."""
+    def _begin_cell(self, _info: Any) -> None:
+        self._can_answer_since = math.inf
+
+    def _end_cell(self, _result: Any) -> None:
+        self._can_answer_since = time.monotonic()
+
+    def _note_answer(self) -> None:
+        """A page with widgets has loaded this one: put it back where a picture took its place."""
+        with self._lock:
+            if self._has_answered:
+                return
+            self._has_answered = True
+            if self._is_picture:
+                self._is_picture = False
+                self._replace()
+
+    def _replace_if_unanswered(self) -> None:
+        """Put a picture in the widget's place if no page has answered though one could have."""
+        with self._lock:
+            is_late = time.monotonic() - self._can_answer_since >= _ANSWER_S
+            if is_late and not self._has_answered and not self._is_picture:
+                self._is_picture = True
+                self._replace()
+
+    def _replace(self) -> None:
+        """Publish the present forms again; the last ones stay in the notebook's file, for viewers that know no widgets."""
         from IPython.display import publish_display_data
 
         if self._is_shown:
@@ -148,14 +196,17 @@ class JobWidget(anywidget.AnyWidget):
     def _bundle(self) -> dict[str, Any]:
         """All forms of the picture; a front end takes the best that it knows."""
         tail, now = tuple(self._lines)[-view.LOG_LINES :], time.time()
-        bundle: dict[str, Any] = {
-            "application/vnd.jupyter.widget-view+json": {
+        bundle: dict[str, Any] = {}
+        remark = ""
+        if not self._is_picture:
+            bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2, "version_minor": 0, "model_id": self.model_id,
-            }
-        }  # fmt: skip
+            }  # fmt: skip
+        elif not self._is_over:
+            remark = _NO_WIDGETS
         if self._status is not None:
-            bundle["text/plain"] = view.text(self._status, tail, now)
-            bundle["text/html"] = view.html(self._status, tail, now, is_frozen=True)
+            bundle["text/plain"] = "\n\n".join(filter(None, (view.text(self._status, tail, now), remark)))
+            bundle["text/html"] = view.html(self._status, tail, now, is_frozen=not self._is_picture, remark=remark)
         return bundle
 
     @_of_no_cell
@@ -172,7 +223,7 @@ class JobWidget(anywidget.AnyWidget):
             if status.is_final:
                 # Read after the status: the last lines are there then.
                 self._read_log()
-            found = view.parts(status, time.time())
+            found, drawn_before = view.parts(status, time.time()), self._pictured_at
             with self.hold_sync():
                 self.ref = facts.clean(status.ref)
                 self.name = facts.name(status)
@@ -188,8 +239,8 @@ class JobWidget(anywidget.AnyWidget):
                     self.picture = view.html(status, tail, time.time(), is_frozen=True)
             self._status = status
             self._is_over = status.is_final
-            if self._is_over:
-                self._settle()
+            if self._is_over or (self._is_picture and self._pictured_at > drawn_before):
+                self._replace()
 
     @_of_no_cell
     def _read_log(self) -> None:
@@ -224,7 +275,7 @@ class JobWidget(anywidget.AnyWidget):
     def _follow(self) -> None:
         drawn = 0.0
         job = self._job
-        while not self._is_over and self._job is job:
+        while self._job is job and not (self._is_over and (self._has_answered or self._is_picture)):
             # Front ends may be gone, or the kernel about to end.
             with contextlib.suppress(Exception):
                 if self._seen_by:
@@ -232,6 +283,7 @@ class JobWidget(anywidget.AnyWidget):
                 if time.monotonic() - drawn >= _PARTS_EACH_S and (self._seen_by or self._has_new_state()):
                     self._draw()
                     drawn = time.monotonic()
+                self._replace_if_unanswered()
             self._woken.wait(_LINES_EACH_S if self._seen_by else _UNSEEN_EACH_S)
             self._woken.clear()
 
@@ -243,6 +295,7 @@ class JobWidget(anywidget.AnyWidget):
 
     @_of_no_cell
     def _receive(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
+        self._note_answer()
         seen = str(message.get("view", ""))
         match message.get("tell"):
             case "here":

@@ -34,6 +34,7 @@ from typing import IO, Any, Self
 
 from kale_dist import wire
 from kale_dist.errors import BackendUnavailableError
+from kale_dist.snapshot import loading
 from kale_dist.wire import CANCEL_GRACE_S, Op, Order
 from kale_dist.worker.agent import processes
 
@@ -66,7 +67,7 @@ class Fingerprint:
             environment: To look at instead of `os.environ`.
         """
         names = os.environ if environment is None else environment
-        version, file = processes.installed_torch()
+        version, file = loading.installed_torch()
         return cls(
             environment=tuple(sorted((n, v) for n, v in names.items() if n.startswith(LOAD_ONLY_PREFIXES))),
             interpreter=sys.executable,

@@ -170,6 +170,29 @@ def torch_version() -> str:
     """Version of the torch that is installed, without importing it; "" if none is."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
+    return installed_torch()[0]
+
+
+def installed_torch() -> tuple[str, str]:
+    """Version of the torch that would be imported here, and its file with the time it was written.
+
+    Does not import torch. Both are empty if there is none.
+    """
+    loaded = sys.modules.get("torch")
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return "", ""
+    file = pathlib.Path(spec.origin).with_name("version.py")
+    try:
+        written = f"{file} {file.stat().st_mtime_ns}"
+    except OSError:
+        return "", spec.origin
+    return _torch_version(written), written
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_version(_written: str) -> str:
+    """The version of this installation of torch, or "". Parsing torch's metadata takes 2 ms."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("torch")
     return ""

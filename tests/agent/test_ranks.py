@@ -323,6 +323,28 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
     assert job.outcome().value == 2
 
 
+def test_a_training_imports_nothing_in_its_ranks(jobs):
+    def imported():
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from kale_dist.worker.training.loop import train
+
+        before = set(sys.modules)
+        model = torch.nn.Linear(2, 2)
+        train(
+            model=model,
+            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
+            criterion=torch.nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+        return sorted(set(sys.modules) - before)
+
+    job = jobs.run(imported)
+    assert job.wait()["state"] == "succeeded"
+    assert job.outcome().value == []
+
+
 def test_pictures_of_rank_0_are_events_and_others_print(jobs):
     def show():
         import matplotlib.pyplot as plt

@@ -22,6 +22,7 @@ optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
 other_optimizer = torch.optim.Adam(large.parameters(), lr=0.01)
 """
 IMAGE = "registry.example.com:5000/a-team-with-a-long-name/and-a-project/pytorch-cuda-with-extras:2.13-tag"
+END_IN_VIEW = "input => input.scrollLeft + input.clientWidth >= input.scrollWidth - 1"
 
 
 def test_a_training_is_chosen_checked_written_and_run(open_notebook):
@@ -71,12 +72,13 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
     expect(problem).to_contain_text("no machine has 64Ti of memory. Did you mean '64Gi'?")
     expect(field("Memory each")).to_have_attribute("aria-invalid", "true")
     expect(call).to_contain_text(f"on=kd.Docker(\n        image='{IMAGE}',\n        packages=['einops', 'timm'],")
-    assert field("Image").evaluate("input => input.scrollLeft + input.clientWidth >= input.scrollWidth - 1")
+    # The page scrolls it in the frame after a change.
+    page.wait_for_function(END_IN_VIEW, arg=field("Image").element_handle())
     for theme, width in (("JupyterLab Light", 1000), ("JupyterLab Dark", 480)):
         notebook.dress(theme, width)
         form.scroll_into_view_if_needed()
         assert notebook.fits(form)
-        assert field("Image").evaluate("input => input.scrollLeft + input.clientWidth >= input.scrollWidth - 1")
+        page.wait_for_function(END_IN_VIEW, arg=field("Image").element_handle())
         notebook.photograph(f"form-{theme.split()[1].lower()}-{width}", form)
         assert notebook.accessibility_problems(".kd-form") == ""
     notebook.dress("JupyterLab Light", 1000)

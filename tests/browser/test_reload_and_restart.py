@@ -44,7 +44,7 @@ def test_reload_restart_and_no_kernel(open_notebook):
     for index, name in ((1, "plain"), (2, "kept")):
         picture = notebook.cell(index).get_by_role("group", name=f"Job {name}")
         expect(picture.get_by_text("running").first).to_be_visible()
-        expect(notebook.cell(index)).to_contain_text(f'As it was when its kernel ended. kd.attach("local://{name}")')
+        expect(notebook.cell(index)).to_contain_text(f'As it was when it was last drawn. kd.attach("local://{name}")')
         expect(notebook.cell(index).get_by_role("button", name="Cancel")).to_have_count(0)
     notebook.photograph("restarted")
     notebook.ready()

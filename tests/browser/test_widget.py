@@ -2,6 +2,7 @@
 
 import re
 
+import jupyter_lab
 from playwright.sync_api import expect
 
 WORK = """
@@ -102,8 +103,29 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
     picture = notebook.cell(1).get_by_role("group", name=re.compile("^Job work-"))
     expect(picture.get_by_text("was running")).to_be_visible()
-    expect(picture).to_contain_text("As it was when its kernel ended. kd.attach(")
+    expect(picture).to_contain_text("As it was when it was last drawn. kd.attach(")
     expect(notebook.cell(1).get_by_role("button")).to_have_count(0)
     picture.scroll_into_view_if_needed()
     notebook.photograph("widget-restarted", picture)
     assert not notebook.errors
+
+
+def test_a_page_without_anywidget_shows_a_picture_that_goes_on(server, browser):
+    context = browser.new_context(viewport={"width": 1000, "height": 900})
+    context.route("**/extensions/anywidget/**", lambda route: route.abort())
+    cells = [WORK, "job = kd.launch(work, 6000, number_of_processes=2)\njob", "job.wait()"]
+    notebook = jupyter_lab.Notebook(server, context, "no-anywidget.ipynb", jupyter_lab.new_notebook(cells))
+    for index in range(3):
+        notebook.run_cell(index)
+    picture = notebook.cell(1).get_by_role("group", name=re.compile("^Job work-"))
+    expect(picture).to_contain_text("anywidget", timeout=90_000)
+    expect(picture).to_contain_text("running", timeout=90_000)
+    notebook.photograph("widget-no-anywidget", picture)
+    expect(picture).to_contain_text(re.compile("step [1-9][0-9] of rank 1"), timeout=90_000)
+    notebook.command("notebook:interrupt-kernel")
+    notebook.wait_idle()
+    notebook.value("job.cancel()")
+    expect(picture).to_contain_text("cancelled")
+    expect(picture).not_to_contain_text("anywidget")
+    notebook.close()
+    context.close()

@@ -43,3 +43,19 @@ def test_the_magic_without_a_cell_shows_it(kernel):
     reply = kernel("%distribute")
     assert "application/vnd.jupyter.widget-view+json" in reply.shown[-1], reply.traceback
     assert reply.shown[-1]["text/plain"].startswith("job = kd.distribute(\n    net, loader, loss, optimizer,")
+
+
+def test_its_first_message_has_the_whole_form(kernel):
+    sent, opened = kernel.send("other = LauncherForm({}); other"), []
+    while not (opened and opened[-1]["msg_type"] == "execute_result"):
+        message = kernel.client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") == sent:
+            opened.append(message)
+    (state,) = [
+        one["content"]["data"]["state"]
+        for one in opened
+        if one["msg_type"] == "comm_open" and "problem" in one["content"]["data"]["state"]
+    ]
+    assert "lacks a model, a DataLoader and an optimizer" in state["problem"]["text"]
+    assert state["fields"]
+    assert state["code"].startswith("job = kd.distribute(")

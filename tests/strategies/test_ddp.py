@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError
+from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP
 
 ACCURACY = 0.01
@@ -141,6 +141,45 @@ def test_a_lost_rank_changes_nothing(tmp_path, strategy):
     assert marker.exists()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def weights_where_memory_is(hidden, **settings):
+    """Train on two ranks; gives the weights. Where memory is hidden, no rank can open another's."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    x = torch.randn(16, 2)
+
+    def train_step(model, loader, criterion, optimizer, device, args):
+        from kale_dist.worker.parallel import shared_memory
+
+        if args:
+            shared_memory._opened = lambda *_: None
+        for a, b in loader:
+            optimizer.zero_grad()
+            criterion(model(a), b).backward()
+            optimizer.step()
+
+    job = kd.distribute(
+        model,
+        DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2),
+        nn.MSELoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        train_step,
+        train_args=hidden,
+        strategy=DDP(**settings),
+        number_of_processes=2,
+        on="local",
+    )
+    try:
+        return job.result().model_state["weight"]
+    finally:
+        job.delete()
+
+
+def test_ranks_that_cannot_share_memory_exchange_by_torch_unless_memory_was_asked_for():
+    torch.testing.assert_close(weights_where_memory_is(True), weights_where_memory_is(False))
+    with pytest.raises(KaleDistError, match="exchange='shared-memory' does not work here"):
+        weights_where_memory_is(True, exchange="shared-memory")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kale_dist.job import view
 from kale_dist.job.status import JobStatus, ReplicaStatus, Usage, reduce_events
 from kale_dist.job.view import facts
 from kale_dist.wire import RankStateName, StateName
+from kale_dist.worker.agent import processes
 from kale_dist.worker.agent import usage as uses
 from kale_dist.worker.agent.usage import Driver, Gpu
 
@@ -52,7 +53,7 @@ def family():
 
 def test_what_helpers_share_with_their_leader_counts_once(family):
     leader, helpers = family
-    found = uses.groups([leader])
+    found = processes.groups([leader])
     assert found[leader][0] == leader
     assert sorted(found[leader][1:]) == sorted(helpers)
     assert 100 * MIB < uses.used_bytes(leader, ()) < 130 * MIB
@@ -62,7 +63,7 @@ def test_what_helpers_share_with_their_leader_counts_once(family):
 def test_a_process_that_is_gone_uses_nothing():
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert uses.groups([gone.pid]) == {gone.pid: [gone.pid]}
+    assert processes.groups([gone.pid]) == {gone.pid: [gone.pid]}
     assert uses.used_bytes(gone.pid, [gone.pid]) == 0
 
 

@@ -49,7 +49,14 @@ _KEYS = 'tabindex="0" data-lm-suppress-shortcuts="true"'
 _FIGURES = "font-variant-numeric:tabular-nums"
 
 
-def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None, *, is_frozen: bool = False) -> str:
+def html(
+    status: JobStatus,
+    tail: Sequence[LogLine] = (),
+    now: float | None = None,
+    *,
+    is_frozen: bool = False,
+    remark: str = "",
+) -> str:
     """A job as one HTML element.
 
     Args:
@@ -58,13 +65,15 @@ def html(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
         now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
         is_frozen: Whether nothing will replace the picture: that of a job which has not ended then says so, in grey,
             and how to see the job again.
+        remark: What the page's reader should know of the picture itself; escaped here.
 
     Returns:
         A `div`; everything that came from the job is escaped.
     """
     is_frozen = is_frozen and not status.is_final
-    body = "".join(_parts(status, now, is_frozen=is_frozen, has_titles=True).values())
-    return frame(f"Job {facts.name(status)}", f"{body}{_log(tail)}")
+    head, *others = _parts(status, now, is_frozen=is_frozen, has_titles=True).values()
+    said = f'<div style="margin-top:6px;{_MUTED}">{_text(remark)}</div>' if remark else ""
+    return frame(f"Job {facts.name(status)}", f"{head}{said}{''.join(others)}{_log(tail)}")
 
 
 def frame(label: str, body: str) -> str:
@@ -121,7 +130,7 @@ def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
         f'background:{colour}2b;white-space:nowrap">{_dot(colour)}{word}</span>'
     )
     again = (
-        f'<div style="margin-top:6px">As it was when its kernel ended. <code style="{_MONO};font-size:12px;'
+        f'<div style="margin-top:6px">As it was when it was last drawn. <code style="{_MONO};font-size:12px;'
         f'background:none;color:inherit">kd.attach(&quot;{_text(facts.clean(status.ref))}&quot;)</code> shows the job again.</div>'
         if is_frozen
         else ""

@@ -57,11 +57,16 @@ function render({ model, el }) {
     element("div", { class: "kd-actions" }, write, take, run, look, said), place);
 
   let timer;
+  let unsaved = {};
   function changed(name, value) {
+    unsaved[name] = value;
     const choice = { ...model.get("choice"), [name]: value };
     model.set("choice", choice);
     clearTimeout(timer);
-    timer = setTimeout(() => model.save_changes(), 150);
+    timer = setTimeout(() => {
+      unsaved = {};
+      model.save_changes();
+    }, 150);
     drawVisible(choice);
   }
 
@@ -130,10 +135,16 @@ function render({ model, el }) {
 
   function drawChoice() {
     const choice = model.get("choice");
+    // The kernel's echo of an earlier edit does not undo what was typed since.
+    if (Object.entries(unsaved).some(([name, value]) => choice[name] !== value)) {
+      model.set("choice", { ...choice, ...unsaved });
+      return;
+    }
     for (const [name, { input }] of inputs) {
       if (document.activeElement !== input) input.value = choice[name] ?? "";
     }
     drawVisible(choice);
+    showEnds();
   }
 
   function drawProblem() {

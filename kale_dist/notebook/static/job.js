@@ -392,4 +392,17 @@ function render({ model, el }) {
   return () => view.model === model && view.detach();
 }
 
-export default { render };
+// Said whether or not a page shows the job, and more than once: until the kernel has a subshell for this page, what it
+// says waits for the cell that runs. A kernel that hears nothing shows a picture in the widget's place.
+function initialize({ model }) {
+  const timers = [0, 1000, 3000].map((wait_ms) => setTimeout(() => {
+    try {
+      model.send({ tell: "loaded" });
+    } catch (error) {
+      console.debug("kale_dist", error);
+    }
+  }, wait_ms));
+  return () => timers.forEach(clearTimeout);
+}
+
+export default { initialize, render };

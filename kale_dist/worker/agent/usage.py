@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kale_dist.wire import Order, PodVariable
+from kale_dist.worker.agent import processes
 
 EACH_S = 2.0
 """Between two looks. The driver itself averages how busy a GPU is over up to a second."""
@@ -76,8 +77,8 @@ class UsageWatch:
         self._is_stopped = False
 
     def start(self) -> None:
-        """Begin, once the ranks are being started."""
-        self._look()
+        """Begin, once the ranks are being started. The first look comes when they have processes, so it slows no start."""
+        self._timer = self._loop.call_later(FIRST_S, self._look)
 
     def stop(self) -> None:
         """No rank is left. A second time changes nothing."""
@@ -95,7 +96,7 @@ class UsageWatch:
             if self._order.cuda and self._driver is None:
                 self._driver = Driver()
             gpus, limit = self._driver.read() if self._driver is not None else (), limit_bytes()
-            for leader, members in groups(ranks).items():
+            for leader, members in processes.groups(ranks).items():
                 # A process that has just ended uses nothing; what it used before may be why.
                 if used := used_bytes(leader, members[1:]):
                     found[ranks[leader]] = {
@@ -178,19 +179,6 @@ def limit_text(root: pathlib.Path = _ROOT) -> str:
     if limit is None:
         return "no limit but the machine's"
     return f"a limit of {limit / _GIB:.1f} GiB" if limit >= _GIB else f"a limit of {limit >> 20} MiB"
-
-
-def groups(leaders: Collection[int]) -> dict[int, list[int]]:
-    """Processes of some process groups by their leader, the leaders themselves first; zombies are among them."""
-    found = {leader: [leader] for leader in leaders}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - names alone are needed
-        if entry.isdigit():
-            # Asking the kernel costs a thirtieth of reading the process's stat file.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                leader = os.getpgid(int(entry))
-                if leader in found and leader != int(entry):
-                    found[leader].append(int(entry))
-    return found
 
 
 def used_bytes(leader: int, helpers: Collection[int]) -> int:

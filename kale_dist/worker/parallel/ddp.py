@@ -30,7 +30,7 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.parallel.buckets import Bucket, average_sparse, fill_buckets, real, sparse_parameters
 from kale_dist.worker.parallel.exchanges import AllReduce, Driver, Half, PowerSGD, Ring
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.parallel.shared_memory import SharedMemory, SharedSum
+from kale_dist.worker.parallel.shared_memory import SharedSum
 from kale_dist.worker.training.strategy import Parts
 
 _SLOTS = 8
@@ -92,18 +92,11 @@ class DataParallel(Replica):
             self._choose(stack)
 
     def _choose(self, stack: contextlib.ExitStack) -> None:
-        """Find out by which way gradients are exchanged, together with all ranks."""
+        """Choose by which way gradients are exchanged; the first exchange finds out whether ranks can share memory."""
         column, wanted, compress = self.parts.column, self.settings.exchange, self.settings.compress
         if wanted == "shared-memory" or (wanted is None and compress is None and column.device.type == "cpu"):
-            try:
-                SharedMemory(column, 1, 1).close()
-                self._shares_memory = True
-                stack.callback(self._close_memory)
-            except OSError as error:
-                if wanted is not None:
-                    raise KaleDistError(
-                        f"exchange='shared-memory' does not work here: {error.strerror}. Leave it out"
-                    ) from None
+            self._shares_memory = True
+            stack.callback(self._close_memory)
         if compress == "powersgd":
             self._exchange = PowerSGD(column)
         elif compress is not None:
@@ -187,8 +180,10 @@ class DataParallel(Replica):
         """
         self._verify()
         self._refresh()
-        if self._shares_memory:
-            self._reduce_in_memory(skipped=skipped, left=left)
+        if self._shares_memory and self._sum is None:
+            self._share_memory()
+        if self._sum is not None:
+            self._reduce_in_memory(self._sum, skipped=skipped, left=left)
             return
         with torch.no_grad():
             mine = self._write_controls(skipped=skipped, left=left)
@@ -213,12 +208,21 @@ class DataParallel(Replica):
         if self._fired and self._may_overlap and len(self._buckets) > 1:
             self._overlap = True
 
-    @torch.no_grad()
-    def _reduce_in_memory(self, *, skipped: bool, left: bool) -> None:
-        """Average through the memory that ranks share."""
-        if self._sum is None:
-            shapes = [real(parameter.detach()) for parameter in self._dense]
+    def _share_memory(self) -> None:
+        """Make the memory for gradients of these parameters; where ranks cannot share any, lay out buckets instead."""
+        shapes = [real(parameter.detach()) for parameter in self._dense]
+        try:
             self._sum = SharedSum(shapes, _NOTES + len(self._trainable), self.parts.column)
+        except OSError as error:
+            if self.settings.exchange is not None:
+                text = f"exchange='shared-memory' does not work here: {error.strerror}. Leave it out"
+                raise KaleDistError(text) from None
+            self._shares_memory, self._flags = False, []
+            self._refresh()
+
+    @torch.no_grad()
+    def _reduce_in_memory(self, shared: SharedSum, *, skipped: bool, left: bool) -> None:
+        """Average through the memory that ranks share."""
         tensors = []
         for parameter in self._dense:
             gradient = parameter.grad
@@ -228,7 +232,7 @@ class DataParallel(Replica):
                 tensors.append(real(gradient.to_dense() if gradient.is_sparse else gradient).contiguous())
         mine = [parameter.grad is not None for parameter in self._trainable]
         here = self.parts.pace.batches
-        notes = self._sum.average(tensors, bytes((here % _SLOTS, skipped, left, *mine)))
+        notes = shared.average(tensors, bytes((here % _SLOTS, skipped, left, *mine)))
         is_alike = not (skipped or left) and all(note == notes[0] for note in notes)
         used = mine if is_alike else _checked(_sums(notes), here, len(notes))
         is_used = {id(p): one for p, one in zip(self._trainable, used, strict=True)}

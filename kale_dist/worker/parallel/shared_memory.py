@@ -66,7 +66,7 @@ class SharedMemory:
         notes, slot = -(-notes // _LINE) * _LINE, -(-slot // _LINE) * _LINE
         # Rank `world` is the result of all.
         size = head + 2 * (world * notes + (world + 1) * slot)
-        self._map, pids = _shared(group, size)
+        self._map, pids = _shared(group, size, self._rounds * world)
         data = memoryview(self._map)
         self.notes: list[list[memoryview]] = []
         """By turn and rank."""
@@ -85,10 +85,6 @@ class SharedMemory:
             [ctypes.c_void_p(address + (step * world + rank) * _LINE) for rank in range(world)]
             for step in range(self._rounds)
         ]
-        if group.rank == 0:
-            for semaphore in (one for row in self._semaphores for one in row):
-                _libc.sem_init(semaphore, 1, 0)
-        group.gather(None)
         self._alive = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != group.rank}
 
     def close(self) -> None:
@@ -133,8 +129,8 @@ class SharedMemory:
             raise KaleDistError(f"Rank {self._alive[ended[0][0]]} has ended while others wait for its gradients")
 
 
-def _shared(group: Group, size: int) -> tuple[mmap.mmap, list[int]]:
-    """The memory of rank 0 in every rank, and the process ids of all.
+def _shared(group: Group, size: int, semaphores: int) -> tuple[mmap.mmap, list[int]]:
+    """The memory of rank 0 in every rank, which begins with semaphores, and the process ids of all.
 
     Raises:
         OSError: A rank cannot map it: another machine, or another process namespace.
@@ -142,10 +138,14 @@ def _shared(group: Group, size: int) -> tuple[mmap.mmap, list[int]]:
     token, made = os.urandom(16), None
     descriptor = os.memfd_create("kale-dist") if group.rank == 0 else -1
     try:
-        if made is None and group.rank == 0:
+        if group.rank == 0:
             os.ftruncate(descriptor, size)
             made = mmap.mmap(descriptor, size)
-            made[:16] = token
+            # The last bytes are of a result's, which is written before it is read.
+            made[-16:] = token
+            address = ctypes.addressof(ctypes.c_char.from_buffer(made))
+            for number in range(semaphores):
+                _libc.sem_init(ctypes.c_void_p(address + number * _LINE), 1, 0)
         pid, number, token = group.send((os.getpid(), descriptor, token))
         if group.rank:
             made = _opened(f"/proc/{pid}/fd/{number}", size, token)
@@ -155,8 +155,6 @@ def _shared(group: Group, size: int) -> tuple[mmap.mmap, list[int]]:
             os.close(descriptor)
     if made is None or not all(is_good for is_good, _ in everyone):
         raise OSError(errno.ENXIO, "the ranks cannot map the same memory")
-    if group.rank == 0:
-        made[:16] = bytes(16)
     return made, [pid for _, pid in everyone]
 
 
@@ -165,7 +163,7 @@ def _opened(path: str, size: int, token: bytes) -> mmap.mmap | None:
         descriptor = os.open(path, os.O_RDWR)
         try:
             # A file of this number may be another one, where processes are numbered elsewhere.
-            if os.fstat(descriptor).st_size == size and os.pread(descriptor, 16, 0) == token:
+            if os.fstat(descriptor).st_size == size and os.pread(descriptor, 16, size - 16) == token:
                 return mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import gc
 import importlib
+import io
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from kale_dist import wire
 from kale_dist.snapshot import loading
 from kale_dist.worker.agent import processes
 from kale_dist.worker.agent.forkserver_launch import MAX_MESSAGE_BYTES
-from kale_dist.worker.rank import rank_main
+from kale_dist.worker.rank import process_state, rank_main
 
 PRELOADED = (
     "torch",
@@ -37,7 +38,9 @@ PRELOADED = (
     "cloudpickle",
     "kale_dist.snapshot.loading",
     "kale_dist.snapshot.outcome",
+    "kale_dist.worker.rank.group",
     "kale_dist.worker.training.loop",
+    "kale_dist.worker.parallel.ddp",
 )
 """What a rank needs before its first step; each takes long the first time (`torch._dynamo` as long as torch)."""
 
@@ -70,6 +73,9 @@ class ForkServer:
             importlib.import_module(module)
         _import_optional("numpy")
         _spare_ranks_the_finalizers()
+        _do_first_calls()
+        # Each rank empties this cache, which takes 6 ms while it has the folders of the imports above.
+        sys.path_importer_cache.clear()
         # Pages that the collector would write to in each rank stay shared.
         gc.freeze()
         gc.enable()
@@ -170,6 +176,16 @@ def _spare_ranks_the_finalizers() -> None:
     """Torch would take each of its operators back at the end of each rank, for 50 ms and nothing."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - no public way
         finalizer.atexit = False
+
+
+def _do_first_calls() -> None:
+    """Make the calls of torch that read files the first time, which each rank would pay for before its first step."""
+    # Torch keeps the stack of a seeding, with its source lines, for a GPU that may be used later.
+    process_state.set_seeds(0)
+    if torch := sys.modules.get("torch"):
+        # Each DataLoader records its batches and each checkpoint is saved: torch imports more for both.
+        with torch.profiler.record_function("first"):
+            torch.save(None, io.BytesIO())
 
 
 def _import_optional(name: str) -> None:
