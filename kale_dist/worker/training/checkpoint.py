@@ -24,6 +24,7 @@ from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.wire import EventKind, blobs, context
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import load_state, state_of
+from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 1
 
@@ -152,33 +153,6 @@ def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]
         return type(value)(None if item is _LEFT_OUT else item for item in items)
     left_out.append(place)
     return _LEFT_OUT
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a training is."""
-
-    epochs: int = 0
-    """Finished epochs."""
-    values: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Metrics of the last of them."""
-    stopped: bool = False
-    """Whether a step has asked for the end in it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The objects whose states a checkpoint holds."""
-
-    model: torch.nn.Module
-    criterion: Any
-    optimizer: Any
-    """An optimizer, or `Optimizers`."""
-    scheduler: Any
-    state: tuple[Any, ...]
-    """Objects of `state=`."""
-    loaders: tuple[Any, ...]
-    """Their generators, and those of their samplers, continue where they were."""
 
 
 def is_wanted() -> bool:

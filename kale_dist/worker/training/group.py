@@ -305,17 +305,3 @@ class Buffers:
                 flat = self._group.mean(torch.cat([buffer.reshape(-1) for buffer in same]))
                 for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
                     buffer.copy_(piece.view(buffer.shape))
-
-
-def trained_tensors(model: torch.nn.Module, criterion: Any, optimizer: Any) -> dict[str, Tensor]:
-    """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        found.setdefault(id(parameter), (name, parameter))
-    if isinstance(criterion, torch.nn.Module):
-        for name, parameter in criterion.named_parameters():
-            found.setdefault(id(parameter), (f"criterion.{name}", parameter))
-    for i, options in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(options["params"]):
-            found.setdefault(id(parameter), (f"optimizer.{i}.{j}", parameter))
-    return dict(found.values())

@@ -114,20 +114,26 @@ class Losses:
     Args:
         group: The ranks.
         model: What is trained.
-        place: Gives epoch and step, both from 1.
     """
 
-    def __init__(self, group: Group, model: torch.nn.Module, place: Callable[[], tuple[int, int]]) -> None:
+    _place: Callable[[], tuple[int, int]]
+
+    def __init__(self, group: Group, model: torch.nn.Module) -> None:
         self._group = group
         self._model = model
-        self._place = place
         self._latest: Tensor | None = None
         self._root: Tensor | None = None
         self._is_told = False
 
     @contextlib.contextmanager
-    def watched(self, criterion: Any) -> Iterator[None]:
-        """Look at what a criterion gives and at what `backward()` begins with."""
+    def watched(self, criterion: Any, place: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
+
+        Args:
+            criterion: Passed to the steps.
+            place: Returns epoch and step, both from 1.
+        """
+        self._place = place
         original: Any = torch.Tensor.backward
 
         @functools.wraps(original)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import context
+from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.strategy import Strategy
@@ -43,27 +44,22 @@ class Schedules:
     group: Group
     pace: Pace
     epochs: int
-    alone: int | None = None
-    """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
-    here: int | None = None
-    """Batches of an epoch on this rank."""
-    samples: Callable[[], int] = lambda: 1
-    """How many samples this rank has had in the step that is running."""
+    loaders: Loaders
 
     def moves(self, scheduler: Any) -> int:
-        """How often the scheduler is to be stepped where the step has called it once."""
-        portion = self.pace.portion
-        if portion is None or not self.alone or not self.here:
+        """How often to step a scheduler that the user's step has stepped once."""
+        portion, alone, here = self.pace.portion, self.loaders.batches_alone, self.loaders.batches
+        if portion is None or not alone or not here:
             return 1
-        steps = -(-self.here // self.pace.accumulate)
-        if steps == self.alone:
+        steps = -(-here // self.pace.accumulate)
+        if steps == alone:
             return 1
         total = total_of(scheduler)
         if total == self.epochs * steps:
             return 1
         name = type(scheduler).__name__
-        per_epoch = f"{self.alone} batches an epoch on one process, {steps} steps of each rank here"
-        if not total or total % self.alone or (total % steps == 0 and total != self.epochs * self.alone):
+        per_epoch = f"{alone} batches an epoch on one process, {steps} steps of each rank here"
+        if not total or total % alone or (total % steps == 0 and total != self.epochs * alone):
             size = f"made for {total} steps" if total else "of unknown length"
             self.group.say(
                 f"{name}, {size}, is stepped once in each batch ({per_epoch}): if it counts the batches of one process, it"
@@ -75,11 +71,11 @@ class Schedules:
             " and ends where it would on one process."
         )
         index = portion.index // self.pace.accumulate
-        return (index + 1) * self.alone // steps - index * self.alone // steps
+        return (index + 1) * alone // steps - index * alone // steps
 
     def mean(self, value: Any) -> float:
         """A metric of the step as one process would have it: the ranks' values, weighted by their samples."""
-        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.samples()))
+        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.loaders.running.samples))
         if not any(weight for _, weight in everyone):
             everyone = [(one, 1) for one, _ in everyone]
         return float(sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone))

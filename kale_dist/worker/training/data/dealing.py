@@ -241,8 +241,8 @@ class Deal(Shown):
         count = length(source)
         samples = None if count is None else count // self.drop_unit * self.drop_unit
         if samples is None or (samples > _DRAWN_WHOLE and type(source) is not SequentialSampler):
-            used = itertools.islice(iter(source), samples)
-            yield from ((chunk, last, None) for chunk, last in _drawn_ahead(used, size, self.group))
+            drawn = _drawn_ahead(itertools.islice(iter(source), samples), size, self.group)
+            yield from ((chunk, last, None) for chunk, last in drawn)
             return
         order = self._draw()
         used = len(order) // self.drop_unit * self.drop_unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import types
@@ -17,6 +18,80 @@ from kale_dist.worker.training.data import sharding
 from kale_dist.worker.training.data.batches import Batches, Feed
 from kale_dist.worker.training.data.dealing import Counter, Deal, Shown, StreamShare, View, generator_states, length
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.trained import Trained
+
+
+class Loaders:
+    """The loaders of a training, divided over the ranks with data.
+
+    Args:
+        training: How to divide them.
+        trained: Has the loaders.
+        group: The ranks with data, for sentences about the division.
+        train: What the training loader's passes have in common.
+        evaluation: What the passes over the loader for evaluation have in common.
+    """
+
+    def __init__(self, training: Training, trained: Trained, group: Group, train: Feed, evaluation: Feed) -> None:
+        self.train = train
+        self.evaluation = evaluation
+        self.running = train
+        """The feed of the user's step that runs, or ran last."""
+        self.batches_alone = length(trained.train_loader)
+        """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
+        self.batches: int | None = None
+        """Batches of an epoch on this rank; None before `divide`, and where it is unknown."""
+        self._training = training
+        self._trained = trained
+        self._group = group
+        self._divided = contextlib.ExitStack()
+
+    def divide(self) -> None:
+        """Make the loaders give this rank's share, and log how they are divided. To be repeated when ranks were lost.
+
+        Raises:
+            ConfigError: A loader cannot be divided.
+        """
+        self.restore()
+        train, evaluation, training = self.train, self.evaluation, self._training
+        if train.pace is not None:
+            train.pace.world_size = train.group.world_size
+        train_loader, eval_loader = self._trained.train_loader, self._trained.eval_loader
+        split, argument = training.split_batches, "train_data_loader"
+        restore = prepare(
+            train_loader, train, argument=argument, shard=training.shard, split=split, accumulate=training.accumulate
+        )
+        self._divided.callback(restore)
+        self.batches = length(train_loader)
+        self._group.say(train.sentence)
+        if eval_loader is not None:
+            shard = training.eval_sharding == "samples"
+            restore = prepare(eval_loader, evaluation, argument="eval_data_loader", shard=shard, split=split)
+            self._divided.callback(restore)
+            note = "metrics are averaged by samples" if shard else "for metrics that are not means"
+            self._group.say(f"{evaluation.sentence}; {note}")
+
+    def restore(self) -> None:
+        """Make the loaders what they were before `divide`."""
+        self._divided.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the samplers and datasets that have it.
+
+        Args:
+            epoch: Counted from 0.
+        """
+        for loader in self._trained.loaders:
+            called: set[int] = set()
+            batches = loader.batch_sampler
+            for part in (loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset):
+                method = getattr(part, "set_epoch", None)
+                # Views of one sampler share its method.
+                owner = id(getattr(method, "__self__", part))
+                if callable(method) and owner not in called:
+                    called.add(owner)
+                    method(epoch)
 
 
 def prepare(
