@@ -33,7 +33,7 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.strategies.fsdp import select_units
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.parallel.tensor import norm_of_parts, whole_optimizer_state
+from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -232,15 +232,8 @@ class FullySharded(Replica):
         """Gather all; rank 0 keeps it, on the CPU."""
         if not self._units:
             return super().full_state()
-        seen: dict[int, Tensor] = {}
-        model = self.parts.model.state_dict(keep_vars=True)
-        for name, value in model.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self._kept(value, value)
-                model[name] = seen[id(value)]
-        optimizer = whole_optimizer_state(self.parts.optimizer, self._kept)
-        self._full = FullState(model=model, optimizer=optimizer) if self.parts.group.rank == 0 else None
+        full, _ = whole_states(self.parts, self._kept)
+        self._full = full if self.parts.group.rank == 0 else None
         return self._full
 
     def whole(self, value: Tensor, parameter: Any) -> Tensor:  # noqa: ARG002 - where weights are divided too, it matters

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
-from kale_dist.worker.parallel.blocks import replace_forward
+from kale_dist.worker.training.trained import alter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Ghosts:
         self._fill: Callable[[int], float] = lambda _: float("nan")
         self._runs_backward = False
         for unit in units:
-            replace_forward(unit.module, functools.partial(self._call, unit, unit.module.forward), stack)
+            alter(unit.module, stack, forward=functools.partial(self._call, unit, unit.module.forward))
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 

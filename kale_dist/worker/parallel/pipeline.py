@@ -27,11 +27,13 @@ from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP, Layout, Pipeline
-from kale_dist.worker.parallel.blocks import alter_blocks, replace_forward
+from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.result import optimizers_of
 from kale_dist.worker.training.strategy import FullState, Parts
+from kale_dist.worker.training.trained import alter
 
 
 class _Links:
@@ -164,7 +166,7 @@ class PipelineParallel(DataParallel):
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
         for name, parameter in self._elsewhere.items():
             self._let_go(name, parameter, stack)
-        replace_forward(model, self._forward, stack)
+        alter(model, stack, forward=self._forward)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
         if not self.layout.shard:
@@ -177,7 +179,7 @@ class PipelineParallel(DataParallel):
         """Free a parameter of another stage; anything that is computed with it is NaN, and its gradient an error."""
         parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
         parameter.grad = None
-        for optimizer in _optimizers(self.parts.optimizer):
+        for optimizer in optimizers_of(self.parts.optimizer):
             optimizer.state.pop(parameter, None)
 
         def refuse(_: Tensor) -> None:
@@ -415,7 +417,7 @@ class PipelineParallel(DataParallel):
         if self.layout.shard:
             return None
         sent, model, row = self._links.bytes_sent, self.parts.model, self.parts.row
-        optimizers = _optimizers(self.parts.optimizer)
+        optimizers = optimizers_of(self.parts.optimizer)
         home = {id(unit.module): unit.stage for unit in self._units}
         buffers = _buffers_of(model, home, self.stages - 1)
         for stage in range(1, self.stages):
@@ -455,10 +457,6 @@ class PipelineParallel(DataParallel):
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         return full
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    return list(optimizer.named.values()) if hasattr(optimizer, "named") else [optimizer]
 
 
 def _stripped(state: dict[str, Any]) -> dict[str, Any]:

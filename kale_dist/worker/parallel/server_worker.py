@@ -28,6 +28,7 @@ from kale_dist.worker.parallel.replica import Replica
 from kale_dist.worker.parallel.server import Kind, Server, Shard, norm_bits, open_shards
 from kale_dist.worker.training.data.sharding import ranks
 from kale_dist.worker.training.strategy import FullState, Parts
+from kale_dist.worker.training.trained import alter
 
 
 def make(settings: Settings, layout: Layout) -> Server | Worker:
@@ -62,7 +63,6 @@ class Worker(Replica):
         self._bytes_sent = 0
         optimizer = parts.optimizer
         optimizer.state.clear()
-        own = dict(optimizer.__dict__)
 
         def step(_: Any, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
@@ -74,13 +74,7 @@ class Worker(Replica):
                 )
             self._step()
 
-        def restore() -> None:
-            optimizer.__dict__.pop("step")
-            if "step" in own:
-                optimizer.__dict__["step"] = own["step"]
-
-        optimizer.__dict__["step"] = types.MethodType(step, optimizer)
-        stack.callback(restore)
+        alter(optimizer, stack, step=types.MethodType(step, optimizer))
         self._versions = self._present_versions()
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -23,10 +23,11 @@ from torch.nn import functional
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.strategies.tensor import assign, dimension, kind_of
-from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of, replace_forward
+from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.training.group import Group, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
+from kale_dist.worker.training.trained import alter
 
 
 class Peers:
@@ -217,7 +218,7 @@ def divide_layers(
         else:
             forward = _embedding(peers)
         division.divide(module.weight, along, pieces, optimizer)
-        replace_forward(module, types.MethodType(forward, module), stack)
+        alter(module, stack, forward=types.MethodType(forward, module))
     return division
 
 
@@ -336,19 +337,11 @@ class TensorParallel(DataParallel):
         """Gather the parts; rank 0 keeps them."""
         if self.layout.shard != 0:
             return None
-        model, optimizer = self.parts.model, self.parts.optimizer
-        seen: dict[int, Tensor] = {}
-        states = model.state_dict(keep_vars=True)
-        for name, value in states.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self.division.whole(value, value)
-                states[name] = seen[id(value)]
-        whole = whole_optimizer_state(optimizer, self.division.whole)
+        full, whole = whole_states(self.parts, self.division.whole)
         if self.parts.group.rank:
             return None
-        self._full = seen
-        return FullState(model=states, optimizer=whole)
+        self._full = whole
+        return full
 
     def metrics(self) -> dict[str, float]:
         """Bytes sent."""
@@ -365,11 +358,31 @@ def prepare_without_fast_path(stack: contextlib.ExitStack) -> None:
     torch.backends.mha.set_fastpath_enabled(False)
 
 
-def whole_optimizer_state(optimizer: Any, whole: Callable[[Tensor, Any], Tensor]) -> dict[str, Any]:
+def whole_states(parts: Parts, whole: Callable[[Tensor, Any], Tensor]) -> tuple[FullState, dict[int, Tensor]]:
+    """The states of model and optimizer with every tensor made whole. All ranks that hold parts call this.
+
+    Args:
+        parts: Model and optimizer.
+        whole: Makes a tensor whole: a parameter, or a state of that parameter.
+
+    Returns:
+        The states, and the model's whole tensors by the identity of the parameter or buffer that they come from.
+    """
+    seen: dict[int, Tensor] = {}
+    model = parts.model.state_dict(keep_vars=True)
+    for name, value in model.items():
+        if isinstance(value, Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = whole(value, value)
+            model[name] = seen[id(value)]
+    return FullState(model=model, optimizer=_whole_optimizer_state(parts.optimizer, whole)), seen
+
+
+def _whole_optimizer_state(optimizer: Any, whole: Callable[[Tensor, Any], Tensor]) -> dict[str, Any]:
     """`optimizer.state_dict()` with the state of each parameter made whole."""
     several = getattr(optimizer, "named", None)
     if several is not None:
-        states = {name: whole_optimizer_state(one, whole) for name, one in several.items()}
+        states = {name: _whole_optimizer_state(one, whole) for name, one in several.items()}
         return {
             "named": states,
             "param_groups": [group for state in states.values() for group in state["param_groups"]],

@@ -36,8 +36,8 @@ class Checkpoint:
     epoch: int
     """Finished epochs."""
     model: dict[str, Any]
-    optimizer: dict[str, Any] | None
-    scheduler: dict[str, Any] | None
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
     resume: dict[str, Any] | None = None
     """What a training needs beyond these states to resume (`resume`); None if the job cannot restart."""
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -50,26 +50,8 @@ _LEFT_OUT = object()
 """In the place of a value that cannot be kept."""
 
 
-def write(
-    path: pathlib.Path,
-    *,
-    model: dict[str, Any],
-    optimizer: dict[str, Any] | None = None,
-    scheduler: dict[str, Any] | None = None,
-    epoch: int,
-    resume: dict[str, Any] | None = None,
-    callbacks: dict[str, Any] | None = None,
-) -> tuple[str, ...]:
+def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
     """Write a checkpoint, replacing the one that is there by rename.
-
-    Args:
-        path: The file.
-        model: `model.state_dict()`.
-        optimizer: `optimizer.state_dict()`, or None.
-        scheduler: `scheduler.state_dict()`, or None.
-        epoch: Finished epochs.
-        resume: See `Checkpoint.resume`.
-        callbacks: See `Checkpoint.callbacks`.
 
     Returns:
         The places of values that were left out.
@@ -79,10 +61,9 @@ def write(
     """
     left_out: list[str] = []
     copies: dict[Any, Tensor] = {}
-    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "resume": resume}
-    tree = {name: _kept(state, name, copies, left_out) for name, state in states.items()}
-    tree["callbacks"] = _kept(callbacks or {}, "callbacks", copies, left_out)
-    whole = {"version": VERSION, "epoch": epoch, "left_out": tuple(left_out), **tree}
+    names = ("model", "optimizer", "scheduler", "resume", "callbacks")
+    tree = {name: _kept(getattr(contents, name), name, copies, left_out) for name in names}
+    whole = {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(left_out), **tree}
     before = torch.serialization.get_crc32_options()
     # Sums take four times as long as writing.
     torch.serialization.set_crc32_options(False)

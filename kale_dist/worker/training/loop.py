@@ -19,7 +19,7 @@ from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
-from kale_dist.worker.training.checkpoint import Resumption, describe, is_wanted
+from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describe, is_wanted
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
@@ -461,8 +461,7 @@ class Session:
         if state is None:
             return
         epoch = progress.epochs
-        left_out = checkpoint.write(
-            files.checkpoint,
+        contents = Checkpoint(
             model=state.model,
             optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
@@ -470,6 +469,7 @@ class Session:
             resume=rest,
             callbacks=calls,
         )
+        left_out = checkpoint.write(files.checkpoint, contents)
         if left_out:
             self.group.say(
                 f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
@@ -519,18 +519,15 @@ class Session:
 
 def _loaders(setup: Setup, profiler: Profiler | None, losses: Losses) -> Loaders:
     """The loaders with their feeds, not divided yet."""
-    parts, epochs = setup.parts, setup.training.epochs
-    train = Feed(
-        name="train",
-        group=parts.column,
-        row=parts.row,
-        pace=parts.pace,
-        strategy=setup.strategy,
-        profiler=profiler,
-        loss=losses.latest,
-        epochs=epochs,
-    )
-    evaluation = Feed(name="eval", group=parts.column, row=parts.row, loss=losses.latest, epochs=epochs)
+    parts = setup.parts
+    common: dict[str, Any] = {
+        "group": parts.column,
+        "row": parts.row,
+        "epochs": setup.training.epochs,
+        "loss": losses.latest,
+    }
+    train = Feed(name="train", pace=parts.pace, strategy=setup.strategy, profiler=profiler, **common)
+    evaluation = Feed(name="eval", **common)
     return Loaders(setup.training, setup.trained, setup.group, train, evaluation)
 
 

@@ -25,6 +25,7 @@ from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.strategy import Strategy
+from kale_dist.worker.training.trained import alter
 
 _TOTALS = ("total_steps", "T_max", "total_iters")
 """Where torch's schedulers keep the number of calls they are made for."""
@@ -178,10 +179,9 @@ class OptimizerControl:
             yield
 
     def _take_optimizer(self, stack: contextlib.ExitStack) -> None:
-        optimizer, state = self.optimizer, self.optimizer.__dict__
+        optimizer = self.optimizer
         # Objects that were not made by their constructor lack the wrapper that calls hooks.
         optimizer._patch_step_function()  # noqa: SLF001
-        before: dict[str, Any] = {name: state[name] for name in ("step", "zero_grad") if name in state}
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
 
         def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -193,15 +193,8 @@ class OptimizerControl:
 
         # Schedulers look for this mark, and wrap or warn where it is missing.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
-        state["step"] = types.MethodType(step, optimizer)
-        state["zero_grad"] = types.MethodType(zero_grad, optimizer)
-
-        def restore() -> None:
-            for name in ("step", "zero_grad"):
-                state.pop(name, None)
-            state.update(before)
-
-        stack.callback(restore)
+        step_method, zero_grad_method = types.MethodType(step, optimizer), types.MethodType(zero_grad, optimizer)
+        alter(optimizer, stack, step=step_method, zero_grad=zero_grad_method)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

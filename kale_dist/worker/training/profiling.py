@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kale_dist.wire import PHASES, EventKind, context
+from kale_dist.worker.training.trained import alter
 
 FIRST_STEP = 2
 """The first step is left out: memory, caches and lazy parts are made in it."""
@@ -174,10 +175,8 @@ class Profiler:
 
         torch.autograd.backward = backward
         stack.callback(setattr, torch.autograd, "backward", before)
-        own = self._strategy.__dict__
-        for name in ("complete", "stepped", "end_batch"):
-            own[name] = _exchanging(getattr(self._strategy, name))
-            stack.callback(own.pop, name, None)
+        methods = ("complete", "stepped", "end_batch")
+        alter(self._strategy, stack, **{name: _exchanging(getattr(self._strategy, name)) for name in methods})
         stack.callback(register_optimizer_step_pre_hook(lambda *_: CLOCK.enter("optimizer")).remove)
         stack.callback(register_optimizer_step_post_hook(lambda *_: CLOCK.leave()).remove)
         self._before = dict(CLOCK.totals)

@@ -59,6 +59,11 @@ def one_optimizer(optimizer: Any) -> Any:
     return Optimizers(optimizer) if isinstance(optimizer, dict) else optimizer
 
 
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """The torch optimizers behind what `one_optimizer` returned."""
+    return list(optimizer.named.values()) if isinstance(optimizer, Optimizers) else [optimizer]
+
+
 def state_of(value: Any) -> Any:
     """What has to be sent of an object of `state=`: its state_dict, or the contents of a list, dict or set."""
     if callable(getattr(value, "state_dict", None)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kale_dist.worker.training.result import Optimizers, one_model, one_optimizer
+from kale_dist.worker.training.result import one_model, one_optimizer, optimizers_of
 from kale_dist.worker.training.settings import Training
 
 
@@ -49,10 +50,9 @@ class Trained:
         return tuple(data for data in (self.train_loader, self.eval_loader) if data is not None)
 
     @property
-    def optimizers(self) -> tuple[Any, ...]:
+    def optimizers(self) -> list[Any]:
         """The optimizers of the call, in its order."""
-        several = isinstance(self.optimizer, Optimizers)
-        return tuple(self.optimizer.named.values()) if several else (self.optimizer,)
+        return optimizers_of(self.optimizer)
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
@@ -91,3 +91,24 @@ class Progress:
     """Metrics of the last finished epoch."""
     stopped: bool = False
     """Whether a step or a callback ended the training in that epoch."""
+
+
+def alter(target: Any, stack: contextlib.ExitStack, **attributes: Any) -> None:
+    """Set attributes of an object past its own `__setattr__`; the stack puts back what the object had before.
+
+    Args:
+        target: The object. A method of it has to be bound to it (`types.MethodType`): a step may copy a module, and what
+            the copy computes has to come from the copy's weights.
+        stack: Undoes it.
+        **attributes: Values by name.
+    """
+    state = target.__dict__
+    before = {name: state[name] for name in attributes if name in state}
+
+    def restore() -> None:
+        for name in attributes:
+            state.pop(name, None)
+        state.update(before)
+
+    state.update(attributes)
+    stack.callback(restore)
