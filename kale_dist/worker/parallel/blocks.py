@@ -15,7 +15,7 @@ from kale_dist.worker.training.trained import alter
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The entries of the model's lists and sequences that have parameters, the outermost ones; else the model itself."""
+    """Return the outermost entries with parameters of the model's lists and sequences; without any, the model itself."""
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -31,7 +31,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def alter_blocks(
     blocks: Iterable[torch.nn.Module], stack: contextlib.ExitStack, *, compiled: bool, checkpointed: bool
 ) -> None:
-    """Compile blocks, and have their activations computed again in the backward pass.
+    """Compile blocks, and drop their activations, which the backward pass then computes once more.
 
     Args:
         blocks: The modules, each called by itself.

@@ -1,4 +1,4 @@
-"""What a training says once: state that will not come back, a loss that is nan, the layer in which a step has failed."""
+"""Notes that a training logs once: state that will not come back, a loss that is nan, the layer in which a step failed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Captured:
     Args:
         functions: The user's steps.
         known: Objects that come back, or that are ours.
-        given: What the steps get besides, by name.
+        given: Further values that the steps get, by name.
     """
 
     def __init__(self, functions: Iterable[Any], known: Iterable[Any], given: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Captured:
 
 
 def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
-    """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
+    """Return a mark of a value that changes when the value is changed in place; the same for all objects of `known`."""
     if id(value) in known:
         return ()
     if isinstance(value, _PLAIN):
@@ -109,7 +109,7 @@ def _is_made(tensor: Tensor) -> bool:
 
 
 class Losses:
-    """The latest loss of this rank, and a word on the first that is nan.
+    """The latest loss of this rank; logs the first that is nan.
 
     Args:
         group: The ranks.
@@ -151,7 +151,7 @@ class Losses:
                 hook.remove()
 
     def latest(self) -> float | None:
-        """The latest loss that the criterion gave. Waits for a GPU, so not for every batch."""
+        """Return the criterion's latest loss. Waits for a GPU, so it is not called for every batch."""
         if self._root is not None:
             self._look(float(self._root))
         return None if self._latest is None else float(self._latest)
@@ -181,7 +181,7 @@ class Losses:
 
 
 def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, batch: str) -> None:
-    """Add to an exception which layer has raised it, and for what inputs; nothing if none has.
+    """Add a note to an exception: which layer raised it, and for which inputs. No note where no layer did.
 
     Args:
         error: With its traceback.
