@@ -19,7 +19,7 @@ def order_of(spec: JobSpec, **site: Any) -> Order:
     policy = spec.policy
     fields: dict[str, Any] = {
         "job": spec.name,
-        "world_size": spec.topology.number_of_processes,
+        "number_of_processes": spec.topology.number_of_processes,
         "processes_per_agent": spec.topology.number_of_processes,
         "snapshot": spec.snapshot,
         "blobs": spec.blobs,

@@ -7,11 +7,13 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
                 A final one also has next_line (the number that the log's next line would have) and lost (ranks
                 without which the others carried on)
+    attempt     members: those of the `Attempt` whose ranks are started now, as objects
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
-                samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
+                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
+                Kept in `progress.json` alone, the last one of each rank.
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch, step, path (relative to the job's folder), bytes
@@ -41,6 +43,7 @@ class EventKind(enum.StrEnum):
     """The kinds of event; the module's docstring lists the fields of each."""
 
     STATE = "state"
+    ATTEMPT = "attempt"
     RANK = "rank"
     METRICS = "metrics"
     PROGRESS = "progress"

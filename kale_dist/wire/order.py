@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 VERSION = 2
@@ -128,9 +128,10 @@ class Order:
     job: str
     """Name of the run's object: the job's own for the first run, `<name>-2` for the second."""
     run: int = 1
-    world_size: int
+    number_of_processes: int
+    """How many were asked for; how many there are is what each `Attempt` says."""
     processes_per_agent: int
-    """Ranks of each agent; the last one may have fewer."""
+    """Ranks of each agent at most."""
     head: str = ""
     """Host name of the head; empty where there is only one agent and it is on this machine."""
     port: int = 0
@@ -185,13 +186,8 @@ class Order:
 
     @property
     def agents(self) -> int:
-        """How many agents the job has; number 0 is the head."""
-        return -(-self.world_size // self.processes_per_agent)
-
-    def ranks_of(self, agent: int) -> range:
-        """The ranks that one agent runs."""
-        first = agent * self.processes_per_agent
-        return range(first, min(self.world_size, first + self.processes_per_agent))
+        """How many agents were asked for; number 0 is the head."""
+        return -(-self.number_of_processes // self.processes_per_agent)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a message or a file."""
@@ -220,38 +216,90 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """What one rank gets from its agent: the order, and which rank it is."""
+class Member:
+    """One agent of an attempt, and its ranks."""
 
-    order: Order
-    """With this agent's own folder, store, key and process."""
-    rank: int
-    attempt: int
+    agent: int
+    """The agent's number in the job; 0 is the head."""
+    first_rank: int
+    processes: int
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that the agent runs."""
+        return range(self.first_rank, self.first_rank + self.processes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """Once through with one set of ranks. Only an attempt has a world size."""
+
+    number: int
     """How often the ranks were started before in this run."""
+    members: tuple[Member, ...]
+    """The head's agent first, in the order of their ranks."""
     port: int
     """Where rank 0's store listens."""
     seed: int
-    """Rank 0's."""
+    """Rank 0's; rank r gets seed + r."""
+
+    @classmethod
+    def form(cls, order: Order, agents: Iterable[int], *, number: int, port: int, seed: int) -> Self:
+        """Number the ranks through agents, each of which gets as many as the order allows it.
+
+        Args:
+            order: The job. The attempt has fewer ranks than it asks for if there are fewer agents.
+            agents: Numbers of the agents that are ready, the head's first.
+            number: The attempt's.
+            port: Where rank 0's store listens.
+            seed: Rank 0's.
+        """
+        members = []
+        for place, agent in enumerate(agents):
+            first = place * order.processes_per_agent
+            processes = min(order.processes_per_agent, order.number_of_processes - first)
+            members.append(Member(agent=agent, first_rank=first, processes=processes))
+        return cls(number=number, members=tuple(members), port=port, seed=seed)
 
     @property
-    def agent(self) -> int:
-        """Number of the agent that runs the rank."""
-        return self.rank // self.order.processes_per_agent
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return sum(member.processes for member in self.members)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**data, "members": tuple(Member(**member) for member in data["members"])})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What one rank gets from its agent: the order, the attempt, and which rank it is."""
+
+    order: Order
+    """With this agent's own folder, store, key and process."""
+    attempt: Attempt
+    rank: int
+
+    @property
+    def group_rank(self) -> int:
+        """The place of the rank's agent among those of the attempt."""
+        return next(place for place, member in enumerate(self.attempt.members) if self.rank in member.ranks)
 
     @property
     def local_rank(self) -> int:
         """The rank among those of its agent."""
-        return self.rank % self.order.processes_per_agent
+        return self.rank - self.attempt.members[self.group_rank].first_rank
 
     @property
     def local_world_size(self) -> int:
         """How many ranks its agent has."""
-        return len(self.order.ranks_of(self.agent))
+        return self.attempt.members[self.group_rank].processes
 
     @property
     def master_addr(self) -> str:
         """Where rank 0's store is."""
-        return self.order.head if self.order.agents > 1 else "127.0.0.1"
+        return self.order.head if len(self.attempt.members) > 1 else "127.0.0.1"
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a message."""
@@ -260,4 +308,5 @@ class Assignment:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        return cls(**{**data, "order": Order.from_json(data["order"])})
+        order, attempt = Order.from_json(data["order"]), Attempt.from_json(data["attempt"])
+        return cls(order=order, attempt=attempt, rank=data["rank"])

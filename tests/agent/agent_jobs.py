@@ -82,7 +82,7 @@ class Jobs:
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__).digest
         return Order(
             job=name,
-            world_size=ranks,
+            number_of_processes=ranks,
             processes_per_agent=ranks,
             folder=str(folder),
             store=str(self.store.root),

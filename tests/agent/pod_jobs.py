@@ -131,7 +131,7 @@ class PodJob:
         self.key = secrets.token_bytes(32)
         self.input = self.root / "input"
         values: dict[str, Any] = {
-            "job": self.root.name, "world_size": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
+            "job": self.root.name, "number_of_processes": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
             "collect_wait_s": 20.0, "stall_warn_s": None,
         }  # fmt: skip
@@ -140,7 +140,7 @@ class PodJob:
 
     @property
     def number_of_pods(self) -> int:
-        return -(-self.order.world_size // self.order.processes_per_agent)
+        return -(-self.order.number_of_processes // self.order.processes_per_agent)
 
     def put_input(self) -> PodJob:
         """What the Secret would bring, all at once."""

@@ -79,16 +79,11 @@ def in_new_process(code, state=None):
 
 def test_a_model_is_trained_by_two_containers_and_comes_back(on_torch, engine):
     import torch
+    from trainings import summing
 
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    model = torch.nn.Linear(4, 1)
+    model, *others = summing()
     before = model.weight.detach().clone()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = flat.distribute(
-        model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, **on_torch
-    )
+    job = flat.distribute(model, *others, epochs=8, seed=1, number_of_processes=2, **on_torch)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)
@@ -160,13 +155,10 @@ def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, kil
 
 
 def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torch, engine):
-    torch = pytest.importorskip("torch")
-    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    model = torch.nn.Linear(4, 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    from trainings import summing
+
     job = flat.distribute(
-        model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=6, train_args=0.3, seed=1,
+        *summing(32, lr=0.01), train_slowly, epochs=6, train_args=0.3, seed=1,
         number_of_processes=2, threads=1, max_restarts=1, **on_torch,
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -261,6 +253,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         f"""
         import warnings
         import kale_dist as kd
+        from kale_dist import errors
         from kale_dist.job import records
         records.identity = lambda: "mallory@elsewhere"
         with warnings.catch_warnings(record=True) as caught:
@@ -270,7 +263,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
         assert any("trust=True" in str(item.message) for item in caught), caught
         try:
             job.result()
-        except kd.errors.ResultUnavailableError if hasattr(kd, "errors") else Exception as error:
+        except errors.ResultUnavailableError:
             print("refused")
         print(kd.attach({job.ref!r}, trust=True).result(timeout=60))
         """,
@@ -481,22 +474,11 @@ def test_a_script_runs_in_containers_with_its_modules_and_files(on, tmp_path, mo
 
 @pytest.mark.nightly
 def test_the_job_saves_its_model_on_a_volume(image, tmp_path):
-    torch.manual_seed(0)
-    x = torch.randn(64, 3)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    from trainings import summing
+
     on = kd.Docker(image=image, volumes={"/data": str(tmp_path)})
-    job = kd.distribute(
-        model,
-        loader,
-        torch.nn.MSELoss(),
-        optimizer,
-        epochs=5,
-        number_of_processes=2,
-        on=on,
-        save_to="/data/new/model.pt",
-    )
+    model, *others = summing()
+    job = kd.distribute(model, *others, epochs=5, number_of_processes=2, on=on, save_to="/data/new/model.pt")
     assert job.wait(180).state is StateName.SUCCEEDED, [str(line) for line in job.logs()]
     saved = tmp_path / "new" / "model.pt"
     assert saved.stat().st_uid == os.getuid()

@@ -8,6 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import fit, labelled
 
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
@@ -64,18 +65,7 @@ def assert_resumes(strategy, number_of_processes, lost):
 
 
 def _fail(strategy, step):
-    from kale_dist.worker.training.loop import train
-
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    train(
-        model=model,
-        train_data_loader=DataLoader(TensorDataset(torch.randn(64, 3), torch.zeros(64).long()), 4),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=step,
-        strategy=strategy,
-    )
+    fit(loader=DataLoader(labelled(64), 4), train_step=step, strategy=strategy)
 
 
 def assert_fails(strategy, number_of_processes, step, match):

@@ -7,7 +7,6 @@ import pytest
 import kale_dist as kd
 from kale_dist.calls import layout
 from kale_dist.calls.options import Options
-from kale_dist.errors import ConfigError
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
@@ -23,11 +22,9 @@ def spec(**changes):
     return run(**changes).spec
 
 
-def refused(**changes):
-    with pytest.raises(ConfigError) as caught:
-        run(**changes)
-    assert caught.value.remedy
-    return caught.value
+@pytest.fixture
+def refused(refusal):
+    return lambda **changes: refusal(lambda: run(**changes))
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -46,23 +43,22 @@ def test_processes_on_a_cluster_are_not_bound_to_this_machine(given, processes, 
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "2", 1.5])
-def test_processes_of_a_pod_are_a_whole_number(value):
-    error = refused(processes_per_pod=value)
-    assert (error.argument, repr(value) in error.problem) == ("processes_per_pod", True)
+def test_processes_of_a_pod_are_a_whole_number(value, refused):
+    assert refused(processes_per_pod=value).argument == "processes_per_pod"
 
 
-def test_a_pod_has_no_more_processes_than_the_job():
+def test_a_pod_has_no_more_processes_than_the_job(refused):
     assert refused(number_of_processes=2, processes_per_pod=4).argument == "processes_per_pod"
 
 
 @pytest.mark.parametrize("name", ["Upper", "x" * 70, "é", "", "a_b"])
-def test_names_are_those_of_a_cluster(name):
+def test_names_are_those_of_a_cluster(name, refused):
     assert refused(name=name).argument == "name"
 
 
-def test_the_names_of_all_pods_fit():
+def test_the_names_of_all_pods_fit(refused):
     run(name="x" * 50, number_of_processes=9_999)
-    assert "worker-" in refused(name="x" * 50, number_of_processes=200_000).problem
+    assert refused(name="x" * 50, number_of_processes=200_000).argument == "name"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +68,8 @@ def test_the_names_of_all_pods_fit():
         ("resources", {"rdma/hca": 1}),
     ],
 )  # fmt: skip
-def test_what_only_a_cluster_has_is_refused_on_this_machine(argument, value):
-    error = refused(**{argument: value}, on="local")
-    assert error.argument == argument
-    assert "on=kd.Kubernetes(...)" in error.remedy
+def test_what_only_a_cluster_has_is_refused_on_this_machine(argument, value, refused):
+    assert refused(**{argument: value}, on="local").argument == argument
 
 
 # -- resources -------------------------------------------------------------------------------------------------------
@@ -103,21 +97,20 @@ def test_a_dataclass_takes_what_a_dict_does():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given",
     [
-        ({"memory": "2 GB"}, "'2Gi' (1024^3 bytes each) or '2G' (1000^3)"), ({"memory": "2gb"}, "'2Gi'"), ({"memory": "2g"}, "'2Gi'"),
-        ({"memory": 2}, "unit"), ({"memory": "2"}, "unit"), ({"memory": "-2Gi"}, "not a quantity"), ({"memory": ""}, "not a quantity"),
-        ({"memory": "٣Gi"}, "not a quantity"), ({"memory": "0Gi"}, "above 0"), ({"memory": "512m"}, "'512Mi'"),
-        ({"memory_gib": "2Gi"}, "not a number above 0"), ({"memory": "2Gi", "memory_gib": 2}, "twice"),
-        ({"cpu": "2 cores"}, "millicores"), ({"cpu": "-1"}, "millicores"), ({"cpus": 2}, "Did you mean 'cpu'?"), ({"gpu": 1}, "Did you mean 'gpus'?"),
-        ({"gpus": "1"}, "'1'"), ({"rdma/hca": "one"}, "whole"), ({"rdma/hca": True}, "whole"), ({3: 1}, "no resource 3"), ("2 cpus", "not a dict"),
-        ([], "not a dict"), ({"gpus": 0}, "0, and cuda=True"), ({"extended": 3}, "not a dict"), ({"extended": {"gpu": 1}}, "Did you mean 'gpus'?"), ({"nvidia.com/gpu": 1, "gpus": 1}, "twice"),
+        {"memory": "2 GB"}, {"memory": "2gb"}, {"memory": "2g"},
+        {"memory": 2}, {"memory": "2"}, {"memory": "-2Gi"}, {"memory": ""},
+        {"memory": "٣Gi"}, {"memory": "0Gi"}, {"memory": "512m"},
+        {"memory_gib": "2Gi"}, {"memory": "2Gi", "memory_gib": 2},
+        {"cpu": "2 cores"}, {"cpu": "-1"}, {"cpus": 2}, {"gpu": 1},
+        {"gpus": "1"}, {"rdma/hca": "one"}, {"rdma/hca": True}, {3: 1}, "2 cpus",
+        [], {"gpus": 0}, {"extended": 3}, {"extended": {"gpu": 1}}, {"nvidia.com/gpu": 1, "gpus": 1},
     ],
 )  # fmt: skip
-def test_resources_of_which_it_is_not_clear_what_is_meant(given, said):
+def test_resources_of_which_it_is_not_clear_what_is_meant(given, refused):
     error = refused(resources=given, cuda=True)
     assert error.argument.startswith("resources")
-    assert said in str(error)
 
 
 def test_gpus_that_are_asked_for_are_used_and_that_is_said():
@@ -148,20 +141,19 @@ def test_volumes_as_users_write_them(text, kind, source, sub_path, read_only):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("/home/me/data", "pods do not see it"), ("./data", "pods do not see it"), ("~/data", "pods do not see it"), ("", "empty"),
-        (":ro", "empty"), ("datasets/images", "pvc://datasets/images"), ("Datasets", "lower-case"), ("é", "lower-case"),
-        ("a b", "lower-case"), ("x" * 254, "lower-case"), ("pvcs://a", "Did you mean 'pvc'?"), ("s3://bucket", "Use: pvc://"),
-        ("pvc://", "empty"), ("pvc://a/../b", "within the volume"), ("hostpath://mnt", "hostpath:///"), ("hostpath:///a/../b", "hostpath:///"),
-        ("emptydir://10Gi", "has a source"), (3, "not text"), (None, "not text"), ("a\0", "not text"),
-        ({"source": "a", "subpath": "b"}, "Did you mean 'sub_path'?"), ({"source": "a", "kind": "pvc"}, "no kind 'pvc'"),
+        "/home/me/data", "./data", "~/data", "",
+        ":ro", "datasets/images", "Datasets", "é",
+        "a b", "x" * 254, "pvcs://a", "s3://bucket",
+        "pvc://", "pvc://a/../b", "hostpath://mnt", "hostpath:///a/../b",
+        "emptydir://10Gi", 3, None, "a\0",
+        {"source": "a", "subpath": "b"}, {"source": "a", "kind": "pvc"},
     ],
 )  # fmt: skip
-def test_volumes_that_pods_cannot_have(text, said):
+def test_volumes_that_pods_cannot_have(text, refused):
     error = refused(volumes={"/data": text})
     assert error.argument == "volumes"
-    assert said in str(error)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +165,8 @@ def test_volumes_that_pods_cannot_have(text, said):
         "//usr",
     ],
 )  # fmt: skip
-def test_volumes_must_not_hide_what_pods_need(path):
-    error = refused(volumes={path: "datasets"})
-    assert error.argument == "volumes"
-    assert "would hide" in error.problem
+def test_volumes_must_not_hide_what_pods_need(path, refused):
+    assert refused(volumes={path: "datasets"}).argument == "volumes"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +187,7 @@ def test_other_paths_are_free(path):
 
 
 @pytest.mark.parametrize("path", ["data", "", "/a:b", "/a\nb", "/a/../b", "\0", 3])
-def test_paths_that_no_pod_can_have(path):
+def test_paths_that_no_pod_can_have(path, refused):
     assert refused(volumes={path: "datasets"}).argument == "volumes"
 
 
@@ -212,8 +202,8 @@ def test_volumes_are_written_as_text_as_dicts_or_as_objects():
         assert spec(volumes=same).volumes == (text,)
 
 
-def test_two_volumes_have_two_paths():
-    assert "two volumes" in refused(volumes={"/data": "a", "/data/": "b"}).problem
+def test_two_volumes_have_two_paths(refused):
+    assert refused(volumes={"/data": "a", "/data/": "b"}).argument == "volumes"
     assert len(spec(volumes={"/data": "a", "/data/b": "a"}).volumes) == 2
 
 
@@ -221,15 +211,15 @@ def test_two_volumes_have_two_paths():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    "value",
     [
-        ("Train:1", "Write 'train:1'"), ("docker://train:1", "Write 'train:1'"), (" train:1 ", "Write 'train:1'"), ("", "registry.example.com"),
-        ("a b", "registry.example.com"), ("é", "registry.example.com"), ("x" * 600, "registry.example.com"), (3, "neither text"), ("a:b:c", "a:b:c"),
+        "Train:1", "docker://train:1", " train:1 ", "",
+        "a b", "é", "x" * 600, 3, "a:b:c",
     ],
 )  # fmt: skip
-def test_images_are_references(value, said):
+def test_images_are_references(value, refused):
     error = refused(image=value)
-    assert (error.argument, said in str(error)) == ("image", True)
+    assert error.argument == "image"
 
 
 def test_an_image_may_be_left_open():
@@ -246,24 +236,23 @@ def test_stores_that_pods_reach(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    "value",
     [
-        ("results", "pvc://"), ("/data", "pvc://"), ("file:///data", "on this machine"), ("memory://a", "on this machine"), ("pvc://", "no store"),
-        ("pvc://A", "'A'"), ("pvc://a/../b", "'..'"), ("s3://", "no store"), ("://a", "no store"), (3, "not text"), ("https://[a", "not a URL"),
+        "results", "/data", "file:///data", "memory://a", "pvc://",
+        "pvc://A", "pvc://a/../b", "s3://", "://a", 3, "https://[a",
     ],
 )  # fmt: skip
-def test_stores_that_pods_do_not_reach(value, said):
+def test_stores_that_pods_do_not_reach(value, refused):
     error = refused(store=value)
-    assert (error.argument, said in str(error)) == ("store", True)
+    assert error.argument == "store"
 
 
-def test_a_password_in_a_url_is_neither_taken_nor_shown():
+def test_a_password_in_a_url_is_neither_taken_nor_shown(refused):
     error = refused(store="webdav://me:hunter2@host/a")
     assert "hunter2" not in str(error)
-    assert "secret_environment" in error.remedy
 
 
-def test_variables_of_pods():
+def test_variables_of_pods(refused):
     assert spec(environment={"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}).environment[0] == ("NCCL_DEBUG", "INFO")
     for name in ("RANK", "KALE_DIST_WORK", "1A", "A B", "é"):
         assert refused(environment={name: "x"}).argument == "environment"
@@ -292,31 +281,28 @@ def test_options_of_a_cluster_as_users_write_them():
 
 
 @pytest.mark.parametrize(
-    ("given", "argument", "said"),
+    ("given", "argument"),
     [
-        ({"namespaces": "a"}, "namespaces", "Did you mean 'namespace'?"), ({"nodeSelector": {}}, "nodeSelector", "Did you mean 'node_selector'?"),
-        ({"namespace": 3}, "namespace", "not text"),
-        ({"namespace": "Team A"}, "namespace", "lower-case"), ({"labels": ["a"]}, "labels", "not a dict"),
-        ({"labels": {"a": 1}}, "labels", "Write '1'"), ({"labels": {1: "a"}}, "labels", "1 cannot be a key"),
-        ({"labels": {"app.kubernetes.io/name": "x"}}, "labels", "set by kale_dist"),
-        ({"labels": {"kueue.x-k8s.io/queue-name": "x"}}, "labels", "Use `queue`"),
-        ({"annotations": {"kale-dist.dev/spec": "x"}}, "annotations", "set by kale_dist"),
-        ({"tolerations": "["}, "tolerations", "YAML"), ({"tolerations": "gpu"}, "tolerations", "not a list"),
-        ({"tolerations": ["gpu"]}, "tolerations", "list of dicts"), ({"affinity": []}, "affinity", "not a dict"),
-        ({"affinity": {"a": {1, 2}}}, "affinity", "JSON"), ({"patch": 3}, "patch", "not a dict"),
-        ({"patch": {"spec": {"runPolicy": float("nan")}}}, "patch", "JSON"), ({"patch": {"kind": "Pod"}}, "patch", "kind"),
-        ({"patch": [{"op": "remove", "path": "/none"}]}, "patch", "not a dict"), ({"gang": "yes"}, "gang", "'yes'"),
-        ({"master": 1}, "master", "1"), ({"secret_environment": {"A": "s"}}, "secret_environment", "'secret/key'"),
-        ({"image_pull_secrets": 3}, "image_pull_secrets", "not a list"), ({"image_pull_secrets": [3]}, "image_pull_secrets", "3"),
-        ({"ttl_s": "1d"}, "ttl_s", "'1d'"), ({"run_as_user": "root"}, "run_as_user", "'root'"),
+        ({"namespaces": "a"}, "namespaces"), ({"nodeSelector": {}}, "nodeSelector"),
+        ({"namespace": 3}, "namespace"),
+        ({"namespace": "Team A"}, "namespace"), ({"labels": ["a"]}, "labels"),
+        ({"labels": {"a": 1}}, "labels"), ({"labels": {1: "a"}}, "labels"),
+        ({"labels": {"app.kubernetes.io/name": "x"}}, "labels"),
+        ({"labels": {"kueue.x-k8s.io/queue-name": "x"}}, "labels"),
+        ({"annotations": {"kale-dist.dev/spec": "x"}}, "annotations"),
+        ({"tolerations": "["}, "tolerations"), ({"tolerations": "gpu"}, "tolerations"),
+        ({"tolerations": ["gpu"]}, "tolerations"), ({"affinity": []}, "affinity"),
+        ({"affinity": {"a": {1, 2}}}, "affinity"), ({"patch": 3}, "patch"),
+        ({"patch": {"spec": {"runPolicy": float("nan")}}}, "patch"), ({"patch": {"kind": "Pod"}}, "patch"),
+        ({"patch": [{"op": "remove", "path": "/none"}]}, "patch"), ({"gang": "yes"}, "gang"),
+        ({"master": 1}, "master"), ({"secret_environment": {"A": "s"}}, "secret_environment"),
+        ({"image_pull_secrets": 3}, "image_pull_secrets"), ({"image_pull_secrets": [3]}, "image_pull_secrets"),
+        ({"ttl_s": "1d"}, "ttl_s"), ({"run_as_user": "root"}, "run_as_user"),
     ],
 )  # fmt: skip
-def test_options_that_no_cluster_takes(given, argument, said):
-    with pytest.raises(ConfigError) as caught:
-        layout.settle(Options(on=kd.Kubernetes(**given)))
-    assert caught.value.argument == argument
-    assert said in str(caught.value)
-    assert caught.value.remedy
+def test_options_that_no_cluster_takes(given, argument, refusal):
+    error = refusal(lambda: layout.settle(Options(on=kd.Kubernetes(**given))))
+    assert error.argument == argument
 
 
 def test_the_other_labels_of_kueue_are_the_user_s():

@@ -64,7 +64,6 @@ class RunCopy:
 
     Args:
         files: The run's files; their folder has to be there.
-        world_size: Ranks of the job.
         on_lines: Called when the log has grown.
         on_change: Called when the status may be another one.
 
@@ -72,9 +71,7 @@ class RunCopy:
         StoreError: The files cannot be read or written.
     """
 
-    def __init__(
-        self, files: JobFiles, world_size: int, on_lines: Callable[[], None], on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, files: JobFiles, on_lines: Callable[[], None], on_change: Callable[[], None]) -> None:
         self.verdict: dict[str, Any] | None = None
         """The head's final state event. Readers do not see it, or what follows it, before `release`."""
         self.last_attempt = 0
@@ -82,8 +79,6 @@ class RunCopy:
         self.has_started = False
         """Whether ranks have started."""
         self._files = files
-        self.world_size = world_size
-        """Ranks of the job."""
         self._on_lines = on_lines
         self._on_change = on_change
         self._held: list[bytes] = []
@@ -284,7 +279,7 @@ class RunCopy:
         if not part.index:
             self._parts[part.attempt, part.rank] = []
         parts = self._parts.get((part.attempt, part.rank), [])
-        if part.index != len(parts) or part.rank >= self.world_size or target.exists():
+        if part.index != len(parts) or target.exists():
             return
         parts.append(part.data)
         if len(parts) == part.count:

@@ -280,8 +280,7 @@ class Follower:
         self._run = records.runs(self._record.name)[-1]
         self._handle = handle_of(self._place, self._record, self._run)
         self._listen()
-        world_size = self._spec.topology.number_of_processes
-        self._opened = RunCopy(self._run.files, world_size, self._on_lines, self._on_change)
+        self._opened = RunCopy(self._run.files, self._on_lines, self._on_change)
         if not self._run.files.run_facts.exists():
             records.write_run(dataclasses.replace(self._run, object=self._handle.object))
 
@@ -439,8 +438,7 @@ class Follower:
         if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
             self._plan_run(verdict.reason)
             return False
-        has_checkpoint = self._status.status().checkpoint_epoch is not None
-        if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
+        if not self._results().fetch_all(verdict, copy, self._status.status()):
             return False
         left = self._end_pods(verdict)
         if left is None:

@@ -138,9 +138,9 @@ def overlay(
         return status
     parts = {part.number: part for part in look.parts}
     per = spec.topology.processes_per_pod
-    status = dataclasses.replace(
-        status, replicas=tuple(_replica(replica, parts.get(replica.rank // per)) for replica in status.replicas)
-    )
+    numbers = (one.rank // per if one.agent is None else one.agent for one in status.replicas)
+    replicas = tuple(_replica(one, parts.get(number)) for one, number in zip(status.replicas, numbers, strict=True))
+    status = dataclasses.replace(status, replicas=replicas)
     running = sum(part.state == "running" for part in look.parts)
     state, reason = status.state, status.reason
     if look.suspended:

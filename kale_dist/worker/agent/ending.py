@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.rank_run import Rank
 
 MAX_BYTES = 4096
 """A kubelet reads no more of a termination message."""
@@ -43,7 +43,7 @@ class Verdict:
     """Whether another attempt could end otherwise: a rank was lost, and memory did not run out."""
 
 
-def rank_state(rank: RankRun, *, stopped: bool) -> RankStateName:
+def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
     """The final state of a rank that has ended.
 
     Args:
@@ -55,7 +55,7 @@ def rank_state(rank: RankRun, *, stopped: bool) -> RankStateName:
     return RankStateName.STOPPED if stopped else RankStateName.FAILED
 
 
-def blame(failures: Sequence[RankRun]) -> Verdict:
+def blame(failures: Sequence[Rank]) -> Verdict:
     """The verdict on a job with failed ranks.
 
     Args:
@@ -68,13 +68,13 @@ def blame(failures: Sequence[RankRun]) -> Verdict:
     return _describe(first or failures[0])
 
 
-def lost_peer(rank: RankRun) -> bool:
+def lost_peer(rank: Rank) -> bool:
     """Whether a rank's error only says that it lost another rank."""
     done = rank.done or {}
     return bool(_PEER_GONE.search(done.get("error_text", ""))) and done.get("error_type", "").endswith("Error")
 
 
-def _describe(rank: RankRun) -> Verdict:
+def _describe(rank: Rank) -> Verdict:
     if rank.done is not None:
         return _describe_error(rank.rank, rank.done)
     end = rank.end
@@ -107,7 +107,7 @@ def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
     return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, error_type=kind)
 
 
-def _failed(cause: FailureCause, reason: str, rank: RankRun) -> Verdict:
+def _failed(cause: FailureCause, reason: str, rank: Rank) -> Verdict:
     tail = rank.end.tail if rank.end is not None else ()
     return Verdict(StateName.FAILED, cause, reason, rank=rank.rank, last_line=tail[-1] if tail else "")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kale_dist.wire import EventKind, FailureCause, RankStateName
 from kale_dist.worker.agent.ending import name_ranks
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.writer import JobWriter
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
@@ -67,7 +67,7 @@ class HangWatch:
 
     def __init__(
         self,
-        ranks: Sequence[RankRun],
+        ranks: Sequence[Rank],
         loop: asyncio.AbstractEventLoop,
         writer: JobWriter,
         *,
@@ -112,7 +112,7 @@ class HangWatch:
     def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
         self._timers[name] = self._loop.call_later(delay_s, call)
 
-    def _unfinished(self) -> list[RankRun]:
+    def _unfinished(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.done is None and rank.end is None]
 
     def _look(self, then: Callable[[dict[int, Sample], dict[int, bytes]], None]) -> None:
@@ -128,9 +128,9 @@ class HangWatch:
 
         self._loop.call_later(self._answer_s, answered)
 
-    def _sample_of(self, run: RankRun) -> Sample:
-        frames, moves = parse_main_thread(run.dump), self._writer.moves[run.rank]
-        return Sample(frames=frames, cpu_ticks=run.cpu_ticks, moves=moves)
+    def _sample_of(self, rank: Rank) -> Sample:
+        frames, moves = parse_main_thread(rank.dump), self._writer.moves[rank.rank]
+        return Sample(frames=frames, cpu_ticks=rank.cpu_ticks, moves=moves)
 
     # -- a rank has ended -------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class End:
 
 
 class Listener(Protocol):
-    """Who hears what a rank does: the head's `RankRun`, or a relay's link to the head."""
+    """Who hears what a rank does: the head's `Rank`, or a relay's link to the head."""
 
     @property
     def has_room(self) -> bool:

@@ -105,7 +105,7 @@ class JobWriter:
         self.progress: dict[str, bytes] = {}
         """The last progress and usage of each rank, as JSON; replaced as a whole."""
         self.moves: collections.Counter[int] = collections.Counter()
-        """Signs of progress that each rank has given so far: its lines, and what `RankRun` counts."""
+        """Signs of progress that each rank has given so far: its lines, and what `Rank` counts."""
         self._files = files
         self._loop = loop
         self._on_change = on_change

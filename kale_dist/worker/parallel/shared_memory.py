@@ -130,7 +130,7 @@ class SharedMemory:
 
 
 def _shared(group: Group, size: int, semaphores: int) -> tuple[mmap.mmap, list[int]]:
-    """The memory of rank 0 in every rank, which begins with semaphores, and the process ids of all.
+    """Map rank 0's memory, which begins with semaphores, in every rank; returns the map and the process ids of all ranks.
 
     Raises:
         OSError: A rank cannot map it: another machine, or another process namespace.

@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import EXIT_TOLD_TO_END, Assignment, EventKind, Source, Stream, body_of
+from kale_dist.wire import EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source, Stream, body_of
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, pod_input
@@ -148,7 +148,7 @@ class Relay:
         if op == Op.FETCH:
             self._may_fetch.set()
         elif op == Op.SPAWN:
-            self._spawn(head, rank, int(message["attempt"]), int(message["port"]), int(message["seed"]))
+            self._spawn(head, Attempt.from_json(message["attempt"]))
         elif op == Op.RUN:
             refuse = functools.partial(_refuse, head)
             mpi.run_daemon(str(message["command"]), self._pod.place.work, int(message["attempt"]), refuse)
@@ -176,18 +176,19 @@ class Relay:
         self._pod.pool.wanted_spares = 0
         head.say(Op.READY)
 
-    def _spawn(self, head: Channel, rank: int, attempt: int, port: int, seed: int) -> None:
+    def _spawn(self, head: Channel, attempt: Attempt) -> None:
         order = self._pod.own_order
         if not self._is_staged:
             self._is_staged = True
             loading.stage_modules(self._pod.store, order.snapshot, self._pod.files.modules)
             self._usage = UsageWatch(order, self._pod.loop, self._pids, functools.partial(self._tell_usage, head))
             self._usage.start()
-        assignment = Assignment(order=order, rank=rank, attempt=attempt, port=port, seed=seed)
-        process = self._pod.pool.take()
-        outcome = self._pod.files.outcome(attempt, rank)
-        self._ranks[rank] = forwarder = _Forwarder(rank, attempt, process, head, outcome, self._pod.loop)
-        process.start(forwarder, assignment, None, is_held=True)
+        mine = next(member for member in attempt.members if member.agent == self._pod.place.pod)
+        for rank in mine.ranks:
+            process, number = self._pod.pool.take(), attempt.number
+            outcome = self._pod.files.outcome(number, rank)
+            self._ranks[rank] = forwarder = _Forwarder(rank, number, process, head, outcome, self._pod.loop)
+            process.start(forwarder, Assignment(order=order, attempt=attempt, rank=rank), None, is_held=True)
 
     def _pids(self) -> Mapping[int, int]:
         return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}

@@ -55,7 +55,7 @@ class Op(enum.StrEnum):
     LEAVING = "leaving"
     """Relay to head: its pod got SIGTERM; `reason`."""
     SPAWN = "spawn"
-    """Head to relay: start a rank; `attempt`, `port`, `seed`."""
+    """Head to relay: start its ranks of the `attempt`."""
     SIGNAL = "signal"
     """Head to relay: send a rank the signal `number`."""
     STACKS = "stacks"

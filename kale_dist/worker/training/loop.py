@@ -365,7 +365,7 @@ class Session:
         self, name: str, feed: Feed, epoch: int, returned: Any, prints: Sequence[float], numbers: Mapping[str, float]
     ) -> Averaged:
         """Average what a step returned over the ranks, and make learning rates equal."""
-        extra = prints, numbers, feed.rate if feed.reads else None, self._learning_rates()
+        extra = prints, numbers, feed.rate, self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.samples, extra)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         return outcome
