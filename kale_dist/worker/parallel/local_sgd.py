@@ -19,14 +19,11 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.group import LARGE, Group
 from kale_dist.worker.training.strategy import FullState, Parts
 
 OUTER_LEARNING_RATE = 0.7
 OUTER_MOMENTUM = 0.9
-
-_LARGE = 1 << 18
-"""Elements from which on a buffer counts as a table of positions or a mask, which no step changes."""
 
 
 class OwnSteps(Replica):
@@ -59,7 +56,7 @@ class OwnSteps(Replica):
         """Return the floating-point buffers that are averaged with the weights; large ones are not."""
         named = sorted(self.parts.model.named_buffers())
         floats = [b for _, b in named if b.is_floating_point() and not torch.nn.parameter.is_lazy(b)]
-        return [b for b in floats if b.numel() <= _LARGE]
+        return [b for b in floats if b.numel() <= LARGE]
 
     def agree(self, *, at_end: bool) -> None:
         """Check that all ranks have made as many steps and are at the same place, before weights are averaged.

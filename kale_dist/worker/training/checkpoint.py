@@ -86,18 +86,15 @@ def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
     return tuple(left_out)
 
 
-def read(path: pathlib.Path) -> Checkpoint:
-    """Read a checkpoint. Tensors are mapped copy-on-write: they cost memory when they are used.
+def read(file: Any) -> Checkpoint:
+    """Read a checkpoint from a path, or from memory that reads like a file.
+
+    Tensors of a file are mapped copy-on-write: they take memory when they are used.
 
     Raises:
         SnapshotDamagedError: The file is not a checkpoint of this version.
         OSError: The file cannot be opened.
     """
-    return _loaded(path)
-
-
-def _loaded(file: Any) -> Checkpoint:
-    """Load a checkpoint from a file, which is mapped, or from memory that reads like a file."""
     try:
         found = torch.load(file, weights_only=True, mmap=isinstance(file, pathlib.Path), map_location="cpu")
         if found.pop("version") != VERSION:
@@ -134,11 +131,6 @@ def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]
         return type(value)(None if item is _LEFT_OUT else item for item in items)
     left_out.append(place)
     return _LEFT_OUT
-
-
-def is_wanted() -> bool:
-    """Whether this job may be started again, so that its checkpoints have to hold all that a training needs to resume."""
-    return context.context().max_restarts > 0
 
 
 def describe(
@@ -299,7 +291,7 @@ def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
         return read(path)
     received = mmap.mmap(-1, size)
     group.send_tensor(torch.frombuffer(received, dtype=torch.uint8))
-    return _loaded(received)
+    return read(received)
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------

@@ -197,8 +197,8 @@ _TOLERANCE = 1e-3
 Processors of different makes round differently; a step that treats ranks differently does far more than that."""
 
 
-_LARGE = 1 << 18
-"""Buffers of more elements are compared before they are sent."""
+LARGE = 1 << 18
+"""Buffers of more elements are tables (positions, masks), which steps seldom change."""
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
@@ -286,11 +286,11 @@ class Buffers:
         if not buffers:
             return
         self._group.meet(STEP_ENDS)
-        large = [b for b in buffers if b.numel() > _LARGE]
+        large = [b for b in buffers if b.numel() > LARGE]
         if large:
             prints = self._group.gather(fingerprint(large))
             changed = {id(large[position]) for position in differing(prints, tolerance=0.0)}
-            buffers = [b for b in buffers if b.numel() <= _LARGE or id(b) in changed]
+            buffers = [b for b in buffers if b.numel() <= LARGE or id(b) in changed]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in buffers:
             if buffer.is_floating_point():

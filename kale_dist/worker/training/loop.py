@@ -19,7 +19,7 @@ from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
-from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describe, is_wanted
+from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describe
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
@@ -453,10 +453,12 @@ class Session:
         if files is None:
             return
         rest = None
-        if is_wanted():
+        # Only a job that may be started again needs checkpoints from which a training can resume.
+        is_resumable = context.context().max_restarts > 0
+        if is_resumable:
             own = self.strategy.own_state()
             rest = describe(self.group, self.trained, progress, self.control.scaler, own)
-        calls = self.callbacks.state(resumable=is_wanted())
+        calls = self.callbacks.state(resumable=is_resumable)
         state = self.strategy.full_state()
         if state is None:
             return

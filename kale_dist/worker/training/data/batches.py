@@ -58,6 +58,11 @@ class Feed:
     """The pass that gave the latest batch, unless it is exhausted."""
 
     @property
+    def argument(self) -> str:
+        """The argument by which the loader came, for errors."""
+        return f"{self.name}_data_loader"
+
+    @property
     def step(self) -> int:
         """The number of the batch in its pass, from 1."""
         return self.current.index if self.current is not None else 0

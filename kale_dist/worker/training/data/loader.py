@@ -6,7 +6,6 @@ import contextlib
 import random
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,23 +53,18 @@ class Loaders:
             ConfigError: A loader cannot be divided.
         """
         self.restore()
-        train, evaluation, training = self.train, self.evaluation, self._training
-        if train.pace is not None:
-            train.pace.world_size = train.group.world_size
-        train_loader, eval_loader = self._trained.train_loader, self._trained.eval_loader
-        split, argument = training.split_batches, "train_data_loader"
-        restore = prepare(
-            train_loader, train, argument=argument, shard=training.shard, split=split, accumulate=training.accumulate
-        )
-        self._divided.callback(restore)
+        training, train_loader, eval_loader = self._training, self._trained.train_loader, self._trained.eval_loader
+        if self.train.pace is not None:
+            self.train.pace.world_size = self.train.group.world_size
+        split = training.split_batches
+        _prepare(train_loader, self.train, self._divided, shard=training.shard, split=split)
         self.batches = length(train_loader)
-        self._group.say(train.sentence)
+        self._group.say(self.train.sentence)
         if eval_loader is not None:
             shard = training.eval_sharding == "samples"
-            restore = prepare(eval_loader, evaluation, argument="eval_data_loader", shard=shard, split=split)
-            self._divided.callback(restore)
+            _prepare(eval_loader, self.evaluation, self._divided, shard=shard, split=split)
             note = "metrics are averaged by samples" if shard else "for metrics that are not means"
-            self._group.say(f"{evaluation.sentence}; {note}")
+            self._group.say(f"{self.evaluation.sentence}; {note}")
 
     def restore(self) -> None:
         """Make the loaders what they were before `divide`."""
@@ -94,36 +88,26 @@ class Loaders:
                     method(epoch)
 
 
-def prepare(
-    loader: DataLoader[Any], feed: Feed, *, argument: str, shard: bool, split: bool, accumulate: int = 1
-) -> Callable[[], None]:
-    """Alter a loader in place so that its iterators are `Batches` of this rank's share, and say so in the log.
+def _prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *, shard: bool, split: bool) -> None:
+    """Alter a loader in place so that its iterators are `Batches` of this rank's share; the stack restores it.
 
     Args:
         loader: The loader.
-        feed: What the iterators report to; its `is_agreed` is set here.
-        argument: Name of the argument the loader came by, for errors.
+        feed: The iterators report to it; its fields on the kind of data are set here.
+        stack: Undoes it.
         shard: Whether to divide the data at all.
         split: Whether the loader's batch size is that of all ranks together.
-        accumulate: Steps in an accumulation window.
-
-    Returns:
-        A function that restores the loader.
-
-    Raises:
-        ConfigError: The loader cannot be divided, or nothing would be left.
     """
     before = dict(loader.__dict__)
-    group, aligned = feed.group, feed.is_training
-    state = loader.__dict__
+    group, state = feed.group, loader.__dict__
     # Out of order, batches would be weighed with each other's numbers of samples.
     state["in_order"] = True
     if isinstance(loader.dataset, IterableDataset):
-        _prepare_stream(loader, feed, argument, shard=shard, split=split)
+        _prepare_stream(loader, feed, shard=shard, split=split)
     else:
-        sampler = _undistributed(loader, group, argument)
+        sampler = _undistributed(loader, feed)
         if shard and sampler is not None:
-            _prepare_map(loader, feed, sampler, argument, split=split, aligned=aligned, accumulate=accumulate)
+            _prepare_map(loader, feed, sampler, split=split)
         else:
             _prepare_whole(loader, feed, shards_itself=shard)
     if group.rank and loader.generator is not None:
@@ -144,16 +128,16 @@ def prepare(
         state.update(before)
         state["_iterator"] = None
 
-    return restore
+    stack.callback(restore)
 
 
-def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
+def _undistributed(loader: DataLoader[Any], feed: Feed) -> Any:
     """The sampler or batch sampler to draw from; None where it gives each rank a part by itself.
 
     Torch's own DistributedSampler is made to give everything, in the order and by the seed it has: ranks then share
     it like any other, without its padding.
     """
-    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    group, batch_sampler, sampler = feed.group, loader.batch_sampler, loader.sampler
     inner = getattr(batch_sampler, "sampler", None)
     candidates: tuple[Any, ...] = (sampler, batch_sampler, inner)
     for candidate in candidates:
@@ -170,27 +154,19 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
             return None
         elif replicas != 1:
             raise ConfigError(
-                argument,
+                feed.argument,
                 f"its {type(candidate).__name__} is made for {replicas} ranks, and there are {group.world_size}",
                 f"Make it with num_replicas={group.world_size}, or use a plain sampler, which is shared out for you",
             )
     return sampler if loader.batch_sampler is None or loader.batch_size is not None else batch_sampler
 
 
-def _prepare_map(
-    loader: DataLoader[Any],
-    feed: Feed,
-    sampler: Any,
-    argument: str,
-    *,
-    split: bool,
-    aligned: bool,
-    accumulate: int,
-) -> None:
-    group, state = feed.group, loader.__dict__
+def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bool) -> None:
+    """Alter a map-style loader so that a `Deal` divides what its sampler or batch sampler gives."""
+    group, state, aligned = feed.group, loader.__dict__, feed.is_training
     world = group.world_size
     total = length(sampler)
-    common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
+    common: dict[str, Any] = {"aligned": aligned, "accumulate": 1 if feed.pace is None else feed.pace.accumulate}
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
         deal = Deal(sampler, source=sampler, group=group, per_chunk=1 if split else world, items=items, **common)
@@ -207,8 +183,8 @@ def _prepare_map(
         if total is not None:
             drop = bool(loader.drop_last)
             options: dict[str, bool] = {"aligned": aligned, "split": chunk == size}
-            used = sharding.divide(argument, total, size, world, drop_last=drop, **options)
-            whole = sharding.divide(argument, total, size, world, drop_last=False, **options)
+            used = sharding.divide(feed.argument, total, size, world, drop_last=drop, **options)
+            whole = sharding.divide(feed.argument, total, size, world, drop_last=False, **options)
             unit = (used.chunk if aligned else size) if drop else 1
             share = max(1, whole.share(group.rank)) if total else 0
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
@@ -279,12 +255,13 @@ def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) 
         feed.sentence = f"{feed.name}: not sharded, every rank takes all samples its loader gives"
 
 
-def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard: bool, split: bool) -> None:
+def _prepare_stream(loader: DataLoader[Any], feed: Feed, *, shard: bool, split: bool) -> None:
+    """Alter a loader of an iterable dataset so that this rank gets its share of the stream."""
     group, state = feed.group, loader.__dict__
     if split and loader.batch_size:
         if loader.batch_size < group.world_size:
             raise ConfigError(
-                argument,
+                feed.argument,
                 f"batch size {loader.batch_size} cannot be split over {group.world_size} ranks",
                 "Use a larger batch size, or leave split_batches out",
             )
