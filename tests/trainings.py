@@ -55,9 +55,10 @@ def train_step(model, data_loader, criterion, optimizer, device, args):
 def fit(model=None, loader=None, optimizer=None, **options):
     """Train in this rank, without a job."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     model = model or net()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     options.setdefault("criterion", nn.CrossEntropyLoss())
     loader = DataLoader(labelled(21), 4) if loader is None else loader
-    return train(model=model, train_data_loader=loader, optimizer=optimizer, **options)
+    return train(Training(model=model, train_data_loader=loader, optimizer=optimizer, **options))

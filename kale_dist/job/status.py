@@ -108,7 +108,7 @@ class JobStatus:
     @property
     def is_final(self) -> bool:
         """Whether the job has ended."""
-        return self.state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+        return self.state.is_final
 
     @property
     def fraction(self) -> float | None:
@@ -191,6 +191,8 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
             return _with_replica(status, rank, progress=_progress(event))
         case EventKind.USAGE if rank is not None:
             return _with_replica(status, rank, usage=_usage(event))
+        case EventKind.DISK if not status.is_final:
+            return dataclasses.replace(status, reason=str(event["problem"]))
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
         case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:

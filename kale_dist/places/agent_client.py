@@ -115,6 +115,8 @@ class AgentClient:
         """When that process began, in clock ticks since boot: with `pid` it names the process for good."""
         self.address = f"kale-dist-{secrets.token_hex(16)}"
         """Where other processes reach the agent."""
+        self.disk_problems: dict[str, str] = {}
+        """Why ranks of a job wait for the disk of its folder, by the job's name; those folders cannot tell it."""
         self.last_words = ""
         """What the agent had written to its stderr by its end: empty unless something in it went wrong."""
 
@@ -252,8 +254,10 @@ class AgentClient:
                 with self._changed:
                     self._taken.add(job)
                     self._changed.notify_all()
-            case Op.WAKE if self._on_wake is not None:
-                self._on_wake(job)
+            case Op.WAKE:
+                self.disk_problems[job] = message.get("disk_problem", "")
+                if self._on_wake is not None:
+                    self._on_wake(job)
 
 
 def agent_environment() -> dict[str, str]:

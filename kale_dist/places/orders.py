@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.wire import Order
 
 
-def order_of(spec: JobSpec, **site: Any) -> Order:
+def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
     """The order for a job.
 
     Args:
         spec: The job. Its topology, limits and policies go into the order as they are.
+        used_restarts: How often earlier runs of the job have restarted the ranks.
         **site: Fields of `Order` that only the backend knows: where the head and the blobs are, how long to wait. They
             go before what follows from the spec.
     """
@@ -26,10 +28,6 @@ def order_of(spec: JobSpec, **site: Any) -> Order:
         "cuda": spec.cuda,
         "threads": spec.threads,
         "seed": spec.seed,
-        "timeout_s": policy.timeout_s,
-        "stall_warn_s": policy.stall_warn_s,
-        "stall_timeout_s": policy.stall_timeout_s,
-        "max_restarts": policy.max_restarts,
-        "detach": policy.detach,
+        "policy": dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used_restarts)),
     }
     return Order(**(fields | site))

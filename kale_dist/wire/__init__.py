@@ -14,6 +14,7 @@ from kale_dist.wire.events import (
     MetricRow,
     RankStateName,
     StateName,
+    Verdict,
     decode_json_lines,
     encode_json,
     last_name,
@@ -56,9 +57,11 @@ from kale_dist.wire.order import (
     Op,
     Order,
     PodVariable,
+    Policy,
     ProcessState,
     Source,
     socket_address,
+    with_tuples,
 )
 from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, sign_request
 
@@ -95,12 +98,14 @@ __all__ = [
     "Order",
     "OutcomePart",
     "PodVariable",
+    "Policy",
     "ProcessState",
     "ProgressBlock",
     "RankStateName",
     "Source",
     "StateName",
     "Stream",
+    "Verdict",
     "body_of",
     "check_request",
     "clean",
@@ -115,4 +120,5 @@ __all__ = [
     "prefix_of",
     "sign_request",
     "socket_address",
+    "with_tuples",
 ]

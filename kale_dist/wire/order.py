@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from kale_dist.errors import ConfigError
+
 VERSION = 2
 """Version of all formats of this package. Notebook and worker must have the same."""
 
@@ -40,6 +42,13 @@ class Op(enum.StrEnum):
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
     """From the agent, to every connection: the files of a job have changed. Field `job`."""
+
+
+def with_tuples(value: Any) -> Any:
+    """What `json.loads` gives, with tuples for lists, as frozen values have them."""
+    if isinstance(value, Mapping):
+        return {key: with_tuples(one) for key, one in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def socket_address(name: str) -> str:
@@ -121,6 +130,37 @@ class InputFiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What a call says to the agents of its ranks: time limits, and what happens when a rank or the notebook goes away."""
+
+    timeout_s: float | None = None
+    """Seconds from the start of the ranks to the job's end; None for no limit."""
+    stall_warn_s: float | None = STALL_WARN_S
+    """Seconds without progress after which the stacks of all ranks go into the log."""
+    stall_timeout_s: float | None = None
+    """Seconds without progress after which the job fails; None for never."""
+    detach: bool = False
+    """Whether the job outlives the notebook."""
+    max_restarts: int = 0
+    """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
+    and not after running out of memory."""
+
+    def __post_init__(self) -> None:
+        for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(field, f"{value!r} is not a positive number of seconds", "Give seconds, or None")
+        restarts = self.max_restarts
+        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+            problem = f"{restarts!r} is not a whole number of 0 or more"
+            raise ConfigError("max_restarts", problem, "Give an int; 0 for none")
+        if not isinstance(self.detach, bool):
+            raise ConfigError("detach", f"{self.detach!r} is neither True nor False", "Give a bool")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
@@ -157,18 +197,13 @@ class Order:
     """Threads a rank; None: cores divided by ranks of the agent, at least 1."""
     seed: int | None = None
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
-    timeout_s: float | None = None
-    stall_warn_s: float | None = STALL_WARN_S
-    stall_timeout_s: float | None = None
-    max_restarts: int = 0
-    """How often the head may start all ranks again in this run after one was lost."""
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    """Of the call, with the restarts that are left to this run."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""
     mpi: bool = False
     """Whether mpirun runs beside the ranks, so that they are in `MPI.COMM_WORLD`."""
-    detach: bool = False
-    """Whether the job outlives the notebook that asked for it (local jobs)."""
     note: str = ""
     """A sentence for the log and the status, such as why the agent had to be started."""
     start_wait_s: float = 3600.0
@@ -195,23 +230,12 @@ class Order:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
-        values = dict(data)
-        values["blobs"] = tuple(data["blobs"])
-        values["source"] = Source(data["source"])
-        values["ends_with"] = EndsWith(data["ends_with"])
-        values["torch_flags"] = tuple((name, value) for name, value in data["torch_flags"])
-        process = values["process"]
-        if process is not None:
-            values["process"] = ProcessState(
-                environment=tuple((name, value) for name, value in process["environment"]),
-                cwd=process["cwd"],
-                sys_path=tuple(process["sys_path"]),
-                argv=tuple(process["argv"]),
-                umask=process["umask"],
-                limits=tuple((number, soft, hard) for number, soft, hard in process["limits"]),
-                torch_flags=tuple((name, value) for name, value in process["torch_flags"]),
-            )
+        """The inverse of `to_json`."""
+        values = with_tuples(data)
+        values |= {"source": Source(data["source"]), "ends_with": EndsWith(data["ends_with"])}
+        values["policy"] = Policy(**values["policy"])
+        if values["process"] is not None:
+            values["process"] = ProcessState(**values["process"])
         return cls(**values)
 
 

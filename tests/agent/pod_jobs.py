@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import os
@@ -30,6 +31,7 @@ from kale_dist.wire import (
     Order,
     OutcomePart,
     PodVariable,
+    Policy,
     Source,
 )
 from kale_dist.wire.blobs import FolderStore, pack_blobs
@@ -133,9 +135,10 @@ class PodJob:
         values: dict[str, Any] = {
             "job": self.root.name, "number_of_processes": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
-            "collect_wait_s": 20.0, "stall_warn_s": None,
+            "collect_wait_s": 20.0,
         }  # fmt: skip
-        self.order = Order(**values | options)
+        limits = {field.name: options.pop(field.name) for field in dataclasses.fields(Policy) if field.name in options}
+        self.order = Order(policy=Policy(**{"stall_warn_s": None, **limits}), **values | options)
         self.pods: list[Pod] = []
 
     @property

@@ -118,6 +118,27 @@ def test_much_comes_and_goes_and_no_line_is_lost(on, engine, tmp_path):
     job.delete()
 
 
+def test_a_fast_log_that_no_notebook_has_followed_is_whole(on, engine):
+    name = on.pop("name")
+    in_new_process(
+        f"""
+        import kale_dist as kd
+        from kale_dist.calls.layout import gathered
+        from container_work import prints_fast
+        kd.launch(prints_fast, 100_000, number_of_processes=1, name={name!r}, **gathered({on!r}))
+        """
+    )
+    deadline = time.monotonic() + 90
+    while [container["State"] for container in containers_of(engine, name)] != ["exited"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    job = kd.attach(f"docker://{name}")
+    job.wait(timeout=60)
+    # Twice as much as the copy on the container's stdout has at once.
+    assert [int(line.text[:6]) for line in job.logs(ranks=[0])] == list(range(100_000))
+    job.delete()
+
+
 def test_an_exception_comes_back_with_its_line(on):
     job = flat.launch(fails_on_1, number_of_processes=2, **on)
     with pytest.raises(JobFailedError, match="no such column") as caught:
@@ -222,7 +243,7 @@ def test_a_job_outlives_its_kernel_and_is_found_from_other_machines(on, engine, 
     said = in_new_process(
         f"""
         import kale_dist as kd
-        from kale_dist.calls.layout import gathered
+        from kale_dist.calls.request import gathered
         from container_work import waits_a_little
         print(kd.launch(waits_a_little, 3, number_of_processes=1, name={name!r}, **gathered({on!r})).ref)
         """

@@ -91,16 +91,19 @@ def loader(samples=22):
 def fit(step, strategy, model=None, **options):
     """In a rank: train a model by a step."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     model = model or Stack(spare=True)
     return train(
-        model=model,
-        train_data_loader=loader(),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=step,
-        strategy=strategy,
-        **options,
+        Training(
+            model=model,
+            train_data_loader=loader(),
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            strategy=strategy,
+            **options,
+        )
     )
 
 

@@ -178,6 +178,7 @@ def test_the_notebooks_own_objects_come_back_equal():
 def fit(plan, misuse):
     """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.manual_seed(7)
     model = Transformer()
@@ -194,12 +195,14 @@ def fit(plan, misuse):
             optimizer.step()
 
     train(
-        model=model,
-        train_data_loader=DataLoader(TensorDataset(data), 4),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=step,
-        strategy=Tensor(plan=plan),
+        Training(
+            model=model,
+            train_data_loader=DataLoader(TensorDataset(data), 4),
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            strategy=Tensor(plan=plan),
+        )
     )
 
 

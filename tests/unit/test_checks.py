@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import inspect
 
 import numpy as np
 import pytest
@@ -8,11 +9,11 @@ from fake_backend import FakeBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
-from kale_dist.calls import checks, layout
-from kale_dist.calls.layout import Machine
-from kale_dist.calls.options import Options
-from kale_dist.calls.training_checks import Training
+from kale_dist import strategies
+from kale_dist.calls import checks, request, training_checks
+from kale_dist.calls.request import Function, Machine
 from kale_dist.strategies import DDP
+from kale_dist.worker.training.settings import Training
 
 
 class Net(torch.nn.Linear):
@@ -39,17 +40,24 @@ def refused(refusal):
     return lambda check, *args, **kwargs: refusal(lambda: check(*args, **kwargs))
 
 
+def checked(**changes):
+    given = arguments(**changes)
+    training = Training(**{**given, "strategy": strategies.resolve(given.get("strategy"))})
+    training_checks.check(training)
+    return training
+
+
 @pytest.fixture
 def refused_training(refused):
-    return lambda **changes: refused(Training, **arguments(**changes))
+    return lambda **changes: refused(checked, **changes)
 
 
 def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return layout.settle(Options(**changes), machine)
+    return request.checked(changes, Function(fn=print, label="print"), machine)
 
 
-def spec(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return run(machine, **changes).spec
+def asked(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
+    return run(machine, **changes).request
 
 
 @pytest.fixture
@@ -58,10 +66,10 @@ def refused_run(refused):
 
 
 def test_good_arguments_pass():
-    Training(**arguments())
+    checked()
     made = run(number_of_processes=2, name="x", environment={"B": "2", "A": "1"}, timeout_s=3)
-    assert (made.spec.topology.number_of_processes, made.spec.environment) == (2, (("A", "1"), ("B", "2")))
-    assert (made.spec.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
+    assert (made.request.topology.number_of_processes, made.request.environment) == (2, (("A", "1"), ("B", "2")))
+    assert (made.request.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
 
 
 def test_more_threads_than_cores_of_any_machine_are_refused(refused_run):
@@ -148,7 +156,7 @@ class ItsOwnLoss(Net):
 
 
 def test_a_model_that_gives_its_loss_needs_no_criterion():
-    assert Training(**arguments(model=ItsOwnLoss(), criterion=None)).criterion is None
+    assert checked(model=ItsOwnLoss(), criterion=None).criterion is None
 
 
 def as_in_the_examples(args, model, device, train_loader, optimizer, epoch):
@@ -167,7 +175,7 @@ def test_a_step_with_its_arguments_in_another_order_is_refused_by_name(refused_t
     ],
 )
 def test_steps_may_call_options_and_optimizers_opt(step):
-    assert Training(**arguments(train_step=step)).train_step is step
+    assert checked(train_step=step).train_step is step
 
 
 def of_the_references(model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None):
@@ -188,7 +196,7 @@ def test_a_step_with_fewer_arguments_is_refused_with_the_call_that_fits_it(refus
 
 def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine(refused_training):
     assert refused_training(train_data_loader=None).argument == "train_data_loader"
-    Training(**arguments(eval_data_loader=None))
+    checked(eval_data_loader=None)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +225,8 @@ def pair(**changes):
 
 def test_several_models_and_optimizers_pass_as_dicts():
     given = pair()
-    checked = Training(**arguments(**given))
-    assert (checked.model, checked.optimizer) == (given["model"], given["optimizer"])
+    made = checked(**given)
+    assert (made.model, made.optimizer) == (given["model"], given["optimizer"])
 
 
 @pytest.mark.parametrize(
@@ -243,13 +251,13 @@ def test_the_criterions_parameters_may_be_trained_too():
     net, criterion = Net(), torch.nn.BCEWithLogitsLoss()
     criterion.scale = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()])
-    assert Training(**arguments(model=net, criterion=criterion, optimizer=optimizer)).optimizer is optimizer
+    assert checked(model=net, criterion=criterion, optimizer=optimizer).optimizer is optimizer
 
 
 def test_a_part_of_the_parameters_may_be_trained():
     net = Net()
     optimizer = torch.optim.SGD([net.bias])
-    assert Training(**arguments(model=net, optimizer=optimizer)).optimizer is optimizer
+    assert checked(model=net, optimizer=optimizer).optimizer is optimizer
 
 
 def step6(model, data_loader, criterion, optimizer, device, args):
@@ -273,7 +281,7 @@ def test_steps_of_the_right_arity_pass(step):
                 pass
 
         step = Step()
-    assert Training(**arguments(train_step=step)).train_step is step
+    assert checked(train_step=step).train_step is step
 
 
 async def async_step(model, data_loader, criterion, optimizer, device, args):
@@ -322,7 +330,7 @@ def test_a_criterion_is_there_where_it_is_called(changes, refused_training):
         changes["eval_data_loader"] = a_loader()
     error = refused_training(**changes)
     assert error.argument == "criterion"
-    Training(**arguments(criterion=None, train_step=step6))
+    checked(criterion=None, train_step=step6)
 
 
 def test_a_scheduler_belongs_to_the_optimizer(refused_training):
@@ -330,7 +338,7 @@ def test_a_scheduler_belongs_to_the_optimizer(refused_training):
     optimizer = torch.optim.SGD(net.parameters())
     other = torch.optim.SGD(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    Training(**arguments(model=net, optimizer=optimizer, scheduler=scheduler))
+    checked(model=net, optimizer=optimizer, scheduler=scheduler)
     assert refused_training(model=net, optimizer=other, scheduler=scheduler).argument == "scheduler"
     assert refused_training(scheduler=torch.optim.lr_scheduler.StepLR).argument == "scheduler"
     assert refused_training(scheduler=0.1).argument == "scheduler"
@@ -353,9 +361,9 @@ def test_settings_say_argument_value_and_remedy(argument, value, refused_trainin
 
 
 def test_settings_that_may_be_left_to_the_ranks_or_out():
-    Training(**arguments(precision="fp16"))
-    Training(**arguments(precision="fp16", train_step=step6))
-    Training(**arguments(checkpoint_every=None))
+    checked(precision="fp16")
+    checked(precision="fp16", train_step=step6)
+    checked(checkpoint_every=None)
 
 
 # -- what all calls share --------------------------------------------------------------------------------------------
@@ -372,31 +380,41 @@ def test_more_processes_than_cores_are_warned_of():
 
 
 def test_no_number_means_all_there_is():
-    assert spec().topology.number_of_processes == 4
-    assert spec(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
+    assert asked().topology.number_of_processes == 4
+    assert asked(Machine(cores=4, gpus=3), cuda=True).topology.number_of_processes == 3
 
 
 def test_gpus_are_used_if_they_are_there_and_enough_and_that_is_said():
     two = Machine(cores=8, gpus=2)
     made = run(two)
-    assert (made.spec.cuda, made.spec.topology.number_of_processes) == (True, 2)
+    assert (made.request.cuda, made.request.topology.number_of_processes) == (True, 2)
     assert "2 of 2 GPUs" in made.notes[0]
     assert "1 of 2 GPUs" in run(two, number_of_processes=1).notes[0]
     crowd = run(two, number_of_processes=3)
-    assert not crowd.spec.cuda
+    assert not crowd.request.cuda
     assert "3 processes train on the CPU" in crowd.warnings[0]
     plain = run(two, cuda=False)
-    assert (plain.spec.cuda, plain.spec.topology.number_of_processes, plain.notes, plain.warnings) == (False, 8, (), ())
-    assert not spec().cuda
+    assert (plain.request.cuda, plain.request.topology.number_of_processes, plain.notes, plain.warnings) == (
+        False,
+        8,
+        (),
+        (),
+    )
+    assert not asked().cuda
 
 
 def test_processes_that_the_memory_cannot_hold_are_refused(refused_run, refusal):
     small = Machine(cores=2, memory_bytes=8 << 30)
     assert refused_run(small, number_of_processes=1000).argument == "number_of_processes"
-    assert spec(small, number_of_processes=200).topology.number_of_processes == 200
-    refusal(lambda: layout.settle(Options(number_of_processes=8), small, rank_bytes=1 << 30))
+    assert asked(small, number_of_processes=200).topology.number_of_processes == 200
+    # Half a GiB of weights, and as much for their gradients.
+    net = torch.nn.utils.skip_init(torch.nn.Linear, 1 << 14, 1 << 13, bias=False)
+    given = arguments(model=net, number_of_processes=8)
+    defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
+    large = {**defaults, **given}
+    refusal(lambda: request.checked(large, machine=small))
     with_gpus = Machine(cores=8, gpus=8, memory_bytes=8 << 30)
-    assert layout.settle(Options(number_of_processes=8), with_gpus, rank_bytes=1 << 30).spec.cuda
+    assert request.checked(large, machine=with_gpus).request.cuda
 
 
 def test_cuda_needs_gpus_and_one_for_each_process(refused_run):

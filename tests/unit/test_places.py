@@ -5,8 +5,8 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist.calls import layout
-from kale_dist.calls.options import Options
+from kale_dist.calls import request
+from kale_dist.calls.request import Function
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
@@ -15,11 +15,15 @@ pytest.importorskip("kubernetes")
 
 
 def run(machine=None, **changes):
-    return layout.settle(Options(**layout.gathered({"on": "kubernetes", **changes})), machine)
+    return checked(machine, **request.gathered({"on": "kubernetes", **changes}))
 
 
-def spec(**changes):
-    return run(**changes).spec
+def checked(machine=None, **given):
+    return request.checked(given, Function(fn=print, label="print"), machine)
+
+
+def asked(**changes):
+    return run(**changes).request
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def refused(refusal):
     ],
 )  # fmt: skip
 def test_processes_on_a_cluster_are_not_bound_to_this_machine(given, processes, per_pod):
-    topology = spec(**given).topology
+    topology = asked(**given).topology
     assert (topology.number_of_processes, topology.processes_per_pod) == (processes, per_pod)
 
 
@@ -86,7 +90,7 @@ def test_what_only_a_cluster_has_is_refused_on_this_machine(argument, value, ref
     ],
 )  # fmt: skip
 def test_resources_as_users_write_them(given, made):
-    assert spec(resources=given).resources == made
+    assert asked(resources=given).resources == made
     assert kd.Kubernetes(resources=made).resources == made
 
 
@@ -115,7 +119,7 @@ def test_resources_of_which_it_is_not_clear_what_is_meant(given, refused):
 
 def test_gpus_that_are_asked_for_are_used_and_that_is_said():
     made = run(resources={"gpus": 1})
-    assert (made.spec.cuda, made.warnings) == (True, ())
+    assert (made.request.cuda, made.warnings) == (True, ())
     assert "cuda=False" in made.notes[0]
     assert "cuda=True" in run(resources={"gpus": 1}, cuda=False).warnings[0]
     assert run(resources={"gpus": 1}, cuda=True).notes == ()
@@ -134,10 +138,10 @@ def test_gpus_that_are_asked_for_are_used_and_that_is_said():
     ],
 )  # fmt: skip
 def test_volumes_as_users_write_them(text, kind, source, sub_path, read_only):
-    (made,) = spec(volumes={"/data/": text}).volumes
+    (made,) = asked(volumes={"/data/": text}).volumes
     expected = Volume(mount_path="/data", kind=kind, source=source, sub_path=sub_path, read_only=read_only)
     assert made == expected
-    assert spec(volumes=[expected]).volumes == (expected,)
+    assert asked(volumes=[expected]).volumes == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def test_volumes_must_not_hide_what_pods_need(path, refused):
     ],
 )
 def test_other_paths_are_free(path):
-    assert spec(volumes={path: "datasets"}).volumes[0].mount_path == path
+    assert asked(volumes={path: "datasets"}).volumes[0].mount_path == path
 
 
 @pytest.mark.parametrize("path", ["data", "", "/a:b", "/a\nb", "/a/../b", "\0", 3])
@@ -192,19 +196,19 @@ def test_paths_that_no_pod_can_have(path, refused):
 
 
 def test_volumes_are_written_as_text_as_dicts_or_as_objects():
-    (text,) = spec(volumes={"/data": "pvc://datasets/a:ro"}).volumes
+    (text,) = asked(volumes={"/data": "pvc://datasets/a:ro"}).volumes
     for same in (
         {"/data": {"source": "datasets", "kind": "claim", "sub_path": "a", "read_only": True}},
         [{"mount_path": "/data", "source": "pvc://datasets/a:ro"}],
         [Volume(mount_path="/data", source="pvc://datasets/a:ro")],
         [Volume(mount_path="/data", source="datasets", sub_path="a", read_only=True)],
     ):
-        assert spec(volumes=same).volumes == (text,)
+        assert asked(volumes=same).volumes == (text,)
 
 
 def test_two_volumes_have_two_paths(refused):
     assert refused(volumes={"/data": "a", "/data/": "b"}).argument == "volumes"
-    assert len(spec(volumes={"/data": "a", "/data/b": "a"}).volumes) == 2
+    assert len(asked(volumes={"/data": "a", "/data/b": "a"}).volumes) == 2
 
 
 # -- image, store, environment ---------------------------------------------------------------------------------------
@@ -223,16 +227,16 @@ def test_images_are_references(value, refused):
 
 
 def test_an_image_may_be_left_open():
-    assert spec().image == ""
-    assert spec(image="localhost:5000/a/b:1@sha256:" + "0" * 64).image.startswith("localhost:5000")
+    assert asked().image == ""
+    assert asked(image="localhost:5000/a/b:1@sha256:" + "0" * 64).image.startswith("localhost:5000")
 
 
 @pytest.mark.parametrize(
     "value", ["pvc://results", "pvc://results/a/b", "s3://bucket/a", "hdfs://me@host:9000/a", "gs://b"]
 )
 def test_stores_that_pods_reach(value):
-    assert spec(store=value).store == value
-    assert spec(store=f"{value}/").store == value
+    assert asked(store=value).store == value
+    assert asked(store=f"{value}/").store == value
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ def test_a_password_in_a_url_is_neither_taken_nor_shown(refused):
 
 
 def test_variables_of_pods(refused):
-    assert spec(environment={"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}).environment[0] == ("NCCL_DEBUG", "INFO")
+    assert asked(environment={"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}).environment[0] == ("NCCL_DEBUG", "INFO")
     for name in ("RANK", "KALE_DIST_WORK", "1A", "A B", "é"):
         assert refused(environment={name: "x"}).argument == "environment"
     twice = refused(environment={"A": "1"}, secret_environment={"A": "s/k"})
@@ -265,7 +269,7 @@ def test_variables_of_pods(refused):
 
 def test_options_of_a_cluster_as_users_write_them():
     toleration = {"key": "gpu", "operator": "Exists"}
-    made = spec(
+    made = asked(
         namespace="team-a", labels={"b": "2", "a": "1"}, tolerations=[toleration], affinity="nodeAffinity: {}",
         secret_environment={"TOKEN": "tokens/hub"}, image_pull_secrets="registry", queue=None, gang=True,
         patch={"metadata": {"labels": {"x": "y"}}},
@@ -277,7 +281,7 @@ def test_options_of_a_cluster_as_users_write_them():
     )  # fmt: skip
     assert kd.Kubernetes(labels=made.labels, affinity=made.affinity).labels == made.labels
     for same in (toleration, "[{key: gpu, operator: Exists}]", "key: gpu\noperator: Exists"):
-        assert spec(tolerations=same).cluster.tolerations == made.tolerations
+        assert asked(tolerations=same).cluster.tolerations == made.tolerations
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_options_of_a_cluster_as_users_write_them():
     ],
 )  # fmt: skip
 def test_options_that_no_cluster_takes(given, argument, refusal):
-    error = refusal(lambda: layout.settle(Options(on=kd.Kubernetes(**given))))
+    error = refusal(lambda: checked(on=kd.Kubernetes(**given)))
     assert error.argument == argument
 
 
@@ -318,8 +322,12 @@ def test_a_place_shows_what_is_set_of_it():
 def test_what_is_configured_fills_what_a_place_leaves_open(monkeypatch):
     monkeypatch.setenv("KALE_DIST_ON", "kubernetes")
     monkeypatch.setenv("KALE_DIST_KUBERNETES", '{"resources": {"cpu": 3}, "queue": "gpus", "processes_per_pod": 4}')
-    made = layout.settle(Options())
-    assert (made.backend.name, made.spec.resources.cpu, made.spec.cluster.queue) == ("kubernetes", 3, "gpus")
-    mine = layout.settle(Options(on=kd.Kubernetes(queue="cpus")))
-    assert (mine.spec.resources.cpu, mine.spec.cluster.queue, mine.spec.topology.processes_per_pod) == (3, "cpus", 4)
-    assert layout.settle(Options(on="local")).backend.name == "local"
+    made = checked()
+    assert (made.backend.name, made.request.resources.cpu, made.request.cluster.queue) == ("kubernetes", 3, "gpus")
+    mine = checked(on=kd.Kubernetes(queue="cpus"))
+    assert (mine.request.resources.cpu, mine.request.cluster.queue, mine.request.topology.processes_per_pod) == (
+        3,
+        "cpus",
+        4,
+    )
+    assert checked(on="local").backend.name == "local"

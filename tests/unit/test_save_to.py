@@ -1,25 +1,16 @@
 """`save_to`: what a call refuses before it reads or writes anything, and what rank 0 writes."""
 
-import json
-
 import pytest
 import torch
 from trainings import classifying
 
 import kale_dist as kd
-from kale_dist.calls import save_to, verbs
+from kale_dist.calls import request, save_to
 from kale_dist.errors import JobFailedError, KaleDistWarning
-from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.job.spec.volumes import of_containers, of_pods
 from kale_dist.worker.training import saving
 
 pytestmark = pytest.mark.usefixtures("own_state")
-
-
-def spec_with(volumes):
-    return JobSpec(
-        name="a", label="", kind="training", snapshot="", topology=Topology(number_of_processes=2), volumes=volumes
-    )
 
 
 def test_the_job_writes_the_weights_that_the_notebook_gets(tmp_path):
@@ -54,7 +45,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
     # What the rank sees may differ from what the call saw.
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "model.pt"
-    started = verbs._training_call
+    started = request.checked
 
     def replaced(*given):
         found = started(*given)
@@ -63,7 +54,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verbs, "_training_call", replaced)
+        patch.setattr(request, "checked", replaced)
         job = kd.distribute(model, loader, criterion, optimizer, train_step, number_of_processes=1, save_to=target)
     with pytest.raises(JobFailedError, match="The model cannot be saved to"):
         job.result()
@@ -143,12 +134,12 @@ def _pods(plan):
     ],
 )
 def test_where_rank_0_writes_in_pods(volumes, value, path):
-    target, spec = save_to.settle(value, spec_with(of_pods(volumes)), "kubernetes")
+    target, mounted = save_to.find(value, of_pods(volumes), "kubernetes")
     assert target == path
-    assert (save_to.MOUNT in json.dumps(spec.to_json())) == path.startswith(save_to.MOUNT)
+    assert (save_to.MOUNT in [volume.mount_path for volume in mounted]) == path.startswith(save_to.MOUNT)
 
 
 def test_a_container_keeps_what_a_folder_of_this_machine_covers(tmp_path, refusal):
-    spec = spec_with(of_containers({"/models": str(tmp_path)}))
-    assert save_to.settle("/models/model.pt", spec, "docker") == ("/models/model.pt", spec)
-    assert refusal(lambda: save_to.settle("/tmp/model.pt", spec, "docker")).argument == "save_to"
+    volumes = of_containers({"/models": str(tmp_path)})
+    assert save_to.find("/models/model.pt", volumes, "docker") == ("/models/model.pt", volumes)
+    assert refusal(lambda: save_to.find("/tmp/model.pt", volumes, "docker")).argument == "save_to"

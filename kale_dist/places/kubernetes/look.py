@@ -145,10 +145,10 @@ def _first_failure(view: JobView, state: ObjectState) -> Found | None:
 
     def order(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
         pod, finding = item
-        said = explain.told(pod) or {}
-        knows = said.get("state") == StateName.FAILED and said.get("cause") == FailureCause.ERROR
+        said = explain.told(pod)
+        knows = said is not None and said.cause is FailureCause.ERROR
         rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(finding.name, 0)
-        return rank, not said, pod.main.ended or pod.created
+        return rank, said is None, pod.main.ended or pod.created
 
     return min(found, key=order)[1] if found else None
 
@@ -240,7 +240,7 @@ def _status(
     if state is not StateName.RUNNING and _annotation(last, CANCELLED_ANNOTATION):
         state = StateName.CANCELLED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
-    is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+    is_final = state.is_final
     reason = failure or said.message if state is StateName.FAILED else ""
     if position is not None:
         reason = position.problem or f"Queued {position}"

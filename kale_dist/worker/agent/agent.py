@@ -137,7 +137,7 @@ class Agent:
             self._kernel_lives = False
             self._news.set()
             for job in list(self._jobs.values()):
-                if not job.order.detach:
+                if not job.order.policy.detach:
                     job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Agent:
             return
         files = JobFiles(order.folder)
         try:
-            writer = JobWriter(files, self._loop, lambda: self._wake(name))
+            writer = JobWriter(files, self._loop, lambda: self._wake(name, writer.disk_problem))
         except OSError:
             # Without a folder there is nowhere to say so; who deleted it wants no job.
             self._wake(name)
@@ -212,12 +212,12 @@ class Agent:
         if not self._jobs:
             processes.end_orphans(limit_s=0.0, spare=self._pool.pid)
 
-    def _wake(self, name: str) -> None:
-        """Tell everybody who listens that a job's files have changed; the writer's tick limits how often."""
+    def _wake(self, name: str, disk_problem: str = "") -> None:
+        """Tell all listeners that a job's files have changed, or why they cannot; the writer's tick limits how often."""
         for peer in list(self._peers):
             # One that has not read the one before needs no other, but for the last.
             if name not in self._jobs or not peer.transport.get_write_buffer_size():
-                _send(peer, {"op": Op.WAKE, "job": name})
+                _send(peer, {"op": Op.WAKE, "job": name, "disk_problem": disk_problem})
 
 
 def _send(peer: asyncio.StreamWriter, message: dict[str, Any]) -> None:

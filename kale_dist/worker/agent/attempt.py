@@ -18,10 +18,10 @@ from kale_dist.wire import (
     Order,
     RankStateName,
     StateName,
+    Verdict,
     context,
 )
 from kale_dist.worker.agent import ending
-from kale_dist.worker.agent.ending import Verdict
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
 from kale_dist.worker.agent.rank_run import Rank
@@ -105,8 +105,8 @@ class RunningAttempt:
             site.loop,
             site.writer,
             has_far_ranks=site.relays is not None,
-            stall_warn_s=order.stall_warn_s,
-            stall_timeout_s=order.stall_timeout_s,
+            stall_warn_s=order.policy.stall_warn_s,
+            stall_timeout_s=order.policy.stall_timeout_s,
             fail=self.fail,
         )
         try:
@@ -133,7 +133,7 @@ class RunningAttempt:
             verdict: How it ends.
             grace_s: Seconds from SIGTERM to SIGKILL. If the attempt is ending already, they shorten its grace.
         """
-        is_last = self._attempt.number >= self._site.order.max_restarts
+        is_last = self._attempt.number >= self._site.order.policy.max_restarts
         if self.verdict is None:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:
@@ -151,7 +151,7 @@ class RunningAttempt:
         for rank in self._near:
             rank.process = process = site.pool.take()
             assignment = Assignment(order=site.order, attempt=attempt, rank=rank.rank)
-            process.start(rank, assignment, listener if rank.rank == 0 else None, is_held=site.is_limited)
+            process.start(rank, assignment, listener if rank.rank == 0 else None, is_limited=site.is_limited)
         if site.mpirun is not None:
             site.mpirun.start(attempt)
 

@@ -16,10 +16,9 @@ import socket
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import Attempt, EventKind, FailureCause, JobFiles, StateName
+from kale_dist.wire import Attempt, EventKind, FailureCause, JobFiles, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent.attempt import RunningAttempt, Site
-from kale_dist.worker.agent.ending import Verdict
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 
 
@@ -91,25 +90,19 @@ class JobRun:
 
     def write_end(self, verdict: Verdict) -> None:
         """Write the last event: the verdict that `run` returned."""
-        writer, most, reason = self._site.writer, self.order.max_restarts, verdict.reason
+        writer, most, reason = self._site.writer, self.order.policy.max_restarts, verdict.reason
         if verdict.may_restart and most:
             reason = f"{reason}. This was attempt {writer.attempt + 1} of {most + 1}"
         if reason:
             writer.say(reason)
-        writer.event(
-            EventKind.STATE,
-            state=str(verdict.state),
-            reason=reason,
-            cause=str(verdict.cause or ""),
-            failed_rank=verdict.rank,
-            lost=[] if self._running is None else [rank.rank for rank in self._running.lost],
-        )
+        lost = () if self._running is None else tuple(rank.rank for rank in self._running.lost)
+        writer.event(EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=lost).fields())
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 
     async def _run_attempts(self) -> Verdict:
         """Run one attempt after the other, until one ends in a way that another could not better."""
-        writer, most = self._site.writer, self.order.max_restarts
+        writer, most = self._site.writer, self.order.policy.max_restarts
         while True:
             verdict = await self._run_attempt()
             if not verdict.may_restart or writer.attempt >= most:
@@ -159,7 +152,7 @@ class JobRun:
     def _all_are_forked(self) -> None:
         """All ranks of an attempt have a process. The time of all attempts together is limited."""
         self._site.pool.refill(REFILL_AFTER_S)
-        limit_s = self.order.timeout_s
+        limit_s = self.order.policy.timeout_s
         if limit_s is not None and self._deadline is None:
             told = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
             self._deadline = self._site.loop.call_later(limit_s, self.fail, FailureCause.TIMEOUT, told)

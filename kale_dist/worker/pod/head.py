@@ -12,10 +12,9 @@ from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import KaleDistError, StoreError
-from kale_dist.wire import FailureCause, Source, StateName
+from kale_dist.wire import FailureCause, Source, StateName, Verdict
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import Site
-from kale_dist.worker.agent.ending import Verdict
 from kale_dist.worker.agent.job_run import JobRun, open_port
 from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
 from kale_dist.worker.pod import pod_input
@@ -84,7 +83,7 @@ class Head:
             files=pod.files,
             store=pod.store,
             writer=self.writer,
-            status=self._status,
+            missing=self._missing,
             cancel=self._cancel,
             acknowledge=self._acknowledged,
         )
@@ -121,6 +120,8 @@ class Head:
 
     def _notify(self) -> None:
         self._server.notify()
+        if self._relays is not None:
+            self._relays.limit(has_room=self.writer.has_room)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -213,16 +214,9 @@ class Head:
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
-    def _status(self) -> dict[str, Any]:
-        """What the server says of this run."""
-        verdict = self._job.verdict if self._written.done() else None
-        state = "ended" if verdict is not None else "running" if self._has_blobs else "waiting-for-input"
-        is_streamed = self._pod.order.source is Source.STREAM and not self._has_blobs
-        return {
-            "state": state,
-            "missing": pod_input.missing(self._pod) if is_streamed else [],
-            "verdict": None if verdict is None else {"state": str(verdict.state), "reason": verdict.reason},
-        }
+    def _missing(self) -> list[str]:
+        """Digests of the blobs that the notebook has to send."""
+        return pod_input.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
     def _cancel(self, grace_s: float) -> None:
         """The notebook wants the job to end."""
@@ -277,9 +271,7 @@ class Head:
                     else ("They are lost; give a store with store='pvc://...' to keep them")
                 )
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
-                body = wire.body_of(wire.Stream.AGENT, [text.encode()])
-                now = time.time_ns() // 1_000_000
-                self._stdout.offer(wire.encode_lines(None, now, 0, None, body, 1), always=True)
+                self._stdout.say(text)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

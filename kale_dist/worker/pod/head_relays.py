@@ -25,7 +25,6 @@ LOST_AFTER_S = 1.0
 
 _PROOF_LIMIT_S = 10.0
 _MAX_REFUSALS_SAID = 10
-_LOOK_AGAIN_S = 0.1
 
 _GONE = (
     "its agent has ended, or can no longer be reached. The pod may have been deleted, evicted or killed (often because "
@@ -105,6 +104,7 @@ class HeadsRelays:
         self._say = say
         self._refusals = 0
         self._has_blobs = False
+        self._has_room = True
         self._is_over = False
         self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
         self._server: asyncio.Server | None = None
@@ -147,6 +147,14 @@ class HeadsRelays:
         for relay in self._relays.values():
             if relay.channel is not None:
                 relay.channel.say(Op.FETCH)
+
+    def limit(self, *, has_room: bool) -> None:
+        """Have relays send lines and events only while there is room for them."""
+        if has_room != self._has_room:
+            self._has_room = has_room
+            for relay in self._relays.values():
+                if relay.channel is not None:
+                    relay.channel.say(Op.ROOM, is_there=has_room)
 
     def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Have relays start those ranks of an attempt that are theirs."""
@@ -222,6 +230,8 @@ class HeadsRelays:
             return None
         relay.has_joined, relay.channel = True, channel
         channel.say(Op.WELCOME)
+        if not self._has_room:
+            channel.say(Op.ROOM, is_there=False)
         if self._has_blobs:
             channel.say(Op.FETCH)
         return relay
@@ -247,11 +257,10 @@ class HeadsRelays:
             return
         elif kind == b"O":
             far.rank.output(payload[COUNT.size :], COUNT.unpack_from(payload)[0])
+            self.limit(has_room=far.rank.has_room)
         elif kind == b"E":
             far.rank.events(payload)
-            # What it sends meanwhile waits there.
-            while not far.rank.has_room:  # noqa: ASYNC110 - a disk that has room again has no event
-                await asyncio.sleep(_LOOK_AGAIN_S)
+            self.limit(has_room=far.rank.has_room)
         elif kind == b"S":
             far.rank.stacks(payload[TICKS.size :], TICKS.unpack_from(payload)[0])
         elif kind == b"F":

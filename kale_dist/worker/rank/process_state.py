@@ -127,7 +127,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             "MASTER_PORT": str(attempt.port),
             "TORCHELASTIC_RUN_ID": order.job,
             "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
-            "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(order.policy.max_restarts),
             # Code that makes a store from the environment must join rank 0's, not open another at the same port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }

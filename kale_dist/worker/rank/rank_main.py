@@ -148,7 +148,7 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
         device=device,
         job=order.job,
         attempt=assignment.attempt.number,
-        max_restarts=order.max_restarts,
+        max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
     )

@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.strategies import DDP, Layout, Settings
+from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
@@ -48,12 +48,7 @@ _DRIFT_HINT = (
 )
 
 
-def train(*, strategy: Settings | None = None, cuda: bool = False, **arguments: Any) -> TrainingResult:
-    """Train by the arguments of `distribute`; see `train_whole`."""
-    return train_whole(Training(strategy=strategy or DDP(), **arguments), cuda=cuda)
-
-
-def train_whole(training: Training, *, cuda: bool = False) -> TrainingResult:
+def train(training: Training, *, cuda: bool = False) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
 
     The objects are altered in place while this runs and are as before when it ends, but for what was learnt. For the

@@ -35,7 +35,10 @@ def fit(callbacks, scores=None, epochs=4, batch=4, strategy=None, **options):
     if scores is not None:
         options |= {"eval_data_loader": DataLoader(labelled(32), 8), "eval_step": Scripted(scores)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader, given = DataLoader(labelled(32), batch), {"epochs": epochs, "callbacks": callbacks, "strategy": strategy}
+    loader, given = (
+        DataLoader(labelled(32), batch),
+        {"epochs": epochs, "callbacks": callbacks, "strategy": strategy or DDP()},
+    )
     return trainings.fit(model, loader, optimizer=optimizer, **given, **options)
 
 

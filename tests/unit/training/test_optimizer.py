@@ -15,6 +15,7 @@ from trainings import labelled, net
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import FSDP, Pipeline, Tensor
 from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 def fit(step=None, model=None, optimizer=None, loader=None, **options):
@@ -357,10 +358,10 @@ def rates(make, samples, world_batch, epochs=2, **options):
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train(
+        train(Training(
             model=model, train_data_loader=loader, criterion=nn.MSELoss(), optimizer=optimizer, train_step=step,
             epochs=epochs, **options,
-        )  # fmt: skip
+        ))  # fmt: skip
     return scheduler.last_epoch, optimizer.param_groups[0]["lr"], said.getvalue()
 
 

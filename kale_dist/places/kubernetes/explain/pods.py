@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from kale_dist.places.kubernetes.explain import table
 from kale_dist.places.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
 from kale_dist.places.kubernetes.explain.table import Seen
 from kale_dist.places.kubernetes.views import ContainerView, JobView, PodView, seconds
 from kale_dist.places.manifests import Kind
-from kale_dist.wire import EXIT_BROKEN
+from kale_dist.wire import EXIT_BROKEN, Verdict
 
 _TOLD_TO_END = (0, 137, 143)
 """Exit codes of a container whose pod is deleted: SIGTERM, SIGKILL after the grace period, and that of a relay whose ranks'
@@ -90,14 +87,9 @@ def end(pod: PodView, view: JobView) -> Found | None:
     return None
 
 
-def told(pod: PodView | None) -> dict[str, Any] | None:
+def told(pod: PodView | None) -> Verdict | None:
     """What an agent has left in its container's termination message, if that is the verdict of a job."""
-    text = "" if pod is None else pod.main.message
-    try:
-        said = json.loads(text) if text.startswith("{") else None
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) and "state" in said else None
+    return None if pod is None else Verdict.parse(pod.main.message)
 
 
 def refusal(view: JobView, kind: Kind) -> Found | None:
@@ -249,7 +241,5 @@ def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     said = lines[-1].strip() if lines else ""
-    # An agent's verdict is JSON with a sentence in it.
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        said = str(json.loads(said)["message"])
-    return cut(said)
+    verdict = Verdict.parse(said)
+    return cut(said if verdict is None else verdict.reason)
