@@ -76,7 +76,7 @@ SAID = [
     ("gpu", WAITS, "it asks for 5 nvidia.com/gpu and no node has that many free (0/"),
     ("node-selector", WAITS, "no free node fits its node selector or affinity"),
     ("taint", WAITS, "untolerated taint"),
-    ("claim-missing", ACTS, "there is no claim nope in the namespace team"),
+    ("claim-missing", ACTS, "there is no persistentvolumeclaim nope in the namespace team"),
     ("claim-pending", WAITS, "its claim pend has no volume yet"),
     (
         "claim-elsewhere",
@@ -87,11 +87,11 @@ SAID = [
     ("secret-missing", WAITS, "the Secret secret-missing-input with the job's input does not exist"),
     ("configmap-missing", ACTS, "there is no configmap nope"),
     ("host-path-missing", ACTS, "node kd-node has no folder /nope/x"),
-    ("env-secret-missing", ACTS, "there is no secret nope in the namespace team, from which a variable comes"),
+    ("env-secret-missing", ACTS, "there is no secret nope in the namespace team. Create it"),
     (
         "quota",
         FAILS,
-        "the quota team of the namespace team allows requests.cpu=1 in all, and this asks for requests.cpu=2",
+        "the quota team of the namespace team allows requests.cpu=1 in all, and requests.cpu=2 is asked for",
     ),
     ("pod-security", FAILS, "Pod pod-security-worker-0 cannot be made"),
     ("pod-security-all", FAILS, 'enforces Pod Security "restricted:latest", which forbids: allowPrivilegeEscalation'),
@@ -165,7 +165,7 @@ def _view(*pods, events=()):
         ),
         ("ErrImageNeverPull", 'Container image "x" is not present with pull policy of Never', "image-never"),
         ("CreateContainerConfigError", "couldn't find key token in Secret team/login", "environment-key"),
-        ("CreateContainerError", "context deadline exceeded", "config-error"),
+        ("CreateContainerError", "context deadline exceeded", "node-failed"),
     ],
 )
 def test_words_of_other_clusters_are_known(reason, message, name):
@@ -276,8 +276,8 @@ def test_a_warning_that_has_healed_is_not_told():
     ("reason", "name"),
     [
         ("PreemptionByScheduler: preempted by pod y", "preempted"),
-        ("EvictionByEvictionAPI: Eviction API: evicting", "drained"),
-        ("DeletionByTaintManager: Taint manager: deleting due to NoExecute taint", "drained"),
+        ("EvictionByEvictionAPI: Eviction API: evicting", "node-lost"),
+        ("DeletionByTaintManager: Taint manager: deleting due to NoExecute taint", "node-lost"),
     ],
 )
 def test_pods_that_the_cluster_takes_away(reason, name):

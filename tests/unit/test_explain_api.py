@@ -45,7 +45,7 @@ def refusal(code, message, reason="", causes=(), headers=None):
          ["ada may not create pytorchjobs in the namespace 'team'", 'name: "ada"', "kind: Role\n", "pods/log"],
          BackendError, False),
         (refusal(403, 'x is forbidden: User "system:anonymous" cannot create resource "x"', "Forbidden"),
-         ["had no credentials", "Log in"], BackendUnavailableError, False),
+         ["the kubeconfig has none (403)", "Log in"], BackendUnavailableError, False),
         (refusal(400, 'admission webhook "w.example.com" denied the request: owner label is missing'),
          ["policy w.example.com refuses it: owner label is missing", "labels="], BackendError, True),
         (refusal(500, 'Internal error occurred: failed calling webhook "w.example.com": Post "https://w": no endpoints',

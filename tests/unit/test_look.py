@@ -242,10 +242,10 @@ def test_an_operator_that_does_nothing_is_told_after_a_while():
 
 def test_what_was_seen_last_is_said_to_be_old():
     waits = pod(container=ContainerView(name="pytorch"), node="")
-    found = seen(waits, healthy=False, problem="No answer.")
+    found = seen(waits, problem="No answer.")
     assert not found.fresh
     assert str(found.trouble) == "No answer. As last seen: Pod x-master-0 waits for a node"
-    nothing = JobView(name="x", namespace="team", healthy=False, problem="No answer.")
+    nothing = JobView(name="x", namespace="team", problem="No answer.")
     assert str(look.look(nothing, spec(), NOW).trouble) == "No answer"
 
 

@@ -38,7 +38,7 @@ _MANY_NODES = 500
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _RESTRICTED = "restricted"
 
-_NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "anonymous"))
+_NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "credentials"))
 """Refusals of a pod's dry run that say nothing of the controller's pods: this user's rights, and a busy cluster."""
 
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
@@ -371,10 +371,10 @@ def quota_sums(quotas: Sequence[Any], kind: Kind, groups: Sequence[PodGroup]) ->
             if not need or taken + need <= limit:
                 continue
             allowed, is_used, needed = (quantities.amount_text(key, number) for number in (limit, taken, need))
-            name = "quota-sum" if need > limit else "quota-full"
+            name, what = "quota-too-small" if need > limit else "quota", key.removeprefix("count/")
             trouble = sentences.of(
-                name, quota=quota.metadata.name, what=key.removeprefix("count/"), limited=allowed, used=is_used,
-                requested=needed,
+                name, quota=quota.metadata.name, namespace=quota.metadata.namespace, limited=f"{what}={allowed}",
+                used=is_used, requested=f"{what}={needed}",
             )  # fmt: skip
             # What this library makes itself is refused at once, and not only a pod.
             yield Finding(name=name, trouble=trouble, is_fatal=need > limit or key in once)
@@ -421,10 +421,10 @@ def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
         claim = _lookup(functools.partial(read, _request_timeout=_TIMEOUT_S))
         if claim is None:
             continue
-        facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "claim", "plural": "pvc"}
+        facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "persistentvolumeclaim"}
         problem = ""
         if claim is _MISSING:
-            problem = "named-missing"
+            problem = "missing"
         elif claim.metadata.deletion_timestamp is not None or claim.status.phase == "Lost":
             problem = "claim-lost"
             facts["why"] = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
@@ -465,23 +465,20 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
                 secrets.append(source["name"])
         pull_secrets += [secret["name"] for secret in pod.get("imagePullSecrets") or ()]
     queue_name = queue.queue_of(job)
-    kinds: tuple[tuple[str, str, str, Sequence[str], Callable[[str], Any]], ...] = (
-        ("named-missing", "Secret", "secrets", [name for name in secrets if name != own],
+    kinds: tuple[tuple[str, str, Sequence[str], Callable[[str], Any]], ...] = (
+        ("missing", "secret", [name for name in secrets if name != own],
          lambda name: core.read_namespaced_secret(name, namespace)),
-        ("named-missing", "ConfigMap", "configmaps", config_maps,
-         lambda name: core.read_namespaced_config_map(name, namespace)),
-        ("pull-secret-missing", "Secret", "secrets", pull_secrets,
-         lambda name: core.read_namespaced_secret(name, namespace)),
-        ("queue-missing", "LocalQueue", "localqueues", [queue_name] if queue_name else [],
-         functools.partial(_read_queue, cluster)),
+        ("missing", "configmap", config_maps, lambda name: core.read_namespaced_config_map(name, namespace)),
+        ("pull-secret-missing", "secret", pull_secrets, lambda name: core.read_namespaced_secret(name, namespace)),
+        ("queue-missing", "queue", [queue_name] if queue_name else [], functools.partial(_read_queue, cluster)),
     )  # fmt: skip
     return [
         Finding(
             name="missing",
-            trouble=sentences.of(entry, kind=kind, plural=plural, object=name, namespace=namespace),
-            is_fatal=entry == "named-missing",
+            trouble=sentences.of(entry, kind=kind, object=name, namespace=namespace),
+            is_fatal=entry == "missing",
         )
-        for entry, kind, plural, names, read in kinds
+        for entry, kind, names, read in kinds
         for name in dict.fromkeys(names)
         if _lookup(functools.partial(read, name)) is _MISSING
     ]

@@ -41,7 +41,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         spec: What was submitted.
         now: Seconds since 1970.
     """
-    job, is_fresh, kind = view.job, view.healthy and view.is_complete, kind_of(spec)
+    job, is_fresh, kind = view.job, view.is_complete and not view.problem, kind_of(spec)
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
         name = "job-expired" if is_late else "job-deleted"
@@ -67,7 +67,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         return Look(parts=there, trouble=trouble, suspended=str(trouble), queue_position=number, fresh=is_fresh)
     found = _ended(view, kind, state) or _waiting(view, kind, state, now)
     known = found.trouble if isinstance(found, Found) else found
-    if not view.healthy and view.problem:
+    if view.problem:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
     return Look(parts=parts, trouble=known, finished=state.finished, fresh=is_fresh)

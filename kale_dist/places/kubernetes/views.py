@@ -148,10 +148,8 @@ class JobView:
     """About the job, its pods and their claims; oldest first."""
     is_deleted: bool = False
     """Whether its object is known to be gone."""
-    healthy: bool = True
-    """Whether this is up to date."""
     problem: str = ""
-    """Why it is not, in a sentence."""
+    """Why this is not up to date, in a sentence; empty if it is."""
     is_complete: bool = True
     """Whether all pods there are have been listed."""
     lacks_events: bool = False

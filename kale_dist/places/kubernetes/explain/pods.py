@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kale_dist.places.kubernetes.explain import table
-from kale_dist.places.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
+from kale_dist.places.kubernetes.explain.sentences import NOT_RETRIED, Found, cut, detail, facts_of, tell
 from kale_dist.places.kubernetes.explain.table import Seen
 from kale_dist.places.kubernetes.views import ContainerView, JobView, PodView, seconds
 from kale_dist.places.manifests import Kind
@@ -66,7 +66,8 @@ def end(pod: PodView, view: JobView) -> Found | None:
     """Why a pod has failed; None if it has not."""
     main = pod.main
     said = f"{pod.reason}: {pod.message}"
-    if pod.disruption and (found := _match(Seen.DISRUPTION, pod.disruption, pod, view)):
+    disrupted = {"detail": detail(pod.disruption)}
+    if pod.disruption and (found := _match(Seen.DISRUPTION, pod.disruption, pod, view, disrupted)):
         return found if pod.has_ended else None
     # Before the containers: they only know of a signal.
     if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, said, pod, view, {"detail": detail(said)})):
@@ -114,15 +115,15 @@ def refusal(view: JobView, kind: Kind) -> Found | None:
     ]  # fmt: skip
     if len(there) >= expected or not events:
         return None
-    said = without_repetition(events[-1].message)
+    said = NOT_RETRIED.sub("", events[-1].message)
     name = re.search(r'(?:pods|services) "([^"]+)"', said)
     rest = expected - len(there)
     what = f"pod {name[1]}" if name else "the job's pod" if expected == 1 else f"{rest} of {expected} pods"
     found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {said}")
     if found is None:
         return None
-    facts = {**facts_of(kind), "namespace": view.namespace, "job": view.name, "detail": cut(said)}
-    return tell(found[0], facts | _cut(found[1]), prefix=f"{what} cannot be made: ")
+    facts = _job_facts(view, kind) | _cut(found[1] | {"detail": said})
+    return tell(found[0], facts, prefix=f"{what} cannot be made: ")
 
 
 def sidecar(pod: PodView, view: JobView) -> Found | None:
@@ -135,7 +136,7 @@ def sidecar(pod: PodView, view: JobView) -> Found | None:
 
 def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None = None) -> Found:
     """A trouble of the whole job by its name in the table."""
-    return _named(name, None, view, {**facts_of(kind), **(facts or {})})
+    return tell(table.named(name), _job_facts(view, kind) | _cut(facts or {}))
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
@@ -155,6 +156,10 @@ def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Fo
     return dataclasses.replace(found, trouble=trouble)
 
 
+def _job_facts(view: JobView, kind: Kind) -> dict[str, str]:
+    return {**facts_of(kind), "namespace": view.namespace, "job": view.name}
+
+
 def _match(
     seen: Seen,
     said: str,
@@ -169,7 +174,9 @@ def _match(
     entry, groups = found
     amounts = dict(pod.main.limits) | dict(pod.main.requests)
     wanted = {"wanted": amounts.get(groups.get("resource", ""), "some")}
-    return tell(entry, _pod_facts(pod, view, container) | _cut(groups | dict(facts or {})) | wanted)
+    prefix = f"pod {pod.name} {'waits' if entry.heals else 'cannot start'}: " if seen in table.WAITS else ""
+    facts = _pod_facts(pod, view, container) | _cut(groups | dict(facts or {})) | wanted
+    return tell(entry, facts, prefix=prefix)
 
 
 def _match_end(container: ContainerView, pod: PodView, view: JobView) -> Found | None:
@@ -178,13 +185,12 @@ def _match_end(container: ContainerView, pod: PodView, view: JobView) -> Found |
 
 def _named(
     name: str,
-    pod: PodView | None,
+    pod: PodView,
     view: JobView,
     facts: Mapping[str, str] | None = None,
     container: ContainerView | None = None,
 ) -> Found:
-    known = {"namespace": view.namespace, "job": view.name} if pod is None else _pod_facts(pod, view, container)
-    return tell(table.named(name), known | _cut(facts or {}))
+    return tell(table.named(name), _pod_facts(pod, view, container) | _cut(facts or {}))
 
 
 def _cut(facts: Mapping[str, str]) -> dict[str, str]:
@@ -211,7 +217,6 @@ def _pod_facts(pod: PodView, view: JobView, container: ContainerView | None) -> 
         "last_exit": _exit(exit_code),
         "exit": _exit(container.exit_code),
         "last_said": f"; it said: {_last_line(last)}" if last else "",
-        "disruption": pod.disruption.partition(":")[0],
         "detail": detail(f"{container.reason}: {container.message}"),
         "nodes": "",
     }

@@ -14,7 +14,8 @@ from kale_dist.places.kubernetes.explain.table import Entry
 from kale_dist.places.manifests import Kind
 
 _SHOWN = 300
-_NOT_RETRIED = re.compile(r'^(Error creating: |Back-off pulling image "[^"]*": |(Err)?ImagePull: )+')
+NOT_RETRIED = re.compile(r'^(Error creating: |Back-off pulling image "[^"]*": |(Err)?ImagePull: )+')
+"""What senders put in front of an event's message each time that they try again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +87,8 @@ def cut(text: str, length: int = _SHOWN) -> str:
 def detail(said: str) -> str:
     """The cluster's own words, `Reason: message`, without their repetitions."""
     reason, _, message = said.partition(": ")
-    message = _NOT_RETRIED.sub("", message)
+    message = NOT_RETRIED.sub("", message)
     # The container runtime puts its steps in front of one another; the last ones say what was wrong.
     parts = message.split(": ")
     has_steps = reason.startswith(("ErrImagePull", "ImagePull", "StartError"))
     return cut(": ".join(parts[-3:]) if has_steps else message or reason)
-
-
-def without_repetition(said: str) -> str:
-    """An event's message without what its sender puts in front."""
-    return _NOT_RETRIED.sub("", said)
