@@ -237,7 +237,7 @@ def test_an_operator_that_does_nothing_is_told_after_a_while():
     assert seen(of=job()).trouble is None
     late = job(created="1970-01-12T13:46:00Z")
     assert "Kubeflow's Training Operator has not looked at the job for 40 s" in seen(of=late).trouble.sentence
-    assert "you may not list and watch the events" in seen(of=late, lacks_events=True).trouble.sentence
+    assert "may not list and watch events in the namespace team" in seen(of=late, lacks_events=True).trouble.sentence
 
 
 def test_what_was_seen_last_is_said_to_be_old():

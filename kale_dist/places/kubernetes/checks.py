@@ -175,7 +175,7 @@ def granted(cluster: Cluster, kind: Kind) -> frozenset[str]:
         BackendError: The cluster cannot be asked.
     """
     asked = [(right.group, right.resource, verb) for right in roles.rights(kind) for verb in right.verbs]
-    try:
+    with api.asking("create", "selfsubjectrulesreviews"):
         review = cluster.authorization.create_self_subject_rules_review(
             client.V1SelfSubjectRulesReview(spec=client.V1SelfSubjectRulesReviewSpec(namespace=cluster.namespace))
         )
@@ -184,8 +184,6 @@ def granted(cluster: Cluster, kind: Kind) -> frozenset[str]:
         # Authorizers other than RBAC need not tell their rules, and one of them may allow it all the same.
         is_complete = review.status is not None and not review.status.incomplete
         refused = {one for one in open_ones if is_complete or not may(cluster, *one)}
-    except Exception as error:
-        raise api.explain(error, Doing(verb="create", resource="selfsubjectrulesreviews")) from error
     return frozenset(f"{verb} {resource}" for group, resource, verb in asked if (group, resource, verb) not in refused)
 
 
@@ -422,6 +420,7 @@ def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
         if claim is None:
             continue
         facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "persistentvolumeclaim"}
+        facts["claims"] = name
         problem = ""
         if claim is _MISSING:
             problem = "missing"
@@ -431,7 +430,7 @@ def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
         elif pods > 1:
             modes = set(claim.status.access_modes or claim.spec.access_modes or ())
             one_node = "" if all(_is_held(group.template["spec"]) for group in groups) else "claim-one-node"
-            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
+            problem = {("ReadWriteOncePod",): "claim-one-pod", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
         if problem:
             found.append(
                 Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node")

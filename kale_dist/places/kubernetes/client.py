@@ -31,7 +31,6 @@ from kale_dist.config import Config
 from kale_dist.errors import BackendUnavailableError, ConfigError
 from kale_dist.job import records
 from kale_dist.places.kubernetes.explain import api as answers
-from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.wire.blobs import fresh
 from kale_dist.wording import closest
 
@@ -249,11 +248,8 @@ def _source(config: Config, context: str) -> _Source:
 def _source_in(secret: str, config: Config, context: str) -> _Source:
     """A kubeconfig out of a Secret, as a private file. It may not name programs: whoever can write the Secret would choose them."""
     own = connect(config=config)
-    try:
+    with answers.asking("get", "secrets", own.namespace, secret):
         data = own.core.read_namespaced_secret(secret, own.namespace).data or {}
-    except Exception as error:
-        doing = Doing(verb="get", resource="secrets", namespace=own.namespace, name=secret)
-        raise answers.explain(error, doing) from error
     key = next((key for key in _SECRET_KEYS if key in data), next(iter(data), "") if len(data) == 1 else "")
     where = f"the Secret {secret!r} of the namespace {own.namespace!r}"
     if not key:
@@ -367,15 +363,16 @@ def _named(whole: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def _identity(api: client.ApiClient, server: str) -> str:
     """Who the API server takes this user for. The first request: it tells a cluster that answers from one that does not."""
-    try:
-        review = _unchecked(client.AuthenticationV1Api(api)).create_self_subject_review(client.V1SelfSubjectReview())
-    except client.ApiException as error:
-        # Before Kubernetes 1.28 there is no such review.
-        is_anonymous = _ANONYMOUS in str(error.body)
-        if error.status in (answers.FORBIDDEN, answers.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not is_anonymous:
-            return ""
-        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
-    except Exception as error:
-        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
+    with answers.asking("reach", server):
+        try:
+            review = _unchecked(client.AuthenticationV1Api(api)).create_self_subject_review(
+                client.V1SelfSubjectReview()
+            )
+        except client.ApiException as error:
+            # Before Kubernetes 1.28 there is no such review.
+            is_absent = error.status in (answers.FORBIDDEN, answers.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+            if is_absent and _ANONYMOUS not in str(error.body):
+                return ""
+            raise
     user = review.status.user_info if review.status is not None else None
     return str(user.username or "") if user is not None else ""

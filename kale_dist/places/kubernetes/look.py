@@ -181,10 +181,12 @@ def _untouched(view: JobView, kind: Kind, state: ObjectState, now: float) -> Fou
     waited_s = now - (seconds(job["metadata"].get("creationTimestamp")) or now)
     if waited_s < _DEAD_AFTER_S:
         return None
-    facts = {"waited": f"{waited_s:.0f}"}
     if view.lacks_events:
-        return explain.of_job("no-pods", view, kind, facts)
-    return None if state.is_known or view.events else explain.of_job("operator-dead", view, kind, facts)
+        unknown = f"the reason why the job has no pods after {waited_s:.0f} s"
+        return explain.of_job("not-readable", view, kind, {"kind": "events", "unknown": unknown})
+    if state.is_known or view.events:
+        return None
+    return explain.of_job("operator-dead", view, kind, {"waited": f"{waited_s:.0f}"})
 
 
 def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import getpass
 import json
 import pathlib
@@ -24,7 +25,6 @@ from kale_dist.places.kubernetes import look as looks
 from kale_dist.places.kubernetes import submit as submission
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
-from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.port_forward import PodConnection
 from kale_dist.places.kubernetes.views import event_view, is_about, seconds
 from kale_dist.places.manifests import kind_of
@@ -116,22 +116,18 @@ class KubernetesPlace:
     def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
         """The log of the head's container, as far as its node still has it."""
         pod, namespace = self._head(handle).name, handle.spec.cluster.namespace
-        doing = Doing(verb="get", resource="pods/log", namespace=namespace, name=pod)
-        try:
+        asking = functools.partial(api.asking, "get", "pods/log", namespace, pod)
+        with asking():
             # A log may be silent for hours; a dead connection is found by TCP's keepalive.
             core: Any = self._cluster(handle).core
             answer = core.read_namespaced_pod_log(
                 pod, namespace, container=kind_of(handle.spec).container, follow=follow, _preload_content=False,
                 _request_timeout=(_CONNECT_S, None),
             )  # fmt: skip
-        except Exception as error:
-            raise api.explain(error, doing) from error
 
         def pieces() -> Iterator[bytes]:
-            try:
+            with asking():
                 yield from answer.stream(_READ_BYTES)
-            except Exception as error:
-                raise api.explain(error, doing) from error
 
         try:
             yield pieces()
@@ -286,11 +282,9 @@ class KubernetesPlace:
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
         """What the cluster has said of the object and its pods; it keeps that for an hour."""
         namespace = handle.spec.cluster.namespace
-        try:
+        with api.asking("list", "events", namespace):
             listed: Any = self._cluster(handle).core.list_namespaced_event(namespace, _preload_content=False)
             found = [event_view(item) for item in listed.json()["items"]]
-        except Exception as error:
-            raise api.explain(error, Doing(verb="list", resource="events", namespace=namespace)) from error
         return [
             PlaceEvent(
                 time=event.time, about=f"{event.kind.lower()}/{event.name}", is_warning=event.is_warning, reason=event.reason,
@@ -303,11 +297,8 @@ class KubernetesPlace:
     def volumes(self) -> Sequence[str]:
         """Names of the claims in the configured namespace."""
         cluster = client.connect()
-        try:
+        with api.asking("list", "persistentvolumeclaims", cluster.namespace):
             listed = cluster.core.list_namespaced_persistent_volume_claim(cluster.namespace)
-        except Exception as error:
-            doing = Doing(verb="list", resource="persistentvolumeclaims", namespace=cluster.namespace)
-            raise api.explain(error, doing) from error
         return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
 
     def close(self) -> None:

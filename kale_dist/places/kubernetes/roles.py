@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from kale_dist.places.manifests import Kind
 
-_CORE = ""
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
 NAME = "kale-dist"
@@ -18,7 +17,7 @@ NAME = "kale-dist"
 class Right:
     """Verbs on one resource that are granted together."""
 
-    group: str
+    group: str = ""
     """API group; empty for the core."""
     resource: str
     """With its subresource, such as `pods/log`."""
@@ -34,7 +33,6 @@ class Right:
 
 
 _SERVICES = Right(
-    group=_CORE,
     resource="services",
     verbs=("create", "delete"),
     without="No job of more than one pod can be submitted: its pods find each other by a Service",
@@ -43,65 +41,55 @@ _SERVICES = Right(
 
 _FOR_ALL = (
     Right(
-        group=_CORE,
         resource="secrets",
         verbs=("create",),
         without="No job can be submitted: its code and its key are sent in a Secret",
         is_needed=True,
     ),
     Right(
-        group=_CORE,
         resource="pods",
         verbs=("get", "list", "watch"),
         without="You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
         is_needed=True,
     ),
     Right(
-        group=_CORE,
         resource="pods/log",
         verbs=("get",),
         without="Logs come from the first pod through port-forward, and only while it runs",
     ),
     Right(
-        group=_CORE,
         resource="pods/portforward",
         verbs=("create", "get"),
         without="Nothing can be sent to pods or fetched from them: snapshots over 600 kB and weights need a store (store=), and "
         "a chatty log arrives with gaps",
     ),
     Right(
-        group=_CORE,
         resource="events",
         verbs=("get", "list", "watch"),
         without="Pods that are refused, wait for volumes or cannot pull images are explained less well or not at all",
     ),
     Right(
-        group=_CORE,
         resource="secrets",
         verbs=("get", "delete"),
         without="Results cannot be read from another machine, and the Secret of a job is deleted only by the garbage collector",
     ),
     Right(
-        group=_CORE,
         resource="persistentvolumeclaims",
         verbs=("get",),
         without="A claim that is missing is noticed only when pods wait for it",
     ),
     Right(
-        group=_CORE,
         resource="resourcequotas",
         verbs=("list", "watch"),
         without="A quota that is exhausted is noticed only when pods are refused, and a job that waits for it starts up to a "
         "minute late",
     ),
     Right(
-        group=_CORE,
         resource="limitranges",
         verbs=("list",),
         without="A limit of cores that the namespace demands is noticed only when pods are refused",
     ),
     Right(
-        group=_CORE,
         resource="namespaces",
         verbs=("get",),
         without='Whether the namespace enforces Pod Security "restricted" is not known before pods are refused; give '

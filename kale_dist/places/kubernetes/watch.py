@@ -236,9 +236,9 @@ class _State:
         if change != LISTED:
             return take(change, value)
         names = {name for item in value for name in take(ADDED, item)} | self._vanish(what, value)
-        if what not in self.listed:
-            self.listed.add(what)
+        if what == _PODS and what not in self.listed:
             names |= set(self._followed)
+        self.listed.add(what)
         return names
 
     def _vanish(self, what: str, listed: Collection[Object]) -> set[str]:
@@ -339,7 +339,9 @@ class _State:
             return str(sentences.of("operator-missing", **sentences.facts_of(self._kind)))
         if status == http.HTTPStatus.FORBIDDEN:
             plural = self._kind.plural if what == _JOBS else what
-            return str(sentences.of("not-readable", kind=plural, namespace=self._namespace))
+            return str(
+                sentences.of("not-readable", kind=plural, namespace=self._namespace, unknown="the state of the job")
+            )
         if status == http.HTTPStatus.UNAUTHORIZED:
             return str(sentences.of("credentials", status=f"{status}"))
         said = f"answers with {status}" if status else f"cannot be reached ({type(error).__name__})"

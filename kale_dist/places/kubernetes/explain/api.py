@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import ssl
@@ -69,6 +70,15 @@ def explain(error: BaseException, doing: Doing) -> BackendError:
         return error
     found = look_up(error, doing)
     return found.entry.error(f"Cannot {doing}: {found.words}. {found.trouble.remedy}", found.trouble.heals)
+
+
+@contextlib.contextmanager
+def asking(verb: str, resource: str, namespace: str = "", name: str = "") -> Iterator[None]:
+    """Raise in place of an error of a request what the table says of it; the arguments are those of `Doing`."""
+    try:
+        yield
+    except Exception as error:
+        raise explain(error, Doing(verb=verb, resource=resource, namespace=namespace, name=name)) from error
 
 
 def look_up(error: BaseException, doing: Doing) -> Found:

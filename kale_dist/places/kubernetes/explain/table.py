@@ -237,18 +237,11 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             heals=False,
         ),
         Entry(
-            "service-account", _REFUSED, r'service ?account "?(?P<account>[^" ]+)"? not found',
-            "there is no service account {account} in the namespace {namespace}", "Create it, or correct service_account=",
-            needs_action=True,
-        ),
-        Entry(
-            "priority-class", _REFUSED, r"no PriorityClass with name (?P<class_name>\S+)",
-            "there is no priority class {class_name}",
-            "Correct priority_class=; 'kubectl get priorityclasses' lists them", needs_action=True,
-        ),
-        Entry(
-            "runtime-class", _REFUSED, r'RuntimeClass "(?P<class_name>[^"]+)" not found',
-            "there is no runtime class {class_name}", "Correct it in patch=; 'kubectl get runtimeclasses' lists them",
+            "class-missing", _REFUSED,
+            r'(?P<kind>serviceaccount|PriorityClass|RuntimeClass) (with name )?"?(?P<object>[^" ]+)"? (was |not )found',
+            "there is no {kind} {object}",
+            "Create it, or correct service_account=, priority_class= or the runtimeClassName in patch=; 'kubectl get {kind}' lists "
+            "those that exist",
             needs_action=True,
         ),
         Entry(
@@ -321,11 +314,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "queue-ignored", (Seen.STRUCTURE,), "",
             "Kueue does not manage this {job_kind}: it starts without the quota of the queue {object}",
             "Give kind='pytorch' or kind='job', or have the administrator add {jobs} to Kueue's integrations",
-        ),
-        Entry(
-            "claim-single", (Seen.STRUCTURE,), "",
-            "the claim {object} is for a single pod (ReadWriteOncePod), and the job has {pods} pods",
-            "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=", heals=False,
         ),
         Entry(
             "claim-one-node", (Seen.STRUCTURE,), "",
@@ -431,7 +419,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "claim-one-pod", (Seen.SCHEDULING,), "ReadWriteOncePod",
-            "its claim {claims} is ReadWriteOncePod, and another pod has it",
+            "the claim {claims} is ReadWriteOncePod, which is for a single pod, and another pod has or needs it",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=",
         ),
         Entry(
@@ -604,11 +592,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Have the administrator look at it: '{find_controller}'",
         ),
         Entry(
-            "no-pods", (Seen.STRUCTURE,), "",
-            "the job has no pods after {waited} s, and you may not list and watch the events that say why",
-            "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
-        ),
-        Entry(
             "queued", (Seen.STRUCTURE,), "", "the job is queued in {queue}{position}{queue_said}",
             "Wait; 'kubectl -n {namespace} get workloads' shows the queue",
         ),
@@ -654,7 +637,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
-            "you may not list and watch {kind} in the namespace {namespace}, so the state of the job is not known",
+            "you may not list and watch {kind} in the namespace {namespace}, so {unknown} is not known",
             "Have the administrator grant get, list and watch of {kind}",
         ),
         Entry(
