@@ -42,18 +42,18 @@ _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-e
 """Refusals of a pod's dry run that say nothing of the controller's pods: this user's rights, and a busy cluster."""
 
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
-"""Those that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
+"""Refusals that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
 
 HOST_LABEL = "kubernetes.io/hostname"
 _WORDS = {"cpu": "cores", "memory": "of memory"}
-"""What follows an amount of a resource."""
+"""The words after an amount of a resource."""
 
 _SECRETS = ("secrets", "count/secrets")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One trouble that the checks found."""
 
     name: str
     """A word for tests and `kale-dist doctor`, such as `quota`."""
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Namespace:
-    """What has to be known of a namespace before a job's form is settled."""
+    """What decides about a job's form in a namespace."""
 
     granted: frozenset[str]
     """What this user may do there: a verb and a resource, such as `get pods/log`."""
@@ -143,7 +143,7 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
     job = kind.make(spec, RunSettings(submitter=cluster.identity))
     groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
-    looks: tuple[Callable[[], list[Finding]], ...] = (
+    questions: tuple[Callable[[], list[Finding]], ...] = (
         functools.partial(_dry_runs, cluster, spec, kind, job),
         functools.partial(_dry_pods, cluster, job, groups),
         functools.partial(_claims, cluster, groups),
@@ -152,7 +152,7 @@ def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Findin
         *(() if waits else (functools.partial(_nodes, cluster, groups),)),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
-        found = [item for task in [pool.submit(look) for look in looks] for item in task.result()]
+        found = [item for task in [pool.submit(ask) for ask in questions] for item in task.result()]
     sums = list(quota_sums(namespace.quotas, kind, groups))
     # The dry run of one pod says less of the same.
     found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
@@ -181,7 +181,7 @@ def granted(cluster: Cluster, kind: Kind) -> frozenset[str]:
         )
         rules = review.status.resource_rules if review.status is not None else []
         open_ones = [one for one in dict.fromkeys(asked) if not any(_covers(rule, *one) for rule in rules)]
-        # Authorizers other than RBAC need not tell their rules, and one of them may allow it all the same.
+        # Authorizers other than RBAC need not list their rules, and one of them may still allow it.
         is_complete = review.status is not None and not review.status.incomplete
         refused = {one for one in open_ones if is_complete or not may(cluster, *one)}
     return frozenset(f"{verb} {resource}" for group, resource, verb in asked if (group, resource, verb) not in refused)
@@ -212,7 +212,7 @@ def _covers(rule: Any, group: str, resource: str, verb: str) -> bool:
 
 
 def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Iterator[Finding]:
-    """What this user lacks, with what that costs."""
+    """The rights that this user lacks, with what does not work without each."""
     missing = [
         (right, verbs)
         for right in roles.rights(kind)
@@ -314,7 +314,7 @@ def _example_pods(job: Mapping[str, Any], groups: Sequence[PodGroup]) -> Iterato
 
 
 def _warnings(answer: Any) -> list[Finding]:
-    """What the API server remarks on an object that it takes: unknown fields, Pod Security that only warns."""
+    """The API server's warnings about an object that it accepts: unknown fields, Pod Security that only warns."""
     headers = answer[2] or {}
     said = [value for name, value in headers.items() if name.lower() == "warning"]
     texts = [part.split('"')[1] for value in said for part in value.split("299 - ") if part.count('"') >= 2]  # noqa: PLR2004 - a pair
@@ -379,7 +379,7 @@ def quota_sums(quotas: Sequence[Any], kind: Kind, groups: Sequence[PodGroup]) ->
 
 
 def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
-    """What the cluster can never hold. Only few users may list nodes."""
+    """What the job asks for and the nodes can never hold; empty for the many users who may not list nodes."""
     found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
     if found is None or found is _MISSING or len(found) >= _MANY_NODES:
         return []
@@ -387,7 +387,7 @@ def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
 
 
 def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:
-    """What the nodes can never hold, even when they are empty."""
+    """What a job asks for that the nodes can never hold, even when they are empty."""
     largest_pod: dict[str, float] = {}
     together = sums_of(groups)
     for group in groups:
@@ -501,7 +501,7 @@ _MISSING: Any = object()
 
 
 def _lookup(read: Callable[[], Any]) -> Any:
-    """What is read; `_MISSING` if it does not exist, None if this user may not know."""
+    """The object that is read; `_MISSING` if it does not exist, None if this user may not read it."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs

@@ -145,7 +145,7 @@ def _download(cluster: Cluster, namespace: str, pod: PodView, name: str, target:
 def _running(
     cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[str, PodView]]:
-    """The name of an errand and its pod that has started; deleted at the end."""
+    """Run an errand; gives the name of its object, which is deleted at the end, and its pod, which has started."""
     kind, job = kind_of(spec), make(spec, image, command, environment)
     namespace, name = spec.cluster.namespace, job["metadata"]["name"]
     objects.create(cluster, kind, job)

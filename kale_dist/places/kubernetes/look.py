@@ -118,7 +118,7 @@ def _part(pod: PodView, found: Found | None) -> Part:
         exit_code=pod.main.exit_code,
         message=pod.main.message,
         trouble=None if found is None else found.trouble,
-        lost=found.lost if found is not None and pod.has_ended else "",
+        lost=found.entry.lost if found is not None and pod.has_ended else "",
         node=pod.node,
     )
 
@@ -142,7 +142,7 @@ def _ended(pods: _Seen, view: JobView, kind: Kind, state: ObjectState) -> Troubl
 def _order_of_failures(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
     """A pod that the cluster killed comes before those that ended because of it, then the one that ended first."""
     pod, found = item
-    said = explain.told(pod) or {}
+    said = explain.verdict_of(pod) or {}
     knows = said.get("state") == StateName.FAILED and said.get("cause") == FailureCause.ERROR
     rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(found.name, 0)
     return rank, not said, pod.main.ended or pod.created
@@ -171,7 +171,7 @@ def _waiting(pods: _Seen, view: JobView, kind: Kind, state: ObjectState, now: fl
 
 
 def _untouched(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | None:
-    """What is wrong with a job without pods of which no part of the cluster has said anything."""
+    """What is wrong with a job that has no pods and no refusal of one."""
     job = view.job or {"metadata": {}}
     waited_s = now - (seconds(job["metadata"].get("creationTimestamp")) or now)
     if waited_s < _DEAD_AFTER_S:
@@ -229,13 +229,11 @@ def _status(
     (kind, first), (_, last) = runs[0], runs[-1]
     said = kind.state(last)
     state = StateName.RUNNING if said.is_running and not kind.is_suspended(last) else StateName.PENDING
+    failure, person = _annotation(last, FAILED_ANNOTATION), _annotation(last, CANCELLED_ANNOTATION)
     if said.finished:
         state = StateName(said.finished)
-    failure = _annotation(last, FAILED_ANNOTATION)
-    if state is not StateName.RUNNING and failure:
-        state = StateName.FAILED
-    if state is not StateName.RUNNING and _annotation(last, CANCELLED_ANNOTATION):
-        state = StateName.CANCELLED
+    if state is not StateName.RUNNING and (person or failure):
+        state = StateName.CANCELLED if person else StateName.FAILED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
     is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
     reason = failure or said.message if state is StateName.FAILED else ""

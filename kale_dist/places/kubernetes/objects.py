@@ -24,7 +24,7 @@ _POLL_S = 0.3
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
 
 AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
-"""Those that are chosen without a wish, the best first."""
+"""The kinds among which one is chosen if the call names none, the best first."""
 
 
 def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
@@ -33,13 +33,10 @@ def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
     Raises:
         BackendError: The cluster does not answer.
     """
-    try:
+    listed: Any = None
+    with _asking("list", kind):
         listed = cluster.custom.get_api_resources(kind.group, version or kind.version)
-    except Exception as error:
-        if api.status_of(error) == api.NOT_FOUND:
-            return False
-        raise api.explain(error, Doing(verb="list", resource=kind.plural)) from error
-    return any(resource.name == kind.plural for resource in listed.resources or ())
+    return listed is not None and any(resource.name == kind.plural for resource in listed.resources or ())
 
 
 def choose(cluster: Cluster, word: str) -> Kind:
@@ -112,7 +109,7 @@ def runtimes(cluster: Cluster) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _asking(verb: str, kind: Kind, namespace: str, name: str) -> Iterator[None]:
+def _asking(verb: str, kind: Kind, namespace: str = "", name: str = "") -> Iterator[None]:
     """Explain what the cluster refuses. That an object does not exist is no error, unless it was to be created."""
     try:
         yield

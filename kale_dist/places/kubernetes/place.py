@@ -153,7 +153,7 @@ class KubernetesPlace:
     # -- its end --------------------------------------------------------------------------------------------------------
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Bring an outcome or the checkpoint from the log of the head, or from the job's store."""
+        """Copy an outcome or the checkpoint from the log of the head, or from the job's store."""
         if name.startswith("outcome-") and self._from_log(handle, name, target):
             return True
         if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
@@ -161,7 +161,7 @@ class KubernetesPlace:
         return self._from_store(handle, name, target)
 
     def _from_log(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Bring small outcomes out of the head's log: all that it has, as reading it again for each would take long."""
+        """Copy small outcomes out of the head's log: all of them at once, as reading the log again for each would take long."""
         parts: dict[str, list[bytes]] = {}
         reader = BlockReader()
         with contextlib.suppress(BackendError), self.head_output(handle, follow=False) as pieces:
@@ -280,7 +280,7 @@ class KubernetesPlace:
         return dict(found)
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
-        """What the cluster has said of the object and its pods; it keeps that for an hour."""
+        """The events about the object and its pods; a cluster keeps them for an hour."""
         namespace = handle.spec.cluster.namespace
         with api.asking("list", "events", namespace):
             listed: Any = self._cluster(handle).core.list_namespaced_event(namespace, _preload_content=False)
@@ -346,8 +346,8 @@ def _run_of(job: Mapping[str, Any]) -> int:
 
 def _check_selection(namespace: Any, labels: Any) -> None:
     """Refuse what would select other jobs than meant: a comma in a value begins another condition."""
-    is_place = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
-    if not is_place:
+    is_namespace = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
+    if not is_namespace:
         remedy = "Write lower-case letters, digits and dashes, such as 'team-a', or '*' for all"
         raise ConfigError("namespace", f"{show(namespace)} cannot be a namespace", remedy)
     if not isinstance(labels, Mapping):

@@ -104,7 +104,7 @@ class PodConnection:
 
     @property
     def problems(self) -> str:
-        """What the cluster said of this connection."""
+        """The error messages that the cluster sent over this connection."""
         return " ".join(self._problems.decode("utf-8", "replace").split())[:_SHOWN]
 
     def _receive(self) -> None:

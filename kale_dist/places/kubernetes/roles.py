@@ -10,7 +10,7 @@ from kale_dist.places.manifests import Kind
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
 NAME = "kale-dist"
-"""Of the Role and its binding."""
+"""Name of the Role and of its binding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ _FOR_ALL = (
         "master=False there",
     ),
 )
-"""What jobs of any kind need."""
+"""The rights that jobs of any kind need."""
 
 
 def rights(kind: Kind) -> tuple[Right, ...]:
@@ -128,20 +128,26 @@ def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Se
         namespace: Where; empty for a ClusterRole and its binding.
         identity: The user or service account as the API server names it; empty for a placeholder.
         rights: What it grants.
-        groups: Bound in the place of `identity`, if there are any.
+        groups: Bound instead of `identity`, if there are any.
     """
     verbs: dict[tuple[str, str], list[str]] = {}
     for right in rights:
         known = verbs.setdefault((right.group, right.resource), [])
         known += [verb for verb in right.verbs if verb not in known]
     kind = "Role" if namespace else "ClusterRole"
-    place = [f"  namespace: {namespace}"] if namespace else []
-    lines = ["apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}", "metadata:", f"  name: {NAME}", *place]
+    namespace_line = [f"  namespace: {namespace}"] if namespace else []
+    lines = [
+        "apiVersion: rbac.authorization.k8s.io/v1",
+        f"kind: {kind}",
+        "metadata:",
+        f"  name: {NAME}",
+        *namespace_line,
+    ]
     lines.append("rules:")
     for (group, resource), allowed in verbs.items():
         lines.append(f'- {{apiGroups: ["{group}"], resources: ["{resource}"], verbs: [{", ".join(allowed)}]}}')
     lines += ["---", "apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}Binding", "metadata:"]
-    lines += [f"  name: {NAME}", *place]
+    lines += [f"  name: {NAME}", *namespace_line]
     lines.append(f"roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: {kind}, name: {NAME}}}")
     lines.append("subjects:")
     lines += [f"- {_subject('Group', group)}" for group in groups] or [f"- {_identity(identity, namespace)}"]
@@ -150,8 +156,8 @@ def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Se
 
 def _identity(identity: str, namespace: str) -> str:
     if identity.startswith(_SERVICE_ACCOUNT):
-        place, _, name = identity.removeprefix(_SERVICE_ACCOUNT).partition(":")
-        return f'{{kind: ServiceAccount, name: "{name}", namespace: "{place}"}}'
+        owner, _, name = identity.removeprefix(_SERVICE_ACCOUNT).partition(":")
+        return f'{{kind: ServiceAccount, name: "{name}", namespace: "{owner}"}}'
     if not identity:
         return f'{{kind: ServiceAccount, name: default, namespace: "{namespace or "default"}"}}'
     return _subject("User", identity)

@@ -84,7 +84,7 @@ def find(cluster: Cluster) -> SelfPod | None:
 
 
 def describe(pod: Any, container: str, plain: SelfPod, cluster: Cluster) -> SelfPod:
-    """What a pod's object tells of one of its containers.
+    """What a pod's object has about one of its containers.
 
     Args:
         pod: The object, as the kubernetes client has it.

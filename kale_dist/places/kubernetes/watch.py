@@ -166,7 +166,7 @@ class _State:
     Args:
         namespace: Its name.
         kind: What the jobs are.
-        followed: Names of jobs that somebody subscribes to, as a live view: their deleted pods are remembered.
+        followed: Names of the jobs with a subscription, as a live view: their deleted pods are remembered.
     """
 
     def __init__(self, namespace: str, kind: Kind, followed: Collection[str]) -> None:
@@ -176,7 +176,7 @@ class _State:
         self._about = {"Pod", "PersistentVolumeClaim", "Workload", *(about for about, _ in kind.told_by(""))}
         """Kinds of objects whose events are kept."""
         self.listed: set[str] = set()
-        """What was listed as a whole: a job whose pods were not listed yet only seems to have none."""
+        """Kinds of objects that were listed as a whole: before, a job only seems to have no pods."""
         self.jobs: dict[str, Object] = {}
         self.deleted: set[str] = set()
         self._pods: dict[str, dict[str, PodView]] = {}
@@ -187,7 +187,7 @@ class _State:
         self._lacks_events = False
 
     def view(self, name: str) -> JobView:
-        """One job."""
+        """All that is known of a job now."""
         job = self.jobs.get(name)
         # Pods of an earlier job of this name may still be ending.
         since = 0.0 if job is None else seconds(job["metadata"].get("creationTimestamp")) or 0.0
@@ -295,7 +295,7 @@ class _State:
     def _event(self, change: str, item: Object) -> set[str]:
         """An event of anything in the namespace.
 
-        It may come before the object that it is about, so it is kept if it may be one of a job; `view` tells by names and times.
+        It may come before the object that it is about, so it is kept if it may be one of a job; `view` selects by names and times.
         """
         event = event_view(item)
         name, kind = event.name, event.kind
@@ -323,7 +323,7 @@ class _State:
         return self.waiting_for_quota() if is_less else set()
 
     def _trouble(self, what: str, error: Exception | None) -> set[str]:
-        """Note why changes do not come, or that they come again; a change of that concerns all jobs."""
+        """Note why changes do not arrive, or that they arrive again; all followed jobs are concerned if that differs from before."""
         before = dict(self._problems), self._lacks_events
         if what == _EVENTS:
             self._lacks_events = getattr(error, "status", None) == http.HTTPStatus.FORBIDDEN
@@ -348,8 +348,8 @@ class _State:
         return str(sentences.of("watch-cut", what=said))
 
 
-def _in_thread(name: str, run: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=run, args=args, name=f"kale_dist {name}", daemon=True).start()
+def _in_thread(name: str, target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name=f"kale_dist {name}", daemon=True).start()
 
 
 _shared: dict[tuple[str, str, str, str], NamespaceWatch] = {}

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Mapping
 
-from kale_dist.job.backend import LostBy, Trouble
+from kale_dist.job.backend import Trouble
 from kale_dist.places.kubernetes.explain import table
 from kale_dist.places.kubernetes.explain.table import Entry
 from kale_dist.places.manifests import Kind
@@ -29,13 +29,8 @@ class Found:
 
     @property
     def name(self) -> str:
-        """The entry's."""
+        """Name of the entry."""
         return self.entry.name
-
-    @property
-    def lost(self) -> LostBy:
-        """Why a pod's end is not its own doing."""
-        return self.entry.lost  # type: ignore[return-value]
 
 
 class _Facts(dict[str, str]):
@@ -45,7 +40,7 @@ class _Facts(dict[str, str]):
         return "an unknown " + name.replace("_", " ")
 
 
-def tell(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
+def fill(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
     """Fill in the facts.
 
     Args:
@@ -65,12 +60,12 @@ def tell(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
 
 
 def of(name: str, **facts: str) -> Trouble:
-    """The sentences of an entry by its name."""
-    return tell(table.named(name), {key: cut(value) for key, value in facts.items()}).trouble
+    """The trouble of an entry by its name."""
+    return fill(table.named(name), {key: cut(value) for key, value in facts.items()}).trouble
 
 
 def facts_of(kind: Kind) -> dict[str, str]:
-    """What sentences say of a kind of object."""
+    """The facts about a kind of object that sentences may name."""
     suspension = json.dumps(kind.suspension(value=False), separators=(",", ":"))
     return {
         "job_kind": kind.name, "jobs": kind.plural, "resume": suspension,

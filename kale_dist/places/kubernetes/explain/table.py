@@ -1,8 +1,8 @@
 """Everything that can be wrong with a job on a cluster: where it is seen, what it looks like, one sentence and a remedy.
 
 Each fact stands here once. The table serves the errors of a call, the status of a job, `kale-dist doctor`, the page
-`docs/troubleshooting.md` and the tests. An entry is recognised by the cluster's own words at the place where the cluster
-says them; the first entry of a place that fits is taken, so the most specific ones come first. Pure.
+`docs/troubleshooting.md` and the tests. An entry is recognised by the cluster's own words and by where they
+were seen; the first entry that fits is taken, so the most specific ones come first. Pure.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
+from kale_dist.job.backend import LostBy
 from kale_dist.job.spec import quantities
 from kale_dist.wire import FailureCause
 
@@ -53,15 +54,15 @@ class Entry:
     heals: bool = True
     """Whether the job waits for its end, or the same call may succeed later. Otherwise the job fails at once."""
     needs_action: bool = False
-    """Whether it ends only if somebody acts (pushes the image, creates the Secret): the job waits 5 minutes for that."""
+    """Whether it ends only if a person acts (pushes the image, creates the Secret): the job waits 5 minutes for that."""
     cause: FailureCause = FailureCause.NOT_STARTED
-    """Of the failure, if it is one."""
-    lost: str = ""
+    """The cause of the job's failure, if this ends the job."""
+    lost: LostBy = ""
     """Why the cluster, or a person, ended a pod that had done nothing wrong: `evicted`, `deleted`, ... (`Part.lost`)."""
     container: str = ""
     """Only for the container of this name."""
     error: type[BackendError] = BackendError
-    """What a call raises."""
+    """Class of the error that a call raises."""
     fits: Callable[[Mapping[str, str]], bool] | None = None
     """Asked beside the pattern, with what its groups found."""
 
@@ -248,7 +249,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "webhook-unreachable", _REFUSED,
             r'failed calling webhook "(?P<webhook>[^"]+)": ?(?P<why>.+)',
             "the cluster's webhook {webhook} does not answer: {why}",
-            "Try again; if it lasts, tell the administrator",
+            "Try again; if it lasts, ask the administrator",
         ),
         Entry(
             "webhook", _REFUSED,
@@ -276,7 +277,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "server-error", (Seen.API,), r"^5\d\d ",
-            "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, tell the administrator",
+            "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, ask the administrator",
         ),
         Entry(
             "answer", (Seen.API,), "", "the cluster answers {status}: {detail}",
@@ -651,7 +652,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
 ALL: tuple[Entry, ...] = tuple(entry for _, group in GROUPS for entry in group)
 
 _BY_NAME = {entry.name: entry for entry in ALL}
-_BY_PLACE = {seen: tuple(entry for entry in ALL if seen in entry.seen) for seen in Seen}
+_BY_SEEN = {seen: tuple(entry for entry in ALL if seen in entry.seen) for seen in Seen}
 _PATTERNS = {entry.name: re.compile(entry.pattern, re.DOTALL) for entry in ALL}
 
 
@@ -675,7 +676,7 @@ def match(seen: Seen, said: str, container: str = "") -> tuple[Entry, dict[str, 
     Returns:
         The entry, and what its pattern's named groups found; None if no entry fits.
     """
-    for entry in _BY_PLACE[seen]:
+    for entry in _BY_SEEN[seen]:
         if entry.container not in ("", container) or not (found := _PATTERNS[entry.name].search(said)):
             continue
         facts = {name: value.strip() for name, value in found.groupdict().items() if value}
