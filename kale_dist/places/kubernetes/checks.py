@@ -281,10 +281,7 @@ def _read_queue(cluster: Cluster, name: str) -> Any:
 
 def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
     """One pod of each kind, as the controller would make it."""
-    try:
-        if not may(cluster, "", "pods", "create"):
-            return []
-    except Exception:  # noqa: BLE001 - what cannot be checked here shows when the job runs
+    if _lookup(functools.partial(may, cluster, "", "pods", "create")) is not True:
         return []
     found = []
     for pod in _example_pods(job, groups):
@@ -295,7 +292,7 @@ def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGrou
                     cluster.namespace, pod, dry_run="All", _request_timeout=_TIMEOUT_S
                 )
             )
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs
             seen = api.look_up(error, doing)
             if api.status_of(error) and seen.name not in _NOT_OURS:
                 found.append(Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN))

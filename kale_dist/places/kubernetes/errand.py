@@ -183,9 +183,7 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
         pod = _look(cluster, namespace, job)
         if pod is not None and (pod.is_running or pod.has_ended):
             return pod
-        found = None
-        if pod is not None:
-            found = explain.hindrance(pod, JobView(name=job, namespace=namespace, pods=(pod,)))
+        found = explain.hindrance(pod, JobView(name=job, namespace=namespace, pods=(pod,))) if pod is not None else None
         waited_s = time.monotonic() - began
         # Its node pulls the image, which may be large; or says that it cannot.
         has_node = pod is not None and bool(pod.node)
