@@ -51,6 +51,7 @@ def step_ms(device: Any) -> float:
     from torch.utils.data import DataLoader, TensorDataset
 
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.manual_seed(0)
     layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -71,12 +72,14 @@ def step_ms(device: Any) -> float:
 
     with quiet():
         train(
-            model=model,
-            train_data_loader=DataLoader(data, BATCH),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-            train_step=step,
-            epochs=2,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(data, BATCH),
+                criterion=nn.CrossEntropyLoss(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+                train_step=step,
+                epochs=2,
+            ),
             cuda=device.type == "cuda",
         )
     return marks[-1]

@@ -15,9 +15,9 @@ import tempfile
 import time
 
 from kale_dist import wire
-from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
+from kale_dist.wire import Attempt, BlockReader, FailureCause, JobFiles, LineBlock, Order, Stream, body_of
 from kale_dist.worker.agent.job_run import open_port
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.relay_protocol import COUNT, Channel, Op, sign
@@ -36,16 +36,20 @@ def refuse(_cause: FailureCause, reason: str) -> None:
 
 def order_of(relays: int, port: int) -> Order:
     """One rank for each relay, and one for the head, which it does not start here."""
-    return Order(job="j", world_size=relays + 1, processes_per_agent=1, head="127.0.0.1", port=port, snapshot="")
+    processes = relays + 1
+    return Order(
+        job="j", number_of_processes=processes, processes_per_agent=1, head="127.0.0.1", port=port, snapshot=""
+    )
 
 
 async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, float, float]:
     """Be the head; gives the lines in the log, and the seconds of processor and clock that they took."""
-    port, ready, loop = 21_000, asyncio.Event(), asyncio.get_running_loop()
+    port, loop = 21_000, asyncio.get_running_loop()
     files = JobFiles(folder)
     writer = JobWriter(files, loop, lambda: None, limit_bytes=POD_LOG_BYTES)
     listener = open_port("127.0.0.1", port + 1, 1024)
-    joined = HeadsRelays(order_of(relays, port), KEY, files, listener, on_ready=ready.set, fail=refuse, say=writer.say)
+    order = order_of(relays, port)
+    joined = HeadsRelays(order, KEY, files, listener, fail=refuse, say=writer.say)
     await joined.serve()
     arguments = [str(relays), str(seconds), str(port)]
     senders = [
@@ -53,12 +57,12 @@ async def head(relays: int, seconds: float, folder: pathlib.Path) -> tuple[int, 
         for number in range(SENDERS)
     ]
     joined.deal_blobs()
-    await ready.wait()
-    runs = [RankRun(rank, writer, lambda _: None, lambda _: None) for rank in range(1, relays + 1)]
+    await joined.all_ready.wait()
+    attempt = Attempt.form(order, [0, *joined.ready], number=0, port=0, seed=0)
+    ranks = [Rank(number, writer, lambda _: None, lambda _: None) for number in range(attempt.world_size)]
     began, cpu = time.monotonic(), time.process_time()
-    for run in runs:
-        joined.spawn(run, 0, 0, 0)
-    while any(run.end is None for run in runs):  # noqa: ASYNC110 - ranks have no event, and this is cheap
+    joined.spawn(attempt, ranks)
+    while any(rank.end is None for rank in ranks[1:]):  # noqa: ASYNC110 - ranks have no event, and this is cheap
         await asyncio.sleep(0.1)
     used, took = time.process_time() - cpu, time.monotonic() - began
     written = loop.create_future()

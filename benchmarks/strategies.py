@@ -79,6 +79,7 @@ def ways(name: str) -> Iterator[tuple[str, list[float]]]:
     from kale_dist.worker.parallel.shared_memory import SharedMemory
     from kale_dist.worker.training.group import Group
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     shared = SharedMemory(Group(torch.device("cpu")), 1, 1)
     for way in ("limit", "DDP of torch"):
@@ -101,12 +102,14 @@ def ways(name: str) -> Iterator[tuple[str, list[float]]]:
 
         with contextlib.redirect_stdout(io.StringIO()):
             train(
-                model=model,
-                train_data_loader=DataLoader(TensorDataset(*arrays), batch),
-                criterion=None,
-                optimizer=torch.optim.AdamW(model.parameters()),
-                train_step=step,
-                strategy=strategy,
+                Training(
+                    model=model,
+                    train_data_loader=DataLoader(TensorDataset(*arrays), batch),
+                    criterion=None,
+                    optimizer=torch.optim.AdamW(model.parameters()),
+                    train_step=step,
+                    strategy=strategy,
+                )
             )
         yield f"kd {strategy.compress or strategy.exchange or 'shared memory'}", times
 

@@ -42,6 +42,7 @@ def run_rank(rank: int, store: str, rounds: int) -> None:
     from torch.utils.data.distributed import DistributedSampler
 
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)  # type: ignore[attr-defined] # torch does not list it
@@ -71,12 +72,14 @@ def run_rank(rank: int, store: str, rounds: int) -> None:
         own = digits_model()
         with contextlib.redirect_stdout(io.StringIO()):
             train(
-                model=own,
-                train_data_loader=DataLoader(data, BATCH, shuffle=True),
-                criterion=criterion,
-                optimizer=torch.optim.SGD(own.parameters(), lr=0.01),
-                train_step=timed,
-                epochs=4,
+                Training(
+                    model=own,
+                    train_data_loader=DataLoader(data, BATCH, shuffle=True),
+                    criterion=criterion,
+                    optimizer=torch.optim.SGD(own.parameters(), lr=0.01),
+                    train_step=timed,
+                    epochs=4,
+                )
             )
         speeds["kale_dist"].append(3 * SAMPLES / (marks[-1] - marks[2]))
     if rank == 0:

@@ -68,7 +68,7 @@ def run_one(client: AgentClient, root: pathlib.Path, number: int) -> str:
     call = {"destroy_first": number % 2 == 0}
     order = Order(
         job=f"trivial-{number}",
-        world_size=RANKS,
+        number_of_processes=RANKS,
         processes_per_agent=RANKS,
         folder=str(folder),
         store=str(store.root),

@@ -30,7 +30,8 @@ class _Monitor:
         source, slash, name = self.monitor.partition("/") if isinstance(self.monitor, str) else ("", "", "")
         if source not in SOURCES or not slash or not name:
             problem = f"monitor={self.monitor!r} is not the name of a metric"
-            word = str(self.monitor).removeprefix("val_").removeprefix("eval_").removeprefix("train_")
+            given = self.monitor if isinstance(self.monitor, str) else ""
+            word = given.removeprefix("val_").removeprefix("eval_").removeprefix("train_") or "loss"
             raise ConfigError("callbacks", problem, f"Write it as 'eval/{word}' or 'train/{word}'")
         if not isinstance(self.mode, str) or self.mode not in _MODES:
             raise ConfigError("callbacks", f"mode={self.mode!r} is not a mode", "Use 'min' or 'max'")

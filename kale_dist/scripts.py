@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kale_dist.calls import checks, layout, starting, verbs
-from kale_dist.calls.options import Options
-from kale_dist.calls.starting import Call
+from kale_dist.calls import checks, request, starting, verbs
+from kale_dist.calls.request import Function
 from kale_dist.errors import ConfigError, KaleDistError, warn
 from kale_dist.job.handle import Job
 from kale_dist.snapshot import datasets, modules
@@ -50,18 +49,20 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
     elif path is not None:
         _add_to_path(path.parent)
     label = path.stem if path is not None else script
-    run = layout.settle(Options(**layout.gathered(options)), label=label, kind="call")
-    in_place = run.backend.name == "local"
-    if not in_place:
-        _warn_of_paths(arguments, [volume.mount_path for volume in run.spec.volumes])
+    given = request.gathered(options)
+    in_place = request.where(given.get("on"))[0].name == "local"
     files = modules.Script(path=path, module=script if as_module else "", words=tuple(arguments))
-    call = Call(
+    function = Function(
         fn=on_a_rank.run,
         args=(script if in_place or path is None else path.name, tuple(arguments)),
         kwargs={"as_module": as_module, "in_place": in_place},
+        label=label,
         script=None if in_place else files,
     )
-    return starting.start(call, run)
+    checked = request.checked(given, function)
+    if not in_place:
+        _warn_of_paths(arguments, [volume.mount_path for volume in checked.request.volumes])
+    return starting.start(checked)
 
 
 def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]:
@@ -82,7 +83,7 @@ def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]
     fn = _function(target)
     args, kwargs = _words(arguments)
     checks.check_function(fn, args, kwargs, verbs.launch)
-    return verbs.launch(functools.partial(fn, *args, **kwargs), **layout.gathered(options))
+    return verbs.launch(functools.partial(fn, *args, **kwargs), **request.gathered(options))
 
 
 def exit_code(job: Job[Any]) -> int:

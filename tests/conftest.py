@@ -1,8 +1,10 @@
 """For all tests: a state of their own, no process left behind, and a machine that lacks a package."""
 
 import contextlib
+import itertools
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import uuid
 
 import own_state
 import pytest
+from golden_words import Words
 from on_cluster import IMAGE, run_kubectl
 
 _RUN_NAME = "KALE_DIST_TEST_RUN"
@@ -75,6 +78,59 @@ def pytest_runtest_makereport(item):
     if report.when != "teardown":
         item.stash[_FAILED] = report.failed
     return report
+
+
+_COLLECTED = pytest.StashKey[set[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session, items):
+    # Before `-k` and `-m` leave some out.
+    session.stash[_COLLECTED] = {item.nodeid for item in items}
+
+
+@pytest.fixture(scope="module")
+def _words_of_file(request):
+    is_whole = not any("::" in path for path in request.config.args)
+    ids = (nodeid.partition("::") for nodeid in request.session.stash[_COLLECTED])
+    tests = {name for file, _, name in ids if file == request.node.nodeid}
+    return Words(request.path.stem, tests if is_whole else None)
+
+
+@pytest.fixture
+def kept_words(request, _words_of_file):
+    """`kept_words(text)` compares what users read with what is kept of this test in `golden/words`."""
+    number = itertools.count()
+
+    def compare(text):
+        if "tmp_path" in request.fixturenames:
+            text = text.replace(str(request.getfixturevalue("tmp_path")), "<tmp_path>")
+        # Addresses, versions, and what the package `packaging` says of a requirement differ from run to run.
+        for pattern, same in (
+            (r"\b0x[0-9a-f]{6,}", "0x..."),
+            (r"Python 3\.\d+", "Python 3.x"),
+            (r"\(Expected .*?\)\.", "(...)."),
+        ):
+            text = re.sub(pattern, same, text)
+        _words_of_file.check(request.node.name, next(number), text)
+
+    return compare
+
+
+@pytest.fixture
+def refusal(kept_words):
+    """`refusal(call)` gives the ConfigError with which a call is refused; its words are compared as by `kept_words`."""
+    from kale_dist.errors import ConfigError
+
+    def refused(call):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert caught.value.problem
+        assert caught.value.remedy
+        kept_words(str(caught.value))
+        return caught.value
+
+    return refused
 
 
 def _job_folders():

@@ -4,7 +4,7 @@
 """
 
 import kale_dist as kd
-from kale_dist.calls.layout import gathered
+from kale_dist.calls.request import gathered
 
 
 def launch(fn, *args, cluster=None, **given):

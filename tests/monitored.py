@@ -1,24 +1,15 @@
 """A training with everything that is monitored, for tests in containers and in pods."""
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import classifying
 
 import kale_dist as kd
 
 
 def train(on, lr=0.1, **options):
     """Train a small model with two processes, and evaluate it."""
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return kd.distribute(
-        model, loader, nn.CrossEntropyLoss(), optimizer, eval_data_loader=loader, number_of_processes=2, seed=1, on=on,
-        **options,
-    )  # fmt: skip
+    given = classifying(64, 4, batch_size=8, lr=lr)
+    return kd.distribute(*given, eval_data_loader=given[1], number_of_processes=2, seed=1, on=on, **options)
 
 
 def series(folder):

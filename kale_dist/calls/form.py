@@ -17,9 +17,10 @@ import traitlets
 from IPython import get_ipython
 
 from kale_dist import config, places, strategies, wording
-from kale_dist.calls import layout, training_checks, verbs
+from kale_dist.calls import request, training_checks, verbs
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.job.spec import quantities
+from kale_dist.job.spec.resources import DEFAULT_CPU, DEFAULT_MEMORY_GIB
 from kale_dist.notebook.widget import STATIC, JobWidget
 
 LOOKS_FOR = (
@@ -132,7 +133,7 @@ def arguments(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[s
     given: dict[str, Any] = {field: namespace.get(choice.get(field, "")) for field in OBJECTS}
     on, settings = _chosen_place(choice)
     place = {"on": on} if settings or on != _default_place() else {}
-    return {**given, **_numbers(choice), **layout.gathered({**place, **settings})}
+    return {**given, **_numbers(choice), **request.gathered({**place, **settings})}
 
 
 def code(choice: Mapping[str, str]) -> str:
@@ -375,8 +376,8 @@ def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
         {"name": "name", "label": "Name", "hint": "made for you"},
         {"name": "image", "label": "Image", "hint": "registry/name:tag", "is_elsewhere": True, "is_wide": True},
         {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "is_elsewhere": True, "is_wide": True},
-        {"name": "cpu", "label": "Cores each", "hint": "1", "is_elsewhere": True},
-        {"name": "memory", "label": "Memory each", "hint": "2Gi", "is_elsewhere": True},
+        {"name": "cpu", "label": "Cores each", "hint": f"{DEFAULT_CPU:g}", "is_elsewhere": True},
+        {"name": "memory", "label": "Memory each", "hint": f"{DEFAULT_MEMORY_GIB:g}Gi", "is_elsewhere": True},
         {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "is_elsewhere": True, "is_wide": True},
     ]
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from kale_dist import trackers
 from kale_dist.calls.checks import check_count, check_flag
 from kale_dist.errors import ConfigError
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names
-from kale_dist.job.spec.job_spec import Policy
 from kale_dist.job.spec.place_settings import Place
-from kale_dist.wire import STALL_WARN_S
+from kale_dist.wire import Policy
 from kale_dist.wording import show
 
 _OWN_PREFIX = "KALE_DIST_"
@@ -34,16 +32,20 @@ class Options:
     cuda: bool | None = None
     name: str | None = None
     on: str | Place | Backend | None = None
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: Any = None
+    """A dict as given; then pairs of name and value."""
     threads: int | None = None
     seed: int | None = None
-    timeout_s: float | None = None
-    stall_warn_s: float | None = STALL_WARN_S
-    stall_timeout_s: float | None = None
-    max_restarts: int = 0
-    detach: bool = False
     track: Any = ()
     """As given; then settings of trackers."""
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    """All arguments that only agents read."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options among the arguments of a verb, by name."""
+        policy = Policy(**{name: given[name] for name in _POLICY if name in given})
+        return cls(**{name: given[name] for name in _OWN if name in given}, policy=policy)
 
     def __post_init__(self) -> None:
         for count in ("number_of_processes", "threads"):
@@ -54,7 +56,6 @@ class Options:
             raise ConfigError("threads", f"{show(self.threads)} is more than any machine has cores", remedy)
         if self.cuda is not None:
             check_flag("cuda", self.cuda)
-        check_flag("detach", self.detach)
         if self.name is not None:
             names.check(self.name)
         seed = self.seed
@@ -65,20 +66,16 @@ class Options:
             )
         object.__setattr__(self, "environment", _variables(self.environment))
         object.__setattr__(self, "track", trackers.resolve(self.track))
-        _ = self.policy
 
-    @property
-    def policy(self) -> Policy:
-        """Its time limits, and what happens when a rank or the notebook goes away."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Policy)}
-        return Policy(**fields)
+
+_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
+_OWN = tuple(field.name for field in dataclasses.fields(Options) if field.name != "policy")
+NAMES = (*_OWN, *_POLICY)
+"""Arguments that `distribute` and `launch` both have."""
 
 
 def _variables(environment: Any) -> tuple[tuple[str, str], ...]:
     given = {} if environment is None else environment
-    if isinstance(given, tuple):
-        with contextlib.suppress(TypeError, ValueError):
-            given = dict(given)
     if not isinstance(given, Mapping):
         raise ConfigError("environment", f"{show(environment)} is not a dict", "Write it as {'NAME': 'value'}")
     for name, value in given.items():
@@ -90,6 +87,3 @@ def _variables(environment: Any) -> tuple[tuple[str, str], ...]:
         if name in _SET_BY_US or name.startswith(_OWN_PREFIX):
             raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
     return tuple(sorted(given.items()))
-
-
-# -- words and functions ---------------------------------------------------------------------------------------------

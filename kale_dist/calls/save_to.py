@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import urllib.parse
@@ -10,7 +9,6 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names
-from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.volumes import Volume, VolumeKind
 from kale_dist.wording import closest, shorten, show
 
@@ -24,22 +22,22 @@ _LASTING = (VolumeKind.CLAIM, VolumeKind.FOLDER, VolumeKind.HOST_PATH)
 _EXAMPLE = "Write it as '/data/model.pt', 'pvc://claim/folder/model.pt' or a URL such as 's3://bucket/model.pt'"
 
 
-def settle(value: Any, spec: JobSpec, place: str) -> tuple[str | None, JobSpec]:
+def find(value: Any, volumes: tuple[Volume, ...], place: str) -> tuple[str | None, tuple[Volume, ...]]:
     """Check where the model is to be saved.
 
     Args:
         value: As the user wrote it: a path, `pvc://claim/path`, a URL that fsspec opens, or None.
-        spec: Where the job runs, with its volumes.
+        volumes: Those of the job.
         place: `docker`, `kubernetes`, or another word for this machine.
 
     Returns:
-        The path or the URL that rank 0 writes to, and the specification, with one volume more if no volume has the claim.
+        The path or the URL that rank 0 writes to, and the job's volumes: one more if none of them has the claim.
 
     Raises:
         ConfigError: This is no such place, or what is written there would be lost with the container.
     """
     if value is None:
-        return None, spec
+        return None, volumes
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
         raise ConfigError("save_to", f"{show(value)} names no file", _EXAMPLE)
     text, is_here = os.fspath(value), place not in ("docker", "kubernetes")
@@ -47,26 +45,26 @@ def settle(value: Any, spec: JobSpec, place: str) -> tuple[str | None, JobSpec]:
         text = text.removeprefix("file://")
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "pvc":
-        return _in_claim(text, rest, spec, place)
+        return _in_claim(text, rest, volumes, place)
     if text.endswith("/"):
         raise ConfigError(
             "save_to", f"{shorten(text)} is a folder", f"Name a file in it, such as {text + 'model.pt'!r}"
         )
     if separator:
         _check_url(text, is_here=is_here)
-        return text, spec
+        return text, volumes
     if not is_here:
-        return _in_volume(text, spec, place), spec
+        return _in_volume(text, volumes, place), volumes
     path = pathlib.Path(text).expanduser().absolute()
     if len(path.name.encode()) > _LONGEST_NAME:
         raise ConfigError("save_to", f"{shorten(path.name)} is too long for a file's name", "Give a shorter one")
     if path.is_dir() or not path.parent.is_dir():
         problem = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError("save_to", problem, "Name a file in a folder that exists, such as 'model.pt'")
-    return str(path), spec
+    return str(path), volumes
 
 
-def _in_claim(text: str, rest: str, spec: JobSpec, place: str) -> tuple[str, JobSpec]:
+def _in_claim(text: str, rest: str, volumes: tuple[Volume, ...], place: str) -> tuple[str, tuple[Volume, ...]]:
     """A file in a claim: at the path of a volume that has it, or else of one that is added."""
     if place != "kubernetes":
         problem = f"{shorten(text)} is a claim of a cluster, and the job does not run on one"
@@ -78,21 +76,21 @@ def _in_claim(text: str, rest: str, spec: JobSpec, place: str) -> tuple[str, Job
     if not inside or inside.endswith("/") or ".." in path.parts:
         problem = f"{shorten(text)} names no file in the claim"
         raise ConfigError("save_to", problem, f"Write it as 'pvc://{claim}/folder/model.pt'")
-    for volume in spec.volumes:
+    for volume in volumes:
         mine = volume.kind is VolumeKind.CLAIM and volume.source == claim and not volume.read_only
         if mine and path.is_relative_to(volume.sub_path):
-            return str(volume.mount_path / path.relative_to(volume.sub_path)), spec
+            return str(volume.mount_path / path.relative_to(volume.sub_path)), volumes
     added = Volume(mount_path=MOUNT, source=claim, kind=VolumeKind.CLAIM)
-    return str(MOUNT / path), dataclasses.replace(spec, volumes=(*spec.volumes, added))
+    return str(MOUNT / path), (*volumes, added)
 
 
-def _in_volume(text: str, spec: JobSpec, place: str) -> str:
+def _in_volume(text: str, volumes: tuple[Volume, ...], place: str) -> str:
     """A path in a container, which only a volume keeps."""
     path = pathlib.PurePosixPath(text)
     where = "pod" if place == "kubernetes" else "container"
     if not path.is_absolute() or ".." in path.parts:
         raise ConfigError("save_to", f"{shorten(text)} is not an absolute path of a {where}", _EXAMPLE)
-    covering = [volume for volume in spec.volumes if path != path.parent and path.is_relative_to(volume.mount_path)]
+    covering = [volume for volume in volumes if path != path.parent and path.is_relative_to(volume.mount_path)]
     volume = max(covering, key=lambda one: len(one.mount_path), default=None)
     example = "models" if place == "kubernetes" else "/home/me/models"
     remedy = f"Mount one that keeps it: volumes={{{str(path.parent)!r}: {example!r}}}"

@@ -5,17 +5,16 @@ When `start` returns, the job is submitted; its ranks may not have started yet.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import secrets
 import string
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from kale_dist.calls.layout import Run
+from kale_dist.calls.request import Call, Function
 from kale_dist.errors import BackendError, SnapshotError, say, warn
 from kale_dist.job import records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
@@ -27,12 +26,9 @@ from kale_dist.notebook import live
 from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.given_models import models_in, together
-from kale_dist.snapshot.modules import Script
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire.blobs import FolderStore, Store
-
-if TYPE_CHECKING:
-    from kale_dist.worker.training.result import TrainingResult
+from kale_dist.worker.training.settings import Training
 
 SUFFIX_LENGTH = 5
 _GIB = 1 << 30
@@ -44,30 +40,11 @@ _jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary(
 _jobs_lock = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """The call that runs on every rank."""
-
-    fn: Callable[..., Any] | None
-    """None for the training loop: its import takes long, and so begins after the agent's start."""
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    script: Script | None = None
-    """A script whose files are sent along."""
-
-
-def _training_loop() -> Callable[..., TrainingResult]:
-    from kale_dist.worker.training import loop
-
-    return loop.train
-
-
-def start(call: Call, run: Run) -> Job[Any]:
+def start(call: Call) -> Job[Any]:
     """Snapshot and submit.
 
     Args:
-        call: What is to run.
-        run: Where and how.
+        call: What is to run, where and how.
 
     Raises:
         JobExistsError: The name is taken.
@@ -75,75 +52,74 @@ def start(call: Call, run: Run) -> Job[Any]:
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    if run.name is not None and records.exists(JobRef(run.backend.name, run.name).record_name):
-        raise records.exists_error(run.name)
-    run.backend.warm_up()
+    what, name, backend = call.what, call.request.name, call.backend
+    if name is not None and records.exists(JobRef(backend.name, name).record_name):
+        raise records.exists_error(name)
+    backend.warm_up()
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
-        snapshot, spec = capture_call(
-            call, run, run.name or _free_name(run.spec.label), FolderStore(records.blobs_dir())
-        )
-        spec = run.backend.prepare(spec, submit=True)
-        for note in run.notes:
+        store = FolderStore(records.blobs_dir())
+        snapshot, spec, notes = specify(call, name or _free_name(call.request.label), store, submit=True)
+        for note in call.notes:
             say(note)
         # Before the submission: if warnings are errors, no job is submitted without a handle.
-        for warning in (
-            *run.warnings,
-            *snapshot.notes,
-            *_data_warnings(call, run.backend.name, spec),
-            *_disk_warnings(),
-        ):
+        data = _data_warnings(what, backend.name, spec) if isinstance(what, Training) else ()
+        for warning in (*call.warnings, *snapshot.notes, *notes, *data, *_disk_warnings()):
             warn(warning)
-        given = call.kwargs
         targets = None
-        if run.spec.kind == "training":
-            targets = weights.remember(given["model"], given["optimizer"], given["scheduler"], given["state"])
-        elif "torch" in sys.modules and (models := models_in(call.args, call.kwargs)):
+        if isinstance(what, Training):
+            targets = weights.remember(what.model, what.optimizer, what.scheduler, what.kept)
+        elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
             targets = weights.remember(together(models), None)
-        ref = run.backend.submit(spec, key)
+        ref = backend.submit(spec, key)
     _say_started(ref, spec)
-    job = handle(run.backend, ref, spec, key, targets=targets, originals=snapshot.originals)
-    tracking.begin(job, run.track, tracking.params_of(call.kwargs) if run.spec.kind == "training" else {})
+    job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
+    tracking.begin(job, call.track, tracking.params_of(what) if isinstance(what, Training) else {})
     return job
 
 
-def capture_call(call: Call, run: Run, name: str, store: Store) -> tuple[Snapshot, JobSpec]:
-    """The snapshot of a call and the job's specification.
+def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snapshot, JobSpec, tuple[str, ...]]:
+    """The snapshot of a call, the whole specification of its job, and what the user should be told of its image.
 
     Args:
-        call: What is to run.
-        run: Where and how.
+        call: What is to run, where and how.
         name: The job's.
         store: Where the snapshot's bytes go.
+        submit: Whether a submission follows; see `Backend.settle`.
 
     Raises:
         SnapshotError: Something cannot be sent to other processes.
+        ConfigError: The place leaves something open that only the user can settle.
+        BackendError: The job could not run there.
     """
-    fn = call.fn or _training_loop()
-    snapshot = capture(fn, call.args, dict(call.kwargs), store=store, label=run.spec.label, script=call.script)
-    if snapshot.compiled and run.backend.name != "local":
+    request, backend = call.request, call.backend
+    snapshot = _capture(call.what, request.label, store)
+    if snapshot.compiled and backend.name != "local":
         raise SnapshotError(
-            f"{run.spec.label} uses {snapshot.compiled[0]}, a compiled module of your own, which need not run "
+            f"{request.label} uses {snapshot.compiled[0]}, a compiled module of your own, which need not run "
             f"anywhere but on this machine. Make it a package in the image, or use on='local'"
         )
-    image, recipe = run.spec.image, run.spec.recipe
+    image, recipe = request.image, request.recipe
+    notes: tuple[str, ...] = ()
     if recipe is not None:
-        from kale_dist.image.for_job import settle
+        from kale_dist.image import for_job
 
-        imports = snapshot.imports if run.auto_packages else None
-        recipe, notes = settle(recipe, store, imports=imports, say=_say)
+        imports = snapshot.imports if call.auto_packages else None
+        recipe, notes = for_job.settle(recipe, store, imports=imports, say=_say)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
-        snapshot = dataclasses.replace(snapshot, notes=(*snapshot.notes, *notes))
-    return snapshot, dataclasses.replace(
-        run.spec,
-        name=name,
-        snapshot=snapshot.digest,
-        blobs=snapshot.blobs,
-        snapshot_bytes=snapshot.size_bytes,
-        image=image,
-        recipe=recipe,
-    )
+    settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
+    spec = JobSpec.complete(settled, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes)
+    return snapshot, spec, notes
+
+
+def _capture(what: Training | Function, label: str, store: Store) -> Snapshot:
+    if isinstance(what, Function):
+        return capture(what.fn, what.args, dict(what.kwargs), store=store, label=label, script=what.script)
+    # Its import takes long, and so begins after the agent's start.
+    from kale_dist.worker.training import loop
+
+    return capture(loop.train, (what,), {}, store=store, label=label, roots=what.arguments())
 
 
 def handle(
@@ -187,12 +163,13 @@ def known(ref: JobRef) -> Job[Any] | None:
 
 def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
     """Submit the same call as a new job."""
-    key, spec = secrets.token_bytes(32), dataclasses.replace(job.spec, name=_free_name(job.spec.label))
-    store = FolderStore(records.blobs_dir())
+    key, store, old = secrets.token_bytes(32), FolderStore(records.blobs_dir()), job.spec
     with records.keeping_blobs():
-        if not all(store.exists(digest) for digest in spec.blobs):
+        if not all(store.exists(digest) for digest in old.blobs):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
-        spec = backend.prepare(spec, submit=True)
+        name = _free_name(old.label)
+        settled = backend.settle(old, name=name, image=old.image, recipe=old.recipe, submit=True)
+        spec = JobSpec.complete(settled, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
@@ -218,12 +195,12 @@ def _free_name(label: str) -> str:
             return name
 
 
-def _data_warnings(call: Call, place: str, spec: JobSpec) -> Iterator[str]:
+def _data_warnings(training: Training, place: str, spec: JobSpec) -> Iterator[str]:
     """Parts of a training's data that are too large to send, or are not sent."""
-    if spec.kind != "training" or place == "local":
+    if place == "local":
         return
     for argument in ("train_data_loader", "eval_data_loader"):
-        loader = call.kwargs[argument]
+        loader = getattr(training, argument)
         if loader is None:
             continue
         found = datasets.examine(loader.dataset)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from kale_dist import callbacks, strategies
 from kale_dist.calls.checks import check_count, check_flag, check_returns, describe, title
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.wording import closest, show
+from kale_dist.worker.training.settings import Training
 
 STEP_ARGUMENTS = {
     "train_step": ("model", "data_loader", "criterion", "optimizer", "device", "args"),
@@ -44,133 +44,111 @@ _PRECISIONS = ("bf16", "fp16")
 _EVAL_SHARDINGS = ("samples", "none")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """What is trained, and how. Fields as arguments of `distribute`; they go to the training loop by these names."""
+def check(training: Training) -> None:
+    """Check what is to be trained, and how.
 
-    model: Any
-    train_data_loader: Any
-    criterion: Any
-    optimizer: Any
-    train_step: Callable[..., Any] | None = None
-    eval_data_loader: Any = None
-    eval_step: Callable[..., Any] | None = None
-    epochs: int = 1
-    train_args: Any = None
-    eval_args: Any = None
-    scheduler: Any = None
-    accumulate: int = 1
-    precision: str | None = None
-    clip_norm: float | None = None
-    split_batches: bool = False
-    shard: bool = True
-    eval_sharding: str = "samples"
-    checkpoint_every: int | None = 1
-    strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
-    state: Sequence[Any] = ()
-    callbacks: Sequence[Any] = ()
-    profile: int | None = None
-    save_to: Any = None
-    """As the call gave it; `save_to.settle` says what it stands for."""
-
-    def __post_init__(self) -> None:
-        for one in _each("model", self.model):
-            _check_model(one)
-        _check_loader("train_data_loader", self.train_data_loader)
-        if self.eval_data_loader is not None:
-            _check_loader("eval_data_loader", self.eval_data_loader)
-        needed_by = _ready_made(self.train_step, self.eval_data_loader, self.eval_step)
-        _check_criterion(self.criterion, self.model, needed_by=needed_by)
-        for one in _each("optimizer", self.optimizer):
-            _check_optimizer(one, self.model, self.criterion, is_ready_made=self.train_step is None)
-        if isinstance(self.model, dict) or isinstance(self.optimizer, dict):
-            _check_several(self)
-        _check_state(self.state)
-        if _is_trained(self.criterion, self.optimizer) and all(one is not self.criterion for one in self.state):
-            object.__setattr__(self, "state", (*self.state, self.criterion))
-        _check_step("train_step", self.train_step)
-        _check_step("eval_step", self.eval_step)
-        if self.eval_step is not None and self.eval_data_loader is None:
-            raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
-        _check_scheduler(self.scheduler, self.optimizer)
-        for argument in ("epochs", "accumulate"):
-            check_count(argument, getattr(self, argument))
-        for argument in ("checkpoint_every", "profile"):
-            if getattr(self, argument) is not None:
-                check_count(argument, getattr(self, argument))
-        for argument in ("split_batches", "shard"):
-            check_flag(argument, getattr(self, argument))
-        precision, clip_norm = self.precision, self.clip_norm
-        if precision is not None and (not isinstance(precision, str) or precision not in _PRECISIONS):
-            near = closest(precision, _PRECISIONS)
+    Raises:
+        ConfigError: The first thing that is wrong.
+    """
+    for one in _each("model", training.model):
+        _check_model(one)
+    _check_loader("train_data_loader", training.train_data_loader)
+    if training.eval_data_loader is not None:
+        _check_loader("eval_data_loader", training.eval_data_loader)
+    needed_by = _ready_made(training.train_step, training.eval_data_loader, training.eval_step)
+    _check_criterion(training.criterion, training.model, needed_by=needed_by)
+    for one in _each("optimizer", training.optimizer):
+        _check_optimizer(one, training.model, training.criterion, is_ready_made=training.train_step is None)
+    if isinstance(training.model, dict) or isinstance(training.optimizer, dict):
+        _check_several(training)
+    _check_state(training.state)
+    _check_step("train_step", training.train_step)
+    _check_step("eval_step", training.eval_step)
+    if training.eval_step is not None and training.eval_data_loader is None:
+        raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
+    _check_scheduler(training.scheduler, training.optimizer)
+    for argument in ("epochs", "accumulate"):
+        check_count(argument, getattr(training, argument))
+    for argument in ("checkpoint_every", "profile"):
+        if getattr(training, argument) is not None:
+            check_count(argument, getattr(training, argument))
+    for argument in ("split_batches", "shard"):
+        check_flag(argument, getattr(training, argument))
+    precision, clip_norm = training.precision, training.clip_norm
+    if precision is not None and (not isinstance(precision, str) or precision not in _PRECISIONS):
+        near = closest(precision, _PRECISIONS)
+        raise ConfigError("precision", f"there is no precision {show(precision)}", f"{near}Use 'bf16', 'fp16' or None")
+    if clip_norm is not None:
+        number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+        if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
             raise ConfigError(
-                "precision", f"there is no precision {show(precision)}", f"{near}Use 'bf16', 'fp16' or None"
+                "clip_norm", f"{show(clip_norm)} is not a positive number", "Give a number such as 1.0, or None"
             )
-        if clip_norm is not None:
-            number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-            if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
-                raise ConfigError(
-                    "clip_norm", f"{show(clip_norm)} is not a positive number", "Give a number such as 1.0, or None"
+    if not isinstance(training.eval_sharding, str) or training.eval_sharding not in _EVAL_SHARDINGS:
+        near = closest(training.eval_sharding, _EVAL_SHARDINGS)
+        remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
+        raise ConfigError("eval_sharding", f"it cannot be {show(training.eval_sharding)}", remedy)
+    _check_callbacks(training)
+
+
+def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[str, ...]:
+    """Check whether this can be trained where, and on as many processes as, the request says.
+
+    Returns:
+        Sentences about loaders in the arguments of the steps, which every rank reads whole.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if request.cluster.kind == "tf":
+        problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
+        remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
+        raise ConfigError("kind", problem, remedy)
+    layout = training.strategy.layout(0, request.topology.number_of_processes)
+    if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in training.callbacks):
+        problem = f"EMA averages after each step, and with {training.strategy.word!r} ranks have equal weights only after epochs"
+        raise ConfigError("callbacks", problem, "Use SWA, which averages after epochs, or another strategy")
+    if len(layout.replicas) < request.topology.number_of_processes:
+        for name, parameter in (pair for one in _each("model", training.model) for pair in one.named_parameters()):
+            if hooks_of(parameter):
+                problem = (
+                    f"{name} has a hook on its gradient, and with {training.strategy.word!r} no rank has all of that"
                 )
-        if not isinstance(self.eval_sharding, str) or self.eval_sharding not in _EVAL_SHARDINGS:
-            near = closest(self.eval_sharding, _EVAL_SHARDINGS)
-            remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
-            raise ConfigError("eval_sharding", f"it cannot be {show(self.eval_sharding)}", remedy)
-        _check_callbacks(self)
-        # A word becomes its settings here, so that everything behind the call knows only these.
-        object.__setattr__(self, "strategy", strategies.resolve(self.strategy))
-
-    def check_strategy(self, spec: JobSpec, *, is_local: bool) -> None:
-        """Check what the strategy demands, once it is known where and on how many processes the job runs.
-
-        Raises:
-            ConfigError: This cannot be trained so.
-        """
-        layout = self.strategy.layout(0, spec.topology.number_of_processes)
-        if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in self.callbacks):
-            problem = f"EMA averages after each step, and with {self.strategy.word!r} ranks have equal weights only after epochs"
-            raise ConfigError("callbacks", problem, "Use SWA, which averages after epochs, or another strategy")
-        if len(layout.replicas) < spec.topology.number_of_processes:
-            for name, parameter in (pair for one in _each("model", self.model) for pair in one.named_parameters()):
-                if hooks_of(parameter):
-                    problem = (
-                        f"{name} has a hook on its gradient, and with {self.strategy.word!r} no rank has all of that"
-                    )
-                    raise ConfigError("strategy", problem, "Use strategy='ddp'")
-        self.strategy.check(
-            strategies.Conditions(
-                number_of_processes=spec.topology.number_of_processes,
-                processes_per_pod=spec.topology.processes_per_pod,
-                is_local=is_local,
-                cuda=spec.cuda,
-                model=self.model,
-                optimizer=self.optimizer,
-                precision=self.precision,
-            )
+                raise ConfigError("strategy", problem, "Use strategy='ddp'")
+    training.strategy.check(
+        strategies.Conditions(
+            number_of_processes=request.topology.number_of_processes,
+            processes_per_pod=request.topology.processes_per_pod,
+            is_local=is_local,
+            cuda=request.cuda,
+            model=training.model,
+            optimizer=training.optimizer,
+            precision=training.precision,
         )
+    )
+    return tuple(_undivided(training)) if layout.shards > 1 else ()
 
-    def undivided(self) -> Iterator[str]:
-        """Sentences about the loaders that every rank reads whole, because they are in the arguments of the steps."""
-        from torch.utils.data import DataLoader
 
-        divided = (self.train_data_loader, self.eval_data_loader)
-        for argument in ("train_args", "eval_args"):
-            given = getattr(self, argument)
-            parts = (
-                given.items()
-                if isinstance(given, dict)
-                else enumerate(given)
-                if isinstance(given, list | tuple)
-                else ()
-            )
-            named = {argument: given, **{f"{argument}[{name!r}]": part for name, part in parts}}
-            for name, value in named.items():
-                if isinstance(value, DataLoader) and not any(value is one for one in divided):
-                    yield f"{name} is not divided: every rank reads all of it. Ranks share train_data_loader and eval_data_loader"
+def _undivided(training: Training) -> Iterator[str]:
+    from torch.utils.data import DataLoader
 
-    def arguments(self) -> dict[str, Any]:
-        """Name to value, as the training loop takes them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    divided = (training.train_data_loader, training.eval_data_loader)
+    for argument in ("train_args", "eval_args"):
+        given = getattr(training, argument)
+        listed = enumerate(given) if isinstance(given, list | tuple) else ()
+        parts = given.items() if isinstance(given, dict) else listed
+        named = {argument: given, **{f"{argument}[{name!r}]": part for name, part in parts}}
+        for name, value in named.items():
+            if isinstance(value, DataLoader) and not any(value is one for one in divided):
+                yield f"{name} is not divided: every rank reads all of it. Ranks share train_data_loader and eval_data_loader"
+
+
+def rank_bytes(training: Training) -> int:
+    """Bytes of weights and gradients, of which each process has its own."""
+    from torch.nn.parameter import is_lazy
+
+    parameters = (one for model in _each("model", training.model) for one in model.parameters() if not is_lazy(one))
+    return sum(2 * one.numel() * one.element_size() for one in parameters)
 
 
 def _check_model(model: Any) -> None:
@@ -222,13 +200,6 @@ def _check_several(given: Training) -> None:
         if is_given and isinstance(given.optimizer, dict):
             problem = f"{getattr(given, argument)!r} is for one optimizer, and there are {len(given.optimizer)}"
             raise ConfigError(argument, problem, "Leave it out, and do it in train_step")
-
-
-def _is_trained(criterion: Any, optimizer: Any) -> bool:
-    """Whether the criterion has weights of its own that the optimizer trains, as those of metric learning do."""
-    groups = [group for one in _each("optimizer", optimizer) for group in one.param_groups]
-    trained = {id(parameter) for group in groups for parameter in group["params"]}
-    return any(id(parameter) in trained for parameter in getattr(criterion, "parameters", tuple)())
 
 
 def _check_state(state: Any) -> None:

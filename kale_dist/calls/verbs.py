@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from kale_dist import places, strategies
-from kale_dist.calls import checks, layout, save_to, starting
-from kale_dist.calls.layout import Run
-from kale_dist.calls.options import Options
-from kale_dist.calls.starting import Call
-from kale_dist.calls.training_checks import Training
+from kale_dist.calls import checks, options, request, starting
+from kale_dist.calls.request import Call, Function
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
@@ -36,33 +32,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _check_first(
-    check: Callable[[tuple[Any, ...], Mapping[str, Any]], None],
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the arguments that were given, before defaults are added."""
+def _submits(verb: Callable[P, R]) -> Callable[P, R]:
+    """Make a verb of its signature: check the arguments of a call, and start its job."""
 
-    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(verb)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check(args, kwargs)
-            return verb(*args, **kwargs)
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return cast("R", starting.start(_checked(verb, _given(verb, args, kwargs))))
 
-        return checked
-
-    return decorate
-
-
-def _check_words(_args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    checks.check_words(kwargs, distribute)
-
-
-def _check_unambiguous(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    fn = args[0] if args else kwargs.get("fn")
-    checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in _LAUNCH_NAMES])
+    return call
 
 
 @short_refusals
-@_check_first(_check_words)
+@_submits
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -172,23 +153,11 @@ def distribute(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    training = Training(
-        model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
-        eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
-        scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
-        shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, strategy=strategies.resolve(strategy),
-        state=state, callbacks=callbacks, profile=profile, save_to=save_to,
-    )  # fmt: skip
-    options = Options(
-        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
-        threads=threads, seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, detach=detach, track=track,
-    )  # fmt: skip
-    return starting.start(*_training_call(training, options))
+    raise NotImplementedError  # The decorator reads the signature and does the rest.
 
 
 @short_refusals
-@_check_first(_check_unambiguous)
+@_submits
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -241,12 +210,7 @@ def launch(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    options = Options(
-        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=_pairs(environment),
-        threads=threads, seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, detach=detach, track=track,
-    )  # fmt: skip
-    return starting.start(*_function_call(fn, args, kwargs, options))
+    raise NotImplementedError  # The decorator reads the signature and does the rest.
 
 
 @short_refusals
@@ -264,10 +228,10 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         ConfigError: As the call would.
         SnapshotError: As the call would.
     """
-    call, run = _checked(args, kwargs)
-    name = run.name or names.make(run.spec.label, "x" * starting.SUFFIX_LENGTH)
-    _, spec = starting.capture_call(call, run, name, MemoryStore())
-    return run.backend.plan(run.backend.prepare(spec, submit=False))
+    call = _planned(args, kwargs)
+    name = call.request.name or names.make(call.request.label, "x" * starting.SUFFIX_LENGTH)
+    _, spec, _ = starting.specify(call, name, MemoryStore(), submit=False)
+    return call.backend.plan(spec)
 
 
 def check(*args: Any, **kwargs: Any) -> None:
@@ -280,28 +244,43 @@ def check(*args: Any, **kwargs: Any) -> None:
     Raises:
         ConfigError: As the call would.
     """
-    _checked(args, kwargs)
+    _planned(args, kwargs)
 
 
-def _checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Run]:
-    """The arguments of `distribute` or `launch`, checked."""
+def _planned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """A call of `distribute` or `launch` that is not made, checked."""
     first = args[0] if args else None
-    training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
-    verb: Any = distribute if training else launch
-    (_check_words if training else _check_unambiguous)(args, kwargs)
+    is_training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
+    verb: Any = distribute if is_training else launch
     try:
-        bound = inspect.signature(verb).bind(*args, **kwargs)
+        given = _given(verb, args, kwargs)
     except TypeError as error:
         remedy = f"Pass what you would pass to {verb.__name__}()"
         raise ConfigError("render", f"the arguments are incomplete ({error})", remedy) from None
+    return _checked(verb, given)
+
+
+def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a verb by name, with its defaults. Raises TypeError as the verb itself would."""
+    if verb.__name__ == "distribute":
+        checks.check_words(kwargs, verb)
+    else:
+        fn = args[0] if args else kwargs.get("fn")
+        checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in options.NAMES])
+    try:
+        bound = inspect.signature(verb).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{verb.__name__}(): {error}") from None
     bound.apply_defaults()
-    given = bound.arguments
-    fields = {field.name: given[field.name] for field in dataclasses.fields(Options)}
-    if not training:
-        return _function_call(given["fn"], given["args"], given["kwargs"], Options(**fields))
-    given["strategy"] = strategies.resolve(given["strategy"])
-    what = Training(**{field.name: given[field.name] for field in dataclasses.fields(Training)})
-    return _training_call(what, Options(**fields))
+    return bound.arguments
+
+
+def _checked(verb: Callable[..., Any], given: Mapping[str, Any]) -> Call:
+    if verb.__name__ == "distribute":
+        return request.checked(given)
+    fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
+    checks.check_function(fn, args, kwargs, verb)
+    return request.checked(given, Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)))
 
 
 @short_refusals
@@ -377,46 +356,5 @@ def _named_backend(argument: str, name: Any) -> Backend:
     return places.get(name)
 
 
-# -- inside ----------------------------------------------------------------------------------------------------------
-
-
-def _training_call(training: Training, options: Options) -> tuple[Call, Run]:
-    """A training, and where and how it runs."""
-    from torch.nn.parameter import is_lazy
-
-    # Weights and their gradients, of which each process has its own.
-    models = training.model.values() if isinstance(training.model, dict) else [training.model]
-    parameters = (one for model in models for one in model.parameters() if not is_lazy(one))
-    weights = sum(2 * one.numel() * one.element_size() for one in parameters)
-    label = f"train {' '.join(training.model) if isinstance(training.model, dict) else type(training.model).__name__}"
-    run = layout.settle(options, rank_bytes=weights, label=label, kind="training", strategy=training.strategy)
-    if run.spec.cluster.kind == "tf":
-        problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
-        remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
-        raise ConfigError("kind", problem, remedy)
-    training.check_strategy(run.spec, is_local=run.backend.name == "local")
-    target, spec = save_to.settle(training.save_to, run.spec, run.backend.name)
-    shards = training.strategy.layout(0, spec.topology.number_of_processes).shards
-    notes = tuple(training.undivided()) if shards > 1 else ()
-    run = dataclasses.replace(run, spec=spec, notes=(*run.notes, *notes))
-    kwargs = {**training.arguments(), "cuda": spec.cuda, "seed": spec.seed, "save_to": target}
-    return Call(fn=None, args=(), kwargs=kwargs), run
-
-
-def _function_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> tuple[Call, Run]:
-    """A function's call, and where and how it runs."""
-    checks.check_function(fn, args, kwargs, launch)
-    return Call(fn=fn, args=args, kwargs=kwargs), layout.settle(options, label=checks.title(fn), kind="call")
-
-
-_LAUNCH_NAMES = {field.name for field in dataclasses.fields(Options)}
-
-SETTABLE = (*sorted(_LAUNCH_NAMES), *layout.PLACE_SETTINGS)
+SETTABLE = (*sorted(options.NAMES), *request.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
-
-
-def _pairs(environment: Any) -> Any:
-    """Variables in their one form, if they are a dict; `Options` says what is wrong with anything else."""
-    return tuple(environment.items()) if isinstance(environment, Mapping) else environment

@@ -205,16 +205,11 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
             remedy = f"{near}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
             raise ConfigError(f"--set {name}", "there is no such argument", remedy)
         given[name] = wording.parse(value)
-    for name, value in (
-        ("number_of_processes", options.processes),
-        ("on", options.on),
-        ("name", options.name),
-        ("environment", options.env or None),
-        ("detach", options.detach or None),
-    ):
-        if value is not None:
-            given[name] = tuple(value.items()) if name == "environment" else value
-    return given
+    own = {
+        "number_of_processes": options.processes, "on": options.on, "name": options.name, "environment": options.env or None,
+        "detach": options.detach or None,
+    }  # fmt: skip
+    return given | {name: value for name, value in own.items() if value is not None}
 
 
 class _Output:

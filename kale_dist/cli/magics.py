@@ -17,7 +17,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from kale_dist import cli, places, wording
-from kale_dist.calls import layout, verbs
+from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, warnings_as_lines
 from kale_dist.job.handle import Job
 from kale_dist.worker.rank import cell as on_a_rank
@@ -88,7 +88,7 @@ class DistributeMagics(Magics):
                     text,
                     FILENAME,
                     names,
-                    **layout.gathered({k: v for k, v in arguments.items() if v is not None}),
+                    **request.gathered({k: v for k, v in arguments.items() if v is not None}),
                 )
             )
         if options.job is not None:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
+from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
 from kale_dist.wire import CANCEL_GRACE_S, FailureCause, LogLine
 
@@ -107,22 +108,23 @@ class Backend(abc.ABC):
             BackendUnavailableError: There is no way to get ready.
         """
 
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Fill in what the specification leaves open, and check whether the job could run.
+    def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+        """Look up what a request leaves open, check whether the job could run, and make its image.
 
         Args:
-            spec: As the call gave it.
-            submit: Whether a submission follows. Otherwise what cannot be reached is left open.
-
-        Returns:
-            The specification that `submit` takes.
+            request: From the call; for a job that is submitted again, its own specification, whose image is made.
+            name: The job's.
+            image: Reference of the image that the call asks for; empty for the place's own.
+            recipe: What goes on top of an image, with the packages that the call imports; None if none is to be made.
+            submit: Whether a submission follows. Otherwise what cannot be reached is left open, and no image is made.
 
         Raises:
             ConfigError: Something is left open that only the user can settle.
+            ImageError: The image cannot be made.
             BackendError: The job could not run there; the message says why.
         """
         del submit
-        return spec
+        return Settled.of(request, name=name, image=image, recipe=recipe)
 
     @abc.abstractmethod
     def plan(self, spec: JobSpec) -> Plan:
@@ -133,7 +135,7 @@ class Backend(abc.ABC):
         """Start a job and return at once.
 
         Args:
-            spec: From `prepare`.
+            spec: Its request was settled by this backend.
             key: The job's 32 secret bytes, which sign its outcomes.
 
         Raises:
@@ -380,23 +382,26 @@ class Place(Protocol):
     noun: str
     """What a part is called: `container`, `pod`."""
 
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Fill in what the specification leaves open, and check whether the job could run; see `Backend`."""
+    def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+        """Look up what a request leaves open, check whether the job could run, and make its image; see `Backend`."""
 
     def render(self, spec: JobSpec) -> str:
         """What `start` creates, for people. Pure."""
 
-    def object_name(self, spec: JobSpec, run: int) -> str:
+    def object_name(self, job: str, run: int) -> str:
         """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
 
-    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
         """Create a run's objects and their input.
 
         Args:
-            spec: The job, from `prepare`.
+            spec: The job, settled by this place.
             key: The job's secret bytes.
             run: Which run of the job; 2 and up are named `<name>-2`.
             checkpoint: From which the run resumes; None to start from the beginning.
+            used_restarts: How often earlier runs have restarted the ranks.
 
         Raises:
             JobExistsError: An object of this name exists. It may be the same job's: another follower was first.

@@ -234,9 +234,10 @@ class Job(Generic[R]):
         """
         self._succeed(timeout)
         status = self.status
-        lost = {replica.rank for replica in status.replicas if replica.state is RankStateName.LOST}
-        ranks = range(self._spec.topology.number_of_processes)
-        return [None if rank in lost else self._outcomes.value(rank, status.attempt) for rank in ranks]  # type: ignore[misc]
+        return [
+            None if replica.state is RankStateName.LOST else self._outcomes.value(replica.rank, status.attempt)  # type: ignore[misc]
+            for replica in status.replicas
+        ]
 
     def exception(self, timeout: float | None = None) -> JobError | None:
         """The error that `result` would raise, or None after a success. Waits as `result` does.

@@ -26,6 +26,7 @@ from kale_dist.wire import FailureCause, JobFiles, StateName, blobs
 
 if TYPE_CHECKING:
     from kale_dist.snapshot.reducers import References
+    from kale_dist.worker.training.settings import Training
 
 _TIME_CAUSES = (FailureCause.TIMEOUT, FailureCause.STALLED)
 
@@ -160,15 +161,14 @@ class OutcomeReader:
             ResultUnavailableError: Bytes of the snapshot are gone.
         """
         try:
-            arguments = self._load().kwargs
+            training: Training = self._load().args[0]
         except StoreError as error:
             raise ResultUnavailableError(
                 f"The model of {self._ref} cannot be built, for bytes of its snapshot are gone ({error}). "
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
-        given = (arguments[name] for name in ("model", "optimizer", "scheduler", "state"))
-        return weights.remember(*given)
+        return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
         if self.key is None:

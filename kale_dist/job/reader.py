@@ -51,6 +51,16 @@ class LogReader:
             if wanted is None or record.rank in wanted:
                 yield from self._of_run(record).lines()
 
+    def end(self) -> tuple[int, int]:
+        """Where the last whole record of the first run ends, and the number of the line after it.
+
+        Lines that the notebook has added have no number: the one before them counts.
+        """
+        for _ in self._read_backwards():
+            if self._next:
+                break
+        return self._offset, self._next
+
     def tail(self, count: int, ranks: Iterable[int] | None = None) -> Sequence[LogLine]:
         """The last lines of those there are; `read` then gives what comes after them.
 
@@ -114,17 +124,26 @@ class LogReader:
                         self._next = block.first + block.count
                     yield block
 
-    def _tail_of_run(self, count: int, wanted: frozenset[int] | None) -> list[LogLine]:
-        """The last lines of one run; leaves the reader at its end."""
+    def _read_backwards(self) -> Iterator[list[LineBlock]]:
+        """The last records of one run, and then more and more of them; leaves the reader at its end."""
         span = _TAIL_BYTES
         while True:
             self._offset, self._next = _record_before_end(self._files.log, span), 0
             is_all = not self._offset
-            records = [record for record in self._records_of_run() if wanted is None or record.rank in wanted]
-            if is_all or sum(record.count for record in records) >= count:
-                lines = [line for record in records for line in self._of_run(record).lines()]
-                return lines[-count:] if count else []
+            yield list(self._records_of_run())
+            if is_all:
+                return
             span *= 8
+
+    def _tail_of_run(self, count: int, wanted: frozenset[int] | None) -> list[LogLine]:
+        """The last lines of one run; leaves the reader at its end."""
+        records: list[LineBlock] = []
+        for found in self._read_backwards():
+            records = [record for record in found if wanted is None or record.rank in wanted]
+            if sum(record.count for record in records) >= count:
+                break
+        lines = [line for record in records for line in self._of_run(record).lines()]
+        return lines[-count:] if count else []
 
 
 class JobReader:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kale_dist.wire import EventKind, FailureCause, MetricRow, RankStateName, StateName
+from kale_dist.wire import EventKind, FailureCause, Member, MetricRow, RankStateName, StateName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +24,9 @@ class RankProgress:
     steps: int | None
     """Steps of this phase, None where the loader's length is not known."""
     samples: int
-    """Samples this rank has seen in this phase."""
+    """Samples this rank has seen in this phase; 0 where another rank reads its batches, and counts them for both."""
     samples_per_s: float | None
+    """None where it is not known yet, or another rank counts the samples."""
     loss: float | None
     time: float
     """Seconds since 1970."""
@@ -68,6 +69,8 @@ class ReplicaStatus:
     progress: RankProgress | None = None
     usage: Usage | None = None
     """None until its agent has looked for the first time."""
+    agent: int | None = None
+    """Number of its agent in the job, from 0: that of its pod or container. None until an attempt says it."""
     pod: str | None = None
     """Where it runs, on a cluster."""
     node: str | None = None
@@ -105,7 +108,7 @@ class JobStatus:
     @property
     def is_final(self) -> bool:
         """Whether the job has ended."""
-        return self.state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+        return self.state.is_final
 
     @property
     def fraction(self) -> float | None:
@@ -174,6 +177,10 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     match event.get("event"):
         case EventKind.STATE if not status.is_final:
             return _reduce_state(status, event)
+        case EventKind.ATTEMPT:
+            members = [Member(**member) for member in event["members"]]
+            ranks = (ReplicaStatus(rank=rank, agent=member.agent) for member in members for rank in member.ranks)
+            return dataclasses.replace(status, replicas=tuple(ranks))
         case EventKind.RANK if rank is not None:
             return _reduce_rank(status, rank, event)
         case EventKind.OUTCOME if rank is not None and not event.get("ok"):
@@ -184,6 +191,8 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
             return _with_replica(status, rank, progress=_progress(event))
         case EventKind.USAGE if rank is not None:
             return _with_replica(status, rank, usage=_usage(event))
+        case EventKind.DISK if not status.is_final:
+            return dataclasses.replace(status, reason=str(event["problem"]))
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
         case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:

@@ -22,6 +22,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.trackers import TrackedRun, Tracker, Writer
 from kale_dist.wire import MetricRow, StateName
 from kale_dist.wire.blobs import fresh
+from kale_dist.worker.training.settings import Training
 
 _END_S = 60.0
 """How long a wait for a job that has ended waits for its trackers, too: a server may be slow."""
@@ -51,16 +52,17 @@ def again(job: Job[Any], trackers: Sequence[Tracker]) -> None:
         _Tracking(job, tracker, _Place.read(_file(job, tracker))).start()
 
 
-def params_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a training, of the arguments of its loop."""
-    names = ("epochs", "accumulate", "precision", "clip_norm", "split_batches", "shard", "seed")
-    found = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-    found["batch_size"] = getattr(kwargs.get("train_data_loader"), "batch_size", None)
+def params_of(training: Training) -> dict[str, Any]:
+    """What decides a training: its plain arguments, and what its objects are."""
+    found: dict[str, Any] = {
+        name: value for name, value in training.arguments() if isinstance(value, bool | int | float | str)
+    }
+    found["batch_size"] = training.train_data_loader.batch_size
     for part in ("model", "criterion", "optimizer", "scheduler"):
-        value = kwargs.get(part)
+        value = getattr(training, part)
         several = value if isinstance(value, dict) else {"": value}
         found[part] = ", ".join(type(one).__name__ for one in several.values() if one is not None) or None
-    groups = getattr(kwargs.get("optimizer"), "param_groups", None) or [{}]
+    groups = getattr(training.optimizer, "param_groups", None) or [{}]
     found["lr"] = groups[0].get("lr")
     return {name: value for name, value in found.items() if value is not None}
 

@@ -34,6 +34,7 @@ from typing import IO, Any, Self
 
 from kale_dist import wire
 from kale_dist.errors import BackendUnavailableError
+from kale_dist.snapshot import loading
 from kale_dist.wire import CANCEL_GRACE_S, Op, Order
 from kale_dist.worker.agent import processes
 
@@ -66,7 +67,7 @@ class Fingerprint:
             environment: To look at instead of `os.environ`.
         """
         names = os.environ if environment is None else environment
-        version, file = processes.installed_torch()
+        version, file = loading.installed_torch()
         return cls(
             environment=tuple(sorted((n, v) for n, v in names.items() if n.startswith(LOAD_ONLY_PREFIXES))),
             interpreter=sys.executable,
@@ -114,6 +115,8 @@ class AgentClient:
         """When that process began, in clock ticks since boot: with `pid` it names the process for good."""
         self.address = f"kale-dist-{secrets.token_hex(16)}"
         """Where other processes reach the agent."""
+        self.disk_problems: dict[str, str] = {}
+        """Why ranks of a job wait for the disk of its folder, by the job's name; those folders cannot tell it."""
         self.last_words = ""
         """What the agent had written to its stderr by its end: empty unless something in it went wrong."""
 
@@ -251,8 +254,10 @@ class AgentClient:
                 with self._changed:
                     self._taken.add(job)
                     self._changed.notify_all()
-            case Op.WAKE if self._on_wake is not None:
-                self._on_wake(job)
+            case Op.WAKE:
+                self.disk_problems[job] = message.get("disk_problem", "")
+                if self._on_wake is not None:
+                    self._on_wake(job)
 
 
 def agent_environment() -> dict[str, str]:

@@ -71,16 +71,17 @@ class LocalBackend(FolderBackend):
         ref = JobRef(self.name, spec.name)
         files = records.create(spec.name, key)
         try:
-            order = _order(spec, str(files.folder), key)
-            self._hand_over(order, spec)
+            self._hand_over(spec, str(files.folder), key)
         except BaseException:
             records.withdraw(spec.name)
             raise
         return ref
 
     def status(self, ref: JobRef) -> JobStatus:
-        """What the job's files say now."""
-        return self._reader(ref).status()
+        """What the job's files say now, and why they cannot be written."""
+        status, client = self._reader(ref).status(), self._client
+        problem = client.disk_problems.get(ref.name) if client is not None else ""
+        return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
         """End a job's ranks. If its agent is gone, so are they."""
@@ -145,16 +146,16 @@ class LocalBackend(FolderBackend):
                 self._note = f"A new agent was started for this job: {'; '.join(changes)}"
             return self._client
 
-    def _hand_over(self, order: Order, spec: JobSpec) -> None:
-        """Give the order to the agent, a new one if need be."""
+    def _hand_over(self, spec: JobSpec, folder: str, key: bytes) -> None:
+        """Give the job's order to the agent, a new one if need be."""
         with self._lock:
             client = self._ready_client()
             # Why the agent is new belongs to the first job that it gets.
             note, self._note = self._note, ""
             self._write_record(spec, client)
-            client.take(dataclasses.replace(order, note=note))
-            if order.detach:
-                client.wait_until_taken(order.job)
+            client.take(_order(spec, folder, key, note))
+            if spec.policy.detach:
+                client.wait_until_taken(spec.name)
 
     def _write_record(self, spec: JobSpec, client: AgentClient) -> None:
         record = Record(
@@ -187,7 +188,7 @@ def shared() -> LocalBackend:
     return LocalBackend()
 
 
-def _order(spec: JobSpec, folder: str, key: bytes) -> Order:
+def _order(spec: JobSpec, folder: str, key: bytes, note: str) -> Order:
     inherited = process_state.capture(cuda=spec.cuda)
     environment = dict(inherited.environment) | dict(spec.environment)
     return order_of(
@@ -195,6 +196,7 @@ def _order(spec: JobSpec, folder: str, key: bytes) -> Order:
         folder=folder,
         store=str(records.blobs_dir()),
         key=key.hex(),
+        note=note,
         process=dataclasses.replace(inherited, environment=tuple(sorted(environment.items()))),
     )
 

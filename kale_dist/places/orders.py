@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.wire import Order
 
 
-def order_of(spec: JobSpec, **site: Any) -> Order:
+def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
     """The order for a job.
 
     Args:
         spec: The job. Its topology, limits and policies go into the order as they are.
+        used_restarts: How often earlier runs of the job have restarted the ranks.
         **site: Fields of `Order` that only the backend knows: where the head and the blobs are, how long to wait. They
             go before what follows from the spec.
     """
     policy = spec.policy
     fields: dict[str, Any] = {
         "job": spec.name,
-        "world_size": spec.topology.number_of_processes,
+        "number_of_processes": spec.topology.number_of_processes,
         "processes_per_agent": spec.topology.number_of_processes,
         "snapshot": spec.snapshot,
         "blobs": spec.blobs,
         "cuda": spec.cuda,
         "threads": spec.threads,
         "seed": spec.seed,
-        "timeout_s": policy.timeout_s,
-        "stall_warn_s": policy.stall_warn_s,
-        "stall_timeout_s": policy.stall_timeout_s,
-        "max_restarts": policy.max_restarts,
-        "detach": policy.detach,
+        "policy": dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used_restarts)),
     }
     return Order(**(fields | site))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from kale_dist import config, places
-from kale_dist.calls import layout, verbs
+from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef
@@ -112,7 +112,7 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
             remedy = f"{closest(name, verbs.SETTABLE)}Give an argument of kale_dist.Kubernetes"
             raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
     options: dict[str, Any] = {"number_of_processes": 1, "stall_warn_s": None, **place, "on": "kubernetes"}
-    return verbs.launch(notebook_rank.notebook, *arguments, **layout.gathered(options))
+    return verbs.launch(notebook_rank.notebook, *arguments, **request.gathered(options))
 
 
 def _follow(job: Job[Any], terminal: Terminal) -> bool:

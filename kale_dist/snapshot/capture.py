@@ -56,16 +56,18 @@ def capture(
     store: blobs.Store,
     label: str,
     script: modules.Script | None = None,
+    roots: Iterable[unpicklable.Step] | None = None,
 ) -> Snapshot:
     """Take a snapshot of a call. When this returns, nothing that happens in the notebook can change it.
 
     Args:
         fn: The function that every rank calls.
         args: Its positional arguments.
-        kwargs: Its keyword arguments. Keywords and `fn`'s own name are what paths to unpicklable things begin with.
+        kwargs: Its keyword arguments.
         store: Where the blobs go.
         label: What is called, for people.
         script: A script whose files are sent along.
+        roots: What paths to unpicklable things begin with; None: the arguments' names and `fn`'s own.
 
     Raises:
         NotSerializableError: Something cannot be pickled; names the path to it and a remedy.
@@ -76,7 +78,8 @@ def capture(
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
-        raise unpicklable.explain(error, pickler.last, unpicklable.roots_of_call(fn, args, kwargs)) from error
+        roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
+        raise unpicklable.explain(error, pickler.last, roots) from error
     with _Writer(store) as writer:
         storages = writer.place(pickler.storages)
         buffers = writer.place([(buffer.raw(),) for buffer in pickler.buffers])

@@ -14,9 +14,11 @@ A snapshot is a manifest (JSON, a blob; its digest names the snapshot) and the b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -36,7 +38,6 @@ from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError,
 from kale_dist.snapshot import reducers, sources
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import blobs, context
-from kale_dist.worker.agent import processes
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
 """Tells a rank's own child processes (spawned DataLoader workers) where their `__main__` comes from."""
@@ -169,7 +170,32 @@ def torch_version() -> str:
     """Version of the torch that is installed, without importing it; "" if none is."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
-    return processes.installed_torch()[0]
+    return installed_torch()[0]
+
+
+def installed_torch() -> tuple[str, str]:
+    """Version of the torch that would be imported here, and its file with the time it was written.
+
+    Does not import torch. Both are empty if there is none.
+    """
+    loaded = sys.modules.get("torch")
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return "", ""
+    file = pathlib.Path(spec.origin).with_name("version.py")
+    try:
+        written = f"{file} {file.stat().st_mtime_ns}"
+    except OSError:
+        return "", spec.origin
+    return _torch_version(written), written
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_version(_written: str) -> str:
+    """The version of this installation of torch, or "". Parsing torch's metadata takes 2 ms."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+    return ""
 
 
 def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None:

@@ -21,6 +21,7 @@ from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
+from kale_dist.wire import with_tuples
 
 __all__ = [
     "ALL",
@@ -87,8 +88,4 @@ def from_json(data: dict[str, Any]) -> Settings:
     """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
     options = dict(data)
     settings = _CLASSES[options.pop("strategy")]
-    return settings(**{name: _with_tuples(value) for name, value in options.items()})
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    return settings(**with_tuples(options))

@@ -5,19 +5,21 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
     state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
-                A final one also has next_line (the number that the log's next line would have) and lost (ranks
-                without which the others carried on)
+                A final one is a `Verdict`
+    attempt     members: those of the `Attempt` whose ranks are started now, as objects
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
-                samples, samples_per_s, loss (or None). Kept in `progress.json` alone, the last one of each rank.
+                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
+                Kept in `progress.json` alone, the last one of each rank.
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch, step, path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
     note        text: a sentence for the user (how data is sharded, that a warning holds)
     display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
+    disk        problem: why ranks wait for the disk with the job's folder, as a sentence; "" if they do not. Kept like progress.
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     outcome     ok; on failure error_type, error_text
 """
@@ -28,7 +30,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 MEASURED_SOURCES = ("strategy", "pace", "profile")
 """Sources of metrics that the training loop measures by itself: for trackers and tables, not for curves."""
@@ -41,6 +43,7 @@ class EventKind(enum.StrEnum):
     """The kinds of event; the module's docstring lists the fields of each."""
 
     STATE = "state"
+    ATTEMPT = "attempt"
     RANK = "rank"
     METRICS = "metrics"
     PROGRESS = "progress"
@@ -49,6 +52,7 @@ class EventKind(enum.StrEnum):
     RESUMED = "resumed"
     NOTE = "note"
     DISPLAY = "display"
+    DISK = "disk"
     WAITING = "waiting"
     OUTCOME = "outcome"
 
@@ -62,6 +66,11 @@ class StateName(enum.StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a job in this state has ended."""
+        return self in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
 
 class RankStateName(enum.StrEnum):
@@ -118,6 +127,57 @@ class MetricRow:
     values: tuple[tuple[str, float], ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an attempt, a run or a job ended.
+
+    A head's verdict is the fields of its final state event and, where nothing else comes through, its termination message.
+    A follower judges only what a head cannot know: how a head ended that said nothing, and what became of a lost pod.
+    """
+
+    state: StateName
+    cause: FailureCause | None = None
+    reason: str = ""
+    """A sentence; empty if there is nothing to say."""
+    rank: int | None = None
+    """The rank that failed first; None if there is none, or it is unknown."""
+    lost: tuple[int, ...] = ()
+    """Ranks without which the others carried on."""
+    next_line: int = 0
+    """The number that the log's next line would have, as the writer of the events knows it."""
+    may_restart: bool = False
+    """Whether another attempt or run could end otherwise: a rank or pod was lost, and memory did not run out. Not sent."""
+
+    def fields(self) -> dict[str, Any]:
+        """As they are sent."""
+        return {
+            "state": str(self.state), "cause": str(self.cause or ""), "reason": self.reason, "failed_rank": self.rank,
+            "lost": list(self.lost),
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, said: Any) -> Self | None:
+        """The verdict in a record, if it is one: another agent wrote it, or a disk was full."""
+        try:
+            state, rank = StateName(said["state"]), said.get("failed_rank")
+            verdict = cls(
+                state, FailureCause(said["cause"]) if said.get("cause") else None, str(said.get("reason") or ""),
+                rank=rank if isinstance(rank, int) else None, lost=tuple(said.get("lost") or ()),
+                next_line=int(said.get("next_line") or 0),
+            )  # fmt: skip
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+        return verdict if state.is_final else None
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Self | None:
+        """The same in a termination message."""
+        try:
+            return cls.read(json.loads(text))
+        except ValueError:
+            return None
+
+
 def encode_json(record: Mapping[str, Any]) -> bytes:
     """One event or message as one line of JSON with its newline.
 
@@ -142,12 +202,14 @@ def last_name(event: dict[str, Any]) -> str | None:
     """The name under which an event replaces the rank's one before it.
 
     Returns:
-        The rank as text for progress, `usage <rank>` for usage; None for kinds of which every event counts.
+        The rank as text for progress, `usage <rank>` for usage, `disk`; None for kinds of which every event counts.
     """
     match event.get("event"):
         case EventKind.PROGRESS:
             return str(event.get("rank"))
         case EventKind.USAGE:
             return f"{EventKind.USAGE} {event.get('rank')}"
+        case EventKind.DISK:
+            return EventKind.DISK
         case _:
             return None

@@ -45,6 +45,11 @@ class JobFiles:
         return self.folder / "log"
 
     @property
+    def older_log(self) -> pathlib.Path:
+        """What a head's log had before `log`, where it keeps only the newest part of a long one."""
+        return self.folder / "log.1"
+
+    @property
     def events(self) -> pathlib.Path:
         """Events as JSON lines, all kinds but progress and usage; an event's number is that of its line, from 0."""
         return self.folder / "events"

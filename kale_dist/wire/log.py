@@ -257,11 +257,6 @@ class BlockReader:
         """How many bytes of the stream are in blocks or lines that came out; where a torn file is to be cut off."""
         return self._whole
 
-    @property
-    def rest(self) -> bytes:
-        """What came after the last block that was whole."""
-        return self._data[self._start :]
-
     def feed(self, data: bytes) -> Iterator[Block]:
         """Take bytes; gives the blocks that they complete. Use up the iterator before the next call."""
         self._data = self._data[self._start :] + data

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
+
+from kale_dist.errors import ConfigError
 
 VERSION = 2
 """Version of all formats of this package. Notebook and worker must have the same."""
@@ -40,6 +42,13 @@ class Op(enum.StrEnum):
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
     """From the agent, to every connection: the files of a job have changed. Field `job`."""
+
+
+def with_tuples(value: Any) -> Any:
+    """What `json.loads` gives, with tuples for lists, as frozen values have them."""
+    if isinstance(value, Mapping):
+        return {key: with_tuples(one) for key, one in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def socket_address(name: str) -> str:
@@ -121,6 +130,37 @@ class InputFiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What a call says to the agents of its ranks: time limits, and what happens when a rank or the notebook goes away."""
+
+    timeout_s: float | None = None
+    """Seconds from the start of the ranks to the job's end; None for no limit."""
+    stall_warn_s: float | None = STALL_WARN_S
+    """Seconds without progress after which the stacks of all ranks go into the log."""
+    stall_timeout_s: float | None = None
+    """Seconds without progress after which the job fails; None for never."""
+    detach: bool = False
+    """Whether the job outlives the notebook."""
+    max_restarts: int = 0
+    """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
+    and not after running out of memory."""
+
+    def __post_init__(self) -> None:
+        for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(field, f"{value!r} is not a positive number of seconds", "Give seconds, or None")
+        restarts = self.max_restarts
+        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+            problem = f"{restarts!r} is not a whole number of 0 or more"
+            raise ConfigError("max_restarts", problem, "Give an int; 0 for none")
+        if not isinstance(self.detach, bool):
+            raise ConfigError("detach", f"{self.detach!r} is neither True nor False", "Give a bool")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
@@ -128,9 +168,10 @@ class Order:
     job: str
     """Name of the run's object: the job's own for the first run, `<name>-2` for the second."""
     run: int = 1
-    world_size: int
+    number_of_processes: int
+    """How many were asked for; how many there are is what each `Attempt` says."""
     processes_per_agent: int
-    """Ranks of each agent; the last one may have fewer."""
+    """Ranks of each agent at most."""
     head: str = ""
     """Host name of the head; empty where there is only one agent and it is on this machine."""
     port: int = 0
@@ -156,18 +197,13 @@ class Order:
     """Threads a rank; None: cores divided by ranks of the agent, at least 1."""
     seed: int | None = None
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
-    timeout_s: float | None = None
-    stall_warn_s: float | None = STALL_WARN_S
-    stall_timeout_s: float | None = None
-    max_restarts: int = 0
-    """How often the head may start all ranks again in this run after one was lost."""
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    """Of the call, with the restarts that are left to this run."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""
     mpi: bool = False
     """Whether mpirun runs beside the ranks, so that they are in `MPI.COMM_WORLD`."""
-    detach: bool = False
-    """Whether the job outlives the notebook that asked for it (local jobs)."""
     note: str = ""
     """A sentence for the log and the status, such as why the agent had to be started."""
     start_wait_s: float = 3600.0
@@ -185,13 +221,8 @@ class Order:
 
     @property
     def agents(self) -> int:
-        """How many agents the job has; number 0 is the head."""
-        return -(-self.world_size // self.processes_per_agent)
-
-    def ranks_of(self, agent: int) -> range:
-        """The ranks that one agent runs."""
-        first = agent * self.processes_per_agent
-        return range(first, min(self.world_size, first + self.processes_per_agent))
+        """How many agents were asked for; number 0 is the head."""
+        return -(-self.number_of_processes // self.processes_per_agent)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a message or a file."""
@@ -199,59 +230,100 @@ class Order:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
-        values = dict(data)
-        values["blobs"] = tuple(data["blobs"])
-        values["source"] = Source(data["source"])
-        values["ends_with"] = EndsWith(data["ends_with"])
-        values["torch_flags"] = tuple((name, value) for name, value in data["torch_flags"])
-        process = values["process"]
-        if process is not None:
-            values["process"] = ProcessState(
-                environment=tuple((name, value) for name, value in process["environment"]),
-                cwd=process["cwd"],
-                sys_path=tuple(process["sys_path"]),
-                argv=tuple(process["argv"]),
-                umask=process["umask"],
-                limits=tuple((number, soft, hard) for number, soft, hard in process["limits"]),
-                torch_flags=tuple((name, value) for name, value in process["torch_flags"]),
-            )
+        """The inverse of `to_json`."""
+        values = with_tuples(data)
+        values |= {"source": Source(data["source"]), "ends_with": EndsWith(data["ends_with"])}
+        values["policy"] = Policy(**values["policy"])
+        if values["process"] is not None:
+            values["process"] = ProcessState(**values["process"])
         return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """What one rank gets from its agent: the order, and which rank it is."""
+class Member:
+    """One agent of an attempt, and its ranks."""
 
-    order: Order
-    """With this agent's own folder, store, key and process."""
-    rank: int
-    attempt: int
+    agent: int
+    """The agent's number in the job; 0 is the head."""
+    first_rank: int
+    processes: int
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that the agent runs."""
+        return range(self.first_rank, self.first_rank + self.processes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """Once through with one set of ranks. Only an attempt has a world size."""
+
+    number: int
     """How often the ranks were started before in this run."""
+    members: tuple[Member, ...]
+    """The head's agent first, in the order of their ranks."""
     port: int
     """Where rank 0's store listens."""
     seed: int
-    """Rank 0's."""
+    """Rank 0's; rank r gets seed + r."""
+
+    @classmethod
+    def form(cls, order: Order, agents: Iterable[int], *, number: int, port: int, seed: int) -> Self:
+        """Number the ranks through agents, each of which gets as many as the order allows it.
+
+        Args:
+            order: The job. The attempt has fewer ranks than it asks for if there are fewer agents.
+            agents: Numbers of the agents that are ready, the head's first.
+            number: The attempt's.
+            port: Where rank 0's store listens.
+            seed: Rank 0's.
+        """
+        members = []
+        for place, agent in enumerate(agents):
+            first = place * order.processes_per_agent
+            processes = min(order.processes_per_agent, order.number_of_processes - first)
+            members.append(Member(agent=agent, first_rank=first, processes=processes))
+        return cls(number=number, members=tuple(members), port=port, seed=seed)
 
     @property
-    def agent(self) -> int:
-        """Number of the agent that runs the rank."""
-        return self.rank // self.order.processes_per_agent
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return sum(member.processes for member in self.members)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**data, "members": tuple(Member(**member) for member in data["members"])})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What one rank gets from its agent: the order, the attempt, and which rank it is."""
+
+    order: Order
+    """With this agent's own folder, store, key and process."""
+    attempt: Attempt
+    rank: int
+
+    @property
+    def group_rank(self) -> int:
+        """The place of the rank's agent among those of the attempt."""
+        return next(place for place, member in enumerate(self.attempt.members) if self.rank in member.ranks)
 
     @property
     def local_rank(self) -> int:
         """The rank among those of its agent."""
-        return self.rank % self.order.processes_per_agent
+        return self.rank - self.attempt.members[self.group_rank].first_rank
 
     @property
     def local_world_size(self) -> int:
         """How many ranks its agent has."""
-        return len(self.order.ranks_of(self.agent))
+        return self.attempt.members[self.group_rank].processes
 
     @property
     def master_addr(self) -> str:
         """Where rank 0's store is."""
-        return self.order.head if self.order.agents > 1 else "127.0.0.1"
+        return self.order.head if len(self.attempt.members) > 1 else "127.0.0.1"
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a message."""
@@ -260,4 +332,5 @@ class Assignment:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        return cls(**{**data, "order": Order.from_json(data["order"])})
+        order, attempt = Order.from_json(data["order"]), Attempt.from_json(data["attempt"])
+        return cls(order=order, attempt=attempt, rank=data["rank"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import secrets
 import time
@@ -13,7 +14,7 @@ from kale_dist.job.reader import LogReader
 from kale_dist.places.agent_client import AgentClient
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import EventKind, JobFiles, LogLine, Order, StateName
+from kale_dist.wire import EventKind, JobFiles, LogLine, Order, Policy, StateName
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.rank.process_state import capture as capture_process
 
@@ -80,9 +81,11 @@ class Jobs:
         folder = self.root / "jobs" / name
         folder.mkdir(parents=True, mode=0o700)
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__).digest
+        limits = {field.name: options.pop(field.name) for field in dataclasses.fields(Policy) if field.name in options}
         return Order(
+            policy=Policy(**limits),
             job=name,
-            world_size=ranks,
+            number_of_processes=ranks,
             processes_per_agent=ranks,
             folder=str(folder),
             store=str(self.store.root),

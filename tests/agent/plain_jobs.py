@@ -32,6 +32,14 @@ def speak_and_sleep():
     time.sleep(600)
 
 
+def write_much(folder):
+    for number in range(130_000):
+        print(f"{number:06d} {'x' * 90}")
+        if number % 1000 == 0:
+            with open(os.path.join(folder, f"{kd.context().rank}"), "w") as file:  # noqa: PTH118, PTH123 - one module less
+                file.write(f"{number}")
+
+
 def sum_of(data):
     return sum(data) + kd.context().rank
 

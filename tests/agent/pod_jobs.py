@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import os
@@ -30,6 +31,7 @@ from kale_dist.wire import (
     Order,
     OutcomePart,
     PodVariable,
+    Policy,
     Source,
 )
 from kale_dist.wire.blobs import FolderStore, pack_blobs
@@ -131,16 +133,17 @@ class PodJob:
         self.key = secrets.token_bytes(32)
         self.input = self.root / "input"
         values: dict[str, Any] = {
-            "job": self.root.name, "world_size": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
+            "job": self.root.name, "number_of_processes": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
-            "collect_wait_s": 20.0, "stall_warn_s": None,
+            "collect_wait_s": 20.0,
         }  # fmt: skip
-        self.order = Order(**values | options)
+        limits = {field.name: options.pop(field.name) for field in dataclasses.fields(Policy) if field.name in options}
+        self.order = Order(policy=Policy(**{"stall_warn_s": None, **limits}), **values | options)
         self.pods: list[Pod] = []
 
     @property
     def number_of_pods(self) -> int:
-        return -(-self.order.world_size // self.order.processes_per_agent)
+        return -(-self.order.number_of_processes // self.order.processes_per_agent)
 
     def put_input(self) -> PodJob:
         """What the Secret would bring, all at once."""

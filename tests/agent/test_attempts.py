@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import time
 
 import pytest
-from agent_jobs import gone_within
+from agent_jobs import RunningJob, gone_within
 from plain_jobs import speak_and_sleep
 
 import kale_dist as kd
+from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
 from kale_dist.places.agent_client import cancel_message, send
 from kale_dist.wire import EventKind
 
@@ -52,6 +54,29 @@ def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
     pids = [event["pid"] for event in job.events(EventKind.RANK) if event["pid"]]
     assert len(set(pids)) == 2 * (times + 1)
     assert gone_within(pids, 30)
+
+
+def how_many():
+    """How many ranks there are, by all that says it; the group's sum goes through all of them."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    here, told = kd.context(), os.environ
+    return here.world_size, dist.get_world_size(), int(total.item()), int(told["WORLD_SIZE"]), told["GROUP_WORLD_SIZE"]
+
+
+def test_the_members_of_an_attempt_decide_the_world_size(jobs):
+    # The order asks for two agents, and this one forms the attempt alone.
+    order = dataclasses.replace(jobs.order(how_many, ranks=4), processes_per_agent=2)
+    jobs.client.take(order)
+    job = RunningJob(order)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    assert [job.outcome(rank).value for rank in range(2)] == [(2, 2, 2, 2, "1")] * 2
+    asked = JobStatus(ref="local/j", replicas=tuple(ReplicaStatus(rank=rank) for rank in range(4)))
+    replicas = reduce_events(asked, job.events()).replicas
+    assert [(one.rank, one.agent, one.state) for one in replicas] == [(0, 0, "succeeded"), (1, 0, "succeeded")]
 
 
 def test_restarts_are_counted_and_then_the_job_fails(jobs):

@@ -48,7 +48,13 @@ def read_job(root):
 
     return RunningJob(
         Order(
-            job="one", world_size=2, processes_per_agent=2, folder=str(root / "jobs/one"), store="", snapshot="", key=""
+            job="one",
+            number_of_processes=2,
+            processes_per_agent=2,
+            folder=str(root / "jobs/one"),
+            store="",
+            snapshot="",
+            key="",
         )
     )
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import time
 
 import pytest
 from agent_jobs import add_ranks, gone_within
-from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of
+from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of, write_much
 
 from kale_dist import wire
-from kale_dist.wire import EventBlock, EventKind, LineBlock, Source
+from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, ProgressBlock, Source
 from kale_dist.worker.pod.relay_protocol import FRAME
 
 
@@ -66,8 +67,29 @@ def test_an_exception_in_another_pod_is_the_cause(make_bare):
     assert (state["state"], state["cause"], state["failed_rank"]) == ("failed", "error", 2)
     assert state["reason"] == "Rank 2 failed: ValueError: the seventh batch is empty"
     assert isinstance(job.outcome(2).error, ValueError)
-    told = {"state": "failed", "cause": "error", "rank": 2, "error_type": "ValueError", "last_line": ""}
-    assert job.pods[0].last_words == told | {"message": state["reason"]}
+    told = {"state": "failed", "cause": "error", "reason": state["reason"], "failed_rank": 2, "lost": []}
+    assert job.pods[0].last_words == told
+
+
+def test_a_head_whose_disk_is_full_stops_ranks_in_all_pods_and_loses_no_line(make_bare, tmp_path):
+    job = make_bare(write_much, str(tmp_path), ranks=2, processes_per_agent=1, stall_timeout_s=2.0).put_input()
+    head = job.start(0)
+    full = (2 << 20, resource.RLIM_INFINITY)
+    resource.prlimit(head.process.pid, resource.RLIMIT_FSIZE, full)
+    job.start(1)
+    told = job.until(lambda: [item.event for item in job.items(ProgressBlock) if item.event["event"] == EventKind.DISK])
+    assert "cannot be written" in told[0]["problem"]
+    stopped_at = [(tmp_path / f"{rank}").read_text() for rank in (0, 1)]
+    time.sleep(3)
+    assert [(tmp_path / f"{rank}").read_text() for rank in (0, 1)] == stopped_at
+    assert max(map(int, stopped_at)) < 129_000
+    resource.prlimit(head.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert job.end() == [0, 0]
+    found = list(BlockReader().feed((head.folder / "work" / "job" / "log").read_bytes()))
+    assert [block.first for block in found[1:]] == [block.next for block in found[:-1]]
+    for number in (0, 1):
+        numbers = [int(line.text[:6]) for block in found if block.rank == number for line in block.lines()]
+        assert numbers == list(range(130_000))
 
 
 def test_a_rank_killed_in_another_pod_ends_all(make_bare):
@@ -82,7 +104,6 @@ def test_a_rank_killed_in_another_pod_ends_all(make_bare):
     assert "last words 3" in state["reason"]
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == {0: "stopped", 1: "stopped", 2: "stopped", 3: "failed"}
-    assert job.pods[0].last_words["last_line"] == "last words 3"
 
 
 def wait_in_barrier():
@@ -226,7 +247,7 @@ def test_who_does_not_hold_the_key_is_not_let_in(make_bare, tmp_path):
 def test_noise_at_the_agents_port_harms_nobody(make_bare):
     job = make_bare(rank, ranks=2).put_input()
     head = job.start(0)
-    job.until(lambda: _status(head))
+    job.until(lambda: _missing(head) == [])
     with contextlib.ExitStack() as connections:
         for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n" * 100, b"[1]\n{}\n", b"x" * 100_000):
             noise = connections.enter_context(socket.create_connection(("127.0.0.1", job.order.port + 1)))
@@ -270,7 +291,7 @@ def check_that_it_does_not_fit(job, why):
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "not-started")
     assert sentence in state["reason"]
-    assert sentence in job.pods[0].last_words["message"]
+    assert sentence in job.pods[0].last_words["reason"]
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -292,18 +313,17 @@ def test_streamed_bytes_reach_all_pods(make):
     data = large_tensor()
     job = make(sum_of_tensor, data, ranks=3, processes_per_agent=2, source=Source.STREAM).put_input().start_all()
     head = job.pods[0]
-    job.until(lambda: not head.process.poll() and _status(head))
-    assert _status(head)["state"] == "waiting-for-input"
-    assert sorted(_status(head)["missing"]) == sorted(job.order.blobs)
+    job.until(lambda: _missing(head))
+    assert sorted(_missing(head)) == sorted(job.order.blobs)
     for digest in job.order.blobs:
         assert head.ask("PUT", f"/blobs/{digest}?offset=0", bytes(job.store.open(digest)))[0] == 201
     assert job.end() == [0, 0]
     assert [job.outcome(rank).value for rank in range(3)] == [float(data.sum()) + rank for rank in range(3)]
 
 
-def _status(pod):
+def _missing(pod):
     try:
-        return json.loads(pod.ask("GET", "/status")[1])
+        return json.loads(pod.ask("GET", "/missing")[1])
     except OSError:
         return None
 
@@ -348,9 +368,7 @@ def test_the_head_keeps_results_until_they_are_fetched(make_bare, on_stdout):
     job = make_bare(function, ranks=3, outcomes_on_stdout=on_stdout).put_input().start_all()
     assert [job.pods[number].end() for number in (1, 2)] == [0, 0]
     head = job.pods[0]
-    status = job.until(lambda: _status(head)["state"] == "ended" and _status(head))
-    assert status["verdict"] == {"state": "succeeded", "reason": ""}
-    assert sorted(status["outcomes"]) == ["0-0", "0-1", "0-2"]
+    job.until(lambda: job.state()["state"] == "succeeded")
     for number in range(3):
         value = job.read_outcome(number, head.ask("GET", f"/files/outcome-0-{number}")[1]).value
         assert value == (bytes([number]) * 800_000 if on_stdout else number)

@@ -81,6 +81,16 @@ def test_a_restart_counts_and_keeps_the_sum_of_samples():
     assert found["kale_dist_ranks", ("state", "failed")] == 0
 
 
+def test_the_ranks_are_those_of_the_newest_attempt():
+    gauges = Gauges("j", 3)
+    assert parsed(gauges.text())["kale_dist_ranks", ("state", "pending")] == 3
+    member = {"agent": 0, "first_rank": 0, "processes": 2}
+    gauges.note({"event": EventKind.ATTEMPT, "rank": None, "attempt": 0, "members": [member]})
+    gauges.note({"event": EventKind.RANK, "rank": 1, "attempt": 0, "state": "running"})
+    found = parsed(gauges.text())
+    assert [found["kale_dist_ranks", ("state", state)] for state in ("pending", "running")] == [1, 1]
+
+
 def test_what_is_no_event_changes_nothing():
     gauges = Gauges("j", 1)
     before = gauges.text()

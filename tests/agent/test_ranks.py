@@ -11,10 +11,10 @@ import sys
 import time
 
 import pytest
-from agent_jobs import add_ranks, descriptors
+from agent_jobs import RunningJob, add_ranks, descriptors
 
 from kale_dist import wire
-from kale_dist.wire import EventKind
+from kale_dist.wire import BlockReader, EventKind
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -159,6 +159,47 @@ def test_a_flood_of_lines_is_whole(jobs):
         assert numbers == list(range(200_000))
 
 
+def test_a_disk_that_hangs_stops_the_ranks_and_costs_no_line(jobs, tmp_path):
+    def talk(folder):
+        from kale_dist.wire import context
+
+        rank = context.context().rank
+        for number in range(100_000):
+            print(f"{number:07d} {'x' * 100}")
+            if number % 1000 == 0:
+                (folder / f"{rank}").write_text(f"{number}")
+
+    def at():
+        return [int((tmp_path / f"{rank}").read_text() or 0) for rank in (0, 1)]
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 100
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    order = jobs.order(talk, tmp_path, stall_timeout_s=2.0)
+    job = RunningJob(order)
+    # A disk whose cache is full: it takes what fits into a pipe.
+    os.mkfifo(job.files.log)
+    disk = os.open(job.files.log, os.O_RDWR)
+    jobs.client.take(order)
+    wait_for(lambda: jobs.client.disk_problems.get(order.job))
+    stopped_at = at()
+    time.sleep(3)
+    assert at() == stopped_at
+    assert max(stopped_at) < 99_000
+    assert job.state()["state"] in ("starting", "running")
+    blocks, numbers = BlockReader(), {0: [], 1: [], None: []}
+    while min(map(len, (numbers[0], numbers[1]))) < 100_000:
+        for block in blocks.feed(os.read(disk, 1 << 20)):
+            numbers[block.rank] += [line.text[:7] for line in block.lines()]
+    assert job.wait()["state"] == "succeeded"
+    os.close(disk)
+    assert numbers[0] == numbers[1] == [f"{number:07d}" for number in range(100_000)]
+    assert jobs.client.disk_problems[order.job] == ""
+
+
 def test_a_line_before_a_kill_is_kept(jobs):
     def last():
         for number in range(1000):
@@ -299,6 +340,7 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
         from torch.utils.data import DataLoader, TensorDataset
 
         from kale_dist.worker.training.loop import train
+        from kale_dist.worker.training.settings import Training
 
         def step(model, loader, criterion, optimizer, device, args):
             init_process_group("gloo")
@@ -310,12 +352,14 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
 
         model = torch.nn.Linear(2, 2)
         return train(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
-            criterion=torch.nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            epochs=2,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
+                criterion=torch.nn.CrossEntropyLoss(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                train_step=step,
+                epochs=2,
+            )
         ).epochs
 
     job = jobs.run(tutorial)

@@ -12,15 +12,16 @@ from types import SimpleNamespace
 import pytest
 
 from kale_dist import wire
-from kale_dist.wire import BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
+from kale_dist.wire import Attempt, BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
+from kale_dist.worker.agent import writer as writer_module
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.near_rank import End
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import relay
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.relay import Relay, _Forwarder
-from kale_dist.worker.pod.relay_protocol import COUNT, Channel, Op, is_signed, sign
+from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, Channel, Op, is_signed, sign
 
 KEY = b"k" * 32
 ENDED = {"exit_code": 0, "signal": None, "reason": "", "memory_limit": "", "tail": ["last"]}
@@ -42,7 +43,7 @@ class Head:
 
     def __init__(self, folder, agents):
         self.order = Order(
-            job="j", world_size=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot=""
+            job="j", number_of_processes=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot=""
         )
         self.files = JobFiles(folder)
         self.writer = JobWriter(self.files, asyncio.get_running_loop(), lambda: None)
@@ -50,15 +51,16 @@ class Head:
         self.played = []
         self.relays = HeadsRelays(
             self.order, KEY, self.files, open_port("127.0.0.1", self.order.port + 1, 16),
-            on_ready=lambda: self.told.append("ready"), fail=lambda cause, text: self.told.append(f"{cause}: {text}"),
+            fail=lambda cause, text: self.told.append(f"{cause}: {text}"),
             say=self.writer.say,
         )  # fmt: skip
-        self.runs = {}
 
-    def spawn(self, rank):
-        run = self.runs[rank] = RankRun(rank, self.writer, lambda _: None, lambda _: None)
-        self.relays.spawn(run, 0, 5, 7)
-        return run
+    def spawn(self):
+        """Have the relays that are ready start an attempt; gives all its ranks."""
+        attempt = Attempt.form(self.order, [0, *self.relays.ready], number=0, port=5, seed=7)
+        ranks = [Rank(rank, self.writer, lambda _: None, lambda _: None) for rank in range(attempt.world_size)]
+        self.relays.spawn(attempt, ranks)
+        return ranks
 
     async def close(self):
         written = asyncio.get_running_loop().create_future()
@@ -142,10 +144,11 @@ def test_lines_of_all_relays_are_numbered_once_and_none_is_lost(tmp_path):
     async def scene(head):
         head.relays.deal_blobs()
         played = [await joined(head, agent) for agent in (1, 2, 3)]
-        await until(lambda: head.told == ["ready"])
-        runs = [head.spawn(agent) for agent in (1, 2, 3)]
+        await asyncio.wait_for(head.relays.all_ready.wait(), 20)
+        runs = head.spawn()[1:]
         for one in played:
-            assert await one.next() == {"rank": one.agent, "op": "spawn", "attempt": 0, "port": 5, "seed": 7}
+            attempt = Attempt.from_json((await one.next())["attempt"])
+            assert (attempt.port, attempt.seed, attempt.world_size) == (5, 7, 4)
             one.channel.say(Op.FORKED, one.agent, pid=40 + one.agent)
         for number in range(300):
             for one in played:
@@ -171,7 +174,8 @@ def test_an_outcome_arrives_before_its_rank_is_done(tmp_path, size, told):
     async def scene(head):
         head.relays.deal_blobs()
         played = await joined(head, 1)
-        run = head.spawn(1)
+        await until(lambda: head.relays.ready)
+        run = head.spawn()[1]
         before = head.writer.moves[1]
         for start in range(0, size, 250_000):
             played.channel.send(b"F", 1, data[start : start + 250_000])
@@ -184,8 +188,8 @@ def test_an_outcome_arrives_before_its_rank_is_done(tmp_path, size, told):
         played.channel.say(Op.SAID, 1, message={"done": True, "ok": True}, bytes=told)
         await until(lambda: run.done)
         # One that was cut short is not taken for a whole one.
-        assert head.files.outcome(0, 1).exists() == (told == size > 0)
-        assert told != size or not size or head.files.outcome(0, 1).read_bytes() == data
+        outcome = head.files.outcome(0, 1)
+        assert (outcome.read_bytes() if outcome.exists() else None) == (data if told == size > 0 else None)
 
     play(tmp_path, 2, scene)
 
@@ -195,12 +199,14 @@ def test_a_relay_whose_connection_is_cut_is_lost_with_its_ranks(tmp_path, has_sp
     async def scene(head):
         head.relays.deal_blobs()
         played = [await joined(head, agent) for agent in (1, 2)]
-        run = head.spawn(1) if has_spawned else None
+        await until(lambda: head.relays.ready == [1, 2])
+        run = head.spawn()[1] if has_spawned else None
         played[0].put(b"last words")
         played[0].channel.close()
-        await until(lambda: len(head.told) == 2)
-        assert head.told[1].startswith("lost: Pod 1 (rank 1) is gone: its agent has ended")
-        assert head.relays.explain_loss().startswith("Pod 1 (rank 1) is gone")
+        await until(lambda: head.told)
+        name = "Pod 1 (rank 1)" if has_spawned else "Pod 1"
+        assert head.told[0].startswith(f"lost: {name} is gone: its agent has ended")
+        assert head.relays.explain_loss().startswith(f"{name} is gone")
         assert head.relays.connected == 1
         if run is not None:
             await until(lambda: run.is_gone)
@@ -218,7 +224,7 @@ def test_a_relay_that_is_told_to_end_says_so(tmp_path):
         played = await PlayedRelay(1).join(head)
         played.channel.say(Op.LEAVING, reason="it received SIGTERM")
         await until(lambda: head.told)
-        assert head.told == ["lost: Pod 1 (rank 1) is gone: it received SIGTERM"]
+        assert head.told == ["lost: Pod 1 is gone: it received SIGTERM"]
 
     play(tmp_path, 2, scene)
 
@@ -239,7 +245,7 @@ def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_s
         mine._join = interrupted
         running = asyncio.ensure_future(mine.run())
         await until(lambda: head.told)
-        assert head.told[0].startswith("lost: Pod 1 (rank 1) is gone: it received SIGTERM")
+        assert head.told[0].startswith("lost: Pod 1 is gone: it received SIGTERM")
         running.cancel()
 
     play(tmp_path, 2, scene)
@@ -267,6 +273,7 @@ class SlowChannel:
     def __init__(self):
         self.sent = []
         self.is_read = False
+        self.may_send = True
 
     @property
     def unsent_bytes(self):
@@ -279,34 +286,49 @@ class SlowChannel:
         self.sent.append((op, rank, fields))
 
 
-@pytest.mark.parametrize("is_read_again", [True, False])
-def test_a_relay_holds_a_bounded_part_for_a_head_that_does_not_read_and_counts_the_rest(tmp_path, is_read_again):
+def test_a_relay_leaves_lines_with_their_ranks_while_the_connection_is_slow_or_the_head_has_no_room(tmp_path):
     async def scene():
         channel = SlowChannel()
         forwarder = _Forwarder(3, 0, None, channel, tmp_path / "outcome", asyncio.get_running_loop())
-        assert forwarder.has_room
-        line = b"x" * 990
-        for number in range(20_000):
-            forwarder.output(body_of(Stream.STDOUT, [b"%06d " % number + line]), 1)
-        assert not forwarder.has_room
+        count = 0
+        while forwarder.has_room:
+            forwarder.output(body_of(Stream.STDOUT, [b"%06d " % count + b"x" * 990]), 1)
+            count += 1
         assert channel.unsent_bytes < relay.HELD_BYTES + relay.BODY_BYTES * 2
-        channel.is_read = is_read_again
-        forwarder.output(body_of(Stream.STDOUT, [b"one more"]), 1)
+        channel.is_read = True
+        assert forwarder.has_room
+        channel.may_send = False
+        assert not forwarder.has_room
+        forwarder.output(body_of(Stream.STDOUT, [b"its last line"]), 1)
         forwarder.ended(End(exit_code=0))
         bodies = [data[COUNT.size :] for kind, _, data in channel.sent if kind == b"O"]
-        counts = sum(COUNT.unpack_from(data)[0] for kind, _, data in channel.sent if kind == b"O")
         lines = b"".join(bodies).split(b"\n")[:-1]
-        assert counts == len(lines)
-        gap = lines[-2] if is_read_again else lines[-1]
-        assert gap.startswith(b"#")
-        missing = int(gap[1:].split()[0].replace(b",", b""))
-        assert b"lines of this rank are missing here: the first pod's agent did not take them in time" in gap
-        assert missing + len(lines) - 1 == 20_001
-        assert lines[0].startswith(b"|000000 ")
-        assert (lines[-1] == b"|one more") == is_read_again
+        assert sum(COUNT.unpack_from(data)[0] for kind, _, data in channel.sent if kind == b"O") == len(lines)
+        assert [line[:7] for line in lines[:-1]] == [b"|%06d" % number for number in range(count)]
+        assert lines[-1] == b"|its last line"
         assert channel.sent[-1][0] == Op.ENDED
 
     asyncio.run(scene())
+
+
+def test_relays_are_told_when_the_head_has_no_room_and_when_it_has_again(tmp_path, monkeypatch):
+    async def scene(head):
+        head.relays.deal_blobs()
+        played = [await joined(head, agent) for agent in (1, 2)]
+        await until(lambda: len(head.relays.ready) == 2)
+        head.spawn()
+        for one in played:
+            assert (await one.next())["op"] == Op.SPAWN
+        monkeypatch.setattr(writer_module, "QUEUE_BYTES", 0)
+        played[0].put(b"one line too many")
+        for one in played:
+            assert await one.next() == {"rank": NO_RANK, "op": Op.ROOM, "is_there": False}
+        monkeypatch.undo()
+        head.relays.limit(has_room=head.writer.has_room)
+        for one in played:
+            assert await one.next() == {"rank": NO_RANK, "op": Op.ROOM, "is_there": True}
+
+    play(tmp_path, 3, scene)
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
@@ -335,7 +357,8 @@ def test_a_rank_event_travels_as_it_is(tmp_path):
     async def scene(head):
         head.relays.deal_blobs()
         played = await joined(head, 1)
-        head.spawn(1)
+        await until(lambda: head.relays.ready)
+        head.spawn()
         event = {"event": str(EventKind.METRICS), "rank": 1, "attempt": 0, "values": {"loss": 0.5}}
         played.channel.send(b"E", 1, wire.encode_json(event))
         usage = {"event": str(EventKind.USAGE), "rank": 1, "memory_bytes": 5}

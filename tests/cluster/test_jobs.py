@@ -65,17 +65,12 @@ def in_new_process(code, tmp_path):
 
 def test_a_model_of_30_mb_is_trained_by_two_pods_and_comes_back(on, namespace):
     import torch
+    from trainings import summing
 
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
     model = WithTable()
     before = model.weight.detach().clone()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(KaleDistWarning, match="29 MiB"):
-        job = kd.distribute(
-            model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, on=on
-        )
+        job = kd.distribute(*summing(model=model), epochs=8, seed=1, number_of_processes=2, on=on)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)

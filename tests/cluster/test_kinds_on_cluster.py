@@ -74,13 +74,10 @@ def test_two_processes_work_together_and_leave_nothing(on, word, namespace):
 @pytest.mark.parametrize("word", [word for word in OTHERS if word != "tf"])
 def test_a_model_is_trained_and_comes_back(on, word):
     import torch
+    from trainings import summing
 
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    model = torch.nn.Linear(4, 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=8, seed=1, number_of_processes=2, on=on)
+    model, *others = summing()
+    job = kd.distribute(model, *others, epochs=8, seed=1, number_of_processes=2, on=on)
     assert job.wait(150).state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert torch.allclose(model.weight, torch.ones(1, 4), atol=0.2)

@@ -117,17 +117,12 @@ def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace, plain_ima
 
 
 def test_a_suspended_training_resumes_behind_its_checkpoint(namespace):
-    import torch
+    from trainings import summing
 
     make_claim(namespace, "kept")
     on = pods_in(namespace, store="pvc://kept/runs")
-    torch.manual_seed(0)
-    x = torch.randn(32, 4)
-    model = torch.nn.Linear(4, 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     job = kd.distribute(
-        model, loader, torch.nn.MSELoss(), optimizer, train_slowly, epochs=20, train_args=0.3, seed=1,
+        *summing(32, lr=0.01), train_slowly, epochs=20, train_args=0.3, seed=1,
         number_of_processes=2, threads=1, max_restarts=1, on=on,
     )  # fmt: skip
     wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 2)
@@ -148,16 +143,14 @@ def test_a_suspended_training_resumes_behind_its_checkpoint(namespace):
 @pytest.mark.nightly
 def test_the_process_of_a_server_with_a_backup_may_be_killed(namespace):
     import torch
+    from trainings import summing
 
     on = pods_in(namespace)
 
     def train(kills):
-        torch.manual_seed(0)
-        x = torch.randn(32, 4)
-        model = torch.nn.Linear(4, 1)
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+        model, loader, criterion, _ = summing(32)
         job = kd.distribute(
-            model, loader, torch.nn.MSELoss(), dying_sgd(model, kills), epochs=3, seed=1,
+            model, loader, criterion, dying_sgd(model, kills), epochs=3, seed=1,
             strategy=kd.strategies.ParameterServer(backup=True), number_of_processes=3, threads=1, on=on,
         )  # fmt: skip
         status = job.wait(150)

@@ -61,8 +61,8 @@ def test_what_only_a_dry_run_of_a_pod_can_tell(make_namespace):
     said = refusal_of(pods_in(namespace, volumes={"/node": "hostpath:///mnt"}))
     assert 'enforces Pod Security "baseline' in said
     assert "use a claim" in said
-    assert "There is no serviceaccount nope" in refusal_of(pods_in(namespace, service_account="nope"))
-    assert "There is no PriorityClass nope" in refusal_of(pods_in(namespace, priority_class="nope"))
+    assert "There is no service account nope" in refusal_of(pods_in(namespace, service_account="nope"))
+    assert "There is no priority class nope" in refusal_of(pods_in(namespace, priority_class="nope"))
 
 
 def test_workers_only_where_pod_security_is_strictest(make_namespace, plain_image):

@@ -123,3 +123,8 @@ def einops_version():
     import einops
 
     return einops.__version__
+
+
+def prints_fast(lines):
+    for number in range(lines):
+        print(f"{number:06} {'x' * 90}")

@@ -47,6 +47,20 @@ def test_without_a_registry_it_is_built_in_the_engine(settings):
     assert results == ["0.8.0"] * 2
 
 
+def test_a_job_that_is_submitted_again_has_the_image_that_was_made(settings, image, capfd):
+    settings.setenv("KALE_DIST_REGISTRY", f"{image.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}")
+    first = flat.launch(einops_version, number_of_processes=1, on="docker", packages=[PACKAGE])
+    first.result(120)
+    capfd.readouterr()
+    again = first.retry()
+    try:
+        assert (again.result(120), again.spec.image) == ("0.8.0", first.spec.image)
+        assert "Making the image" not in capfd.readouterr().err
+    finally:
+        first.delete()
+        again.delete()
+
+
 def test_a_plan_makes_nothing_and_says_what_would_be_made(settings):
     text = str(flat.render(einops_version, number_of_processes=2, on="docker", packages=[PACKAGE]))
     assert f"The image is made first: {os.environ['KALE_DIST_IMAGE']} with {PACKAGE}" in text

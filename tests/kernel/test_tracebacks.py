@@ -128,7 +128,7 @@ def test_the_error_itself_stays_whole(notebook):
 
 
 def test_a_defect_of_the_library_is_shown_whole(notebook):
-    code = "from unittest import mock\nwith mock.patch('kale_dist.calls.layout.settle', side_effect=TypeError('a defect')):\n"
+    code = "from unittest import mock\nwith mock.patch('kale_dist.calls.request.checked', side_effect=TypeError('a defect')):\n"
     reply = notebook(code + "    kd.launch(work)")
     assert reply.error == "TypeError: a defect"
     assert "kale_dist/calls/verbs.py" in reply.traceback

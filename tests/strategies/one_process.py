@@ -181,6 +181,7 @@ def alone(case, shards):
 def on_ranks(strategy, names, shards, cases=None):
     """Runs in each rank of a job: for each case its losses with their samples, and rank 0's result."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     found = {}
     for name in names:
@@ -201,17 +202,19 @@ def on_ranks(strategy, names, shards, cases=None):
             return {"loss": sum(loss for loss, _ in seen[-case.steps :]) / case.steps}
 
         result = train(
-            model=model,
-            train_data_loader=DataLoader(
-                case.data(shards), case.batch, shuffle=True, generator=torch.Generator().manual_seed(2)
-            ),
-            criterion=None,
-            optimizer=optimizer,
-            train_step=step,
-            epochs=case.epochs,
-            accumulate=case.accumulate,
-            clip_norm=case.clip_norm,
-            strategy=strategy,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(
+                    case.data(shards), case.batch, shuffle=True, generator=torch.Generator().manual_seed(2)
+                ),
+                criterion=None,
+                optimizer=optimizer,
+                train_step=step,
+                epochs=case.epochs,
+                accumulate=case.accumulate,
+                clip_norm=case.clip_norm,
+                strategy=strategy,
+            )
         )
         found[name] = seen, result.model_state, result.optimizer_state, result.strategy
     return found

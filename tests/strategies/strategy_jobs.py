@@ -8,6 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import fit, labelled
 
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
@@ -64,18 +65,7 @@ def assert_resumes(strategy, number_of_processes, lost):
 
 
 def _fail(strategy, step):
-    from kale_dist.worker.training.loop import train
-
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    train(
-        model=model,
-        train_data_loader=DataLoader(TensorDataset(torch.randn(64, 3), torch.zeros(64).long()), 4),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=step,
-        strategy=strategy,
-    )
+    fit(loader=DataLoader(labelled(64), 4), train_step=step, strategy=strategy)
 
 
 def assert_fails(strategy, number_of_processes, step, match):
@@ -102,6 +92,7 @@ def leave_early(model, loader, criterion, optimizer, device, args):
 def _digits(strategies, epochs, step, optimizer):
     """Runs in each rank: accuracy and the strategy's numbers of each, by name."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -115,15 +106,17 @@ def _digits(strategies, epochs, step, optimizer):
             TensorDataset(x[:1400], y[:1400]), 16, shuffle=True, generator=torch.Generator().manual_seed(2)
         )
         result = train(
-            model=model,
-            train_data_loader=loader,
-            eval_data_loader=DataLoader(TensorDataset(x[1400:], y[1400:]), 64),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=own,
-            scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(own, epochs),
-            train_step=step,
-            epochs=epochs,
-            strategy=strategy,
+            Training(
+                model=model,
+                train_data_loader=loader,
+                eval_data_loader=DataLoader(TensorDataset(x[1400:], y[1400:]), 64),
+                criterion=nn.CrossEntropyLoss(),
+                optimizer=own,
+                scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(own, epochs),
+                train_step=step,
+                epochs=epochs,
+                strategy=strategy,
+            )
         )
         found[name] = result.metrics.get("eval_accuracy", result.metrics.get("accuracy")), result.strategy
     return found

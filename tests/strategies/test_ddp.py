@@ -53,19 +53,22 @@ def digits():
 def accuracies(strategies, x, y):
     """Runs in each rank: accuracy on held-out digits and bytes sent, for each strategy."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     found = []
     for strategy in strategies:
         model = digits_net()
         result = train(
-            model=model,
-            train_data_loader=DataLoader(
-                TensorDataset(x[:1500], y[:1500]), 16, shuffle=True, generator=torch.Generator().manual_seed(1)
-            ),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.Adam(model.parameters(), lr=3e-3),
-            epochs=12,
-            strategy=strategy,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(
+                    TensorDataset(x[:1500], y[:1500]), 16, shuffle=True, generator=torch.Generator().manual_seed(1)
+                ),
+                criterion=nn.CrossEntropyLoss(),
+                optimizer=torch.optim.Adam(model.parameters(), lr=3e-3),
+                epochs=12,
+                strategy=strategy,
+            )
         )
         accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
         found.append((accuracy, result.strategy.get("bytes_sent", 0.0)))

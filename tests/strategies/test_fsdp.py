@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError, JobFailedError
+from kale_dist.errors import JobFailedError
 from kale_dist.strategies import FSDP
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
@@ -91,16 +91,19 @@ def loader(samples=22):
 def fit(step, strategy, model=None, **options):
     """In a rank: train a model by a step."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     model = model or Stack(spare=True)
     return train(
-        model=model,
-        train_data_loader=loader(),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=step,
-        strategy=strategy,
-        **options,
+        Training(
+            model=model,
+            train_data_loader=loader(),
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            strategy=strategy,
+            **options,
+        )
     )
 
 
@@ -234,23 +237,22 @@ def tied():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (lambda: call(with_scalar()), r"scale has no dimensions.*reshape\(1\)"),
-        (lambda: call(with_two_dtypes()), "several dtypes"),
-        (lambda: call(with_hook()), "body.0.weight has a hook on its gradient"),
-        (lambda: call(nn.Sequential(nn.LazyLinear(4))), "has no shape yet"),
-        (lambda: call(strategy=FSDP(units=("boody.*",))), "no such module"),
-        (lambda: call(tied(), FSDP(units=("0",))), "shares its weight"),
-        (lambda: call(precision="fp16"), "each rank sees only its part"),
-        (lambda: call(model := WithLoss(), optimizer=torch.optim.Adafactor(model.parameters())), "whole weights"),
-        (lambda: call(nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))), "0 is an embedding with sparse=True"),
-        (lambda: FSDP(units="block"), "Did you mean 'blocks'"),
-        (lambda: FSDP(units=()), "does not name modules"),
-        (lambda: FSDP(compile="yes"), "neither True nor False"),
-        (lambda: FSDP(plan={}), "has no setting 'plan'"),
+        lambda: call(with_scalar()),
+        lambda: call(with_two_dtypes()),
+        lambda: call(with_hook()),
+        lambda: call(nn.Sequential(nn.LazyLinear(4))),
+        lambda: call(strategy=FSDP(units=("boody.*",))),
+        lambda: call(tied(), FSDP(units=("0",))),
+        lambda: call(precision="fp16"),
+        lambda: call(model := WithLoss(), optimizer=torch.optim.Adafactor(model.parameters())),
+        lambda: call(nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))),
+        lambda: FSDP(units="block"),
+        lambda: FSDP(units=()),
+        lambda: FSDP(compile="yes"),
+        lambda: FSDP(plan={}),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_at_the_call(make, words):
-    with pytest.raises(ConfigError, match=words):
-        make()
+def test_what_cannot_be_sharded_is_refused_at_the_call(make, refusal):
+    assert refusal(make).argument in ("strategy", "precision")

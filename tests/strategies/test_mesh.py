@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError
 from kale_dist.strategies import Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
@@ -86,31 +85,27 @@ def call(strategy, processes):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (lambda: call(Mesh(tensor=2), 3), "tensor=2 does not divide number_of_processes=3.*number_of_processes=4"),
-        (lambda: call(Mesh(data=2, tensor=2), 6), "data=2 times tensor=2 is 4.*number_of_processes=4, or data=3"),
-        (lambda: call(Mesh(fsdp=3, tensor=2), 4), "fsdp=3 times tensor=2 is 6"),
-        (
-            lambda: call(Mesh(tensor=4), 4),
-            r"body.0 has 10 outputs.*kd.strategies.Mesh\(tensor=4, plan=\{'body.0': 'whole'\}\)",
-        ),
-        (lambda: call("mesh", 4), r"neither tensor= nor pipeline= is given.*Mesh\(data=2, tensor=2\)"),
-        (lambda: call(Mesh(pipeline=2), 3), "pipeline=2 does not divide number_of_processes=3.*number_of_processes=4"),
-        (lambda: call(Mesh(data=3, pipeline=2), 4), "data=3 times pipeline=2 is 6"),
-        (lambda: call(Mesh(pipeline=2, cut=["head"]), 4), "no module 'head'"),
-        (lambda: call(Mesh(pipeline=4), 4), "3 parts that can be told apart, too few for 4 stages"),
-        (lambda: Mesh(tensor=2, pipeline=2), "both tensor= and pipeline= are given"),
-        (lambda: Mesh(fsdp=2, pipeline=2), "Use data= with pipeline="),
-        (lambda: Mesh(tensor=2, micro_batches=2), "micro_batches= is a setting of pipeline="),
-        (lambda: Mesh(pipeline=2, plan={"head": "whole"}), "plan= is a setting of tensor="),
-        (lambda: Mesh(pipeline=2, cut=["a", "b"]), "cut= makes 3 stages, and pipeline=2"),
-        (lambda: Mesh(pipeline=2, micro_batches=0), "micro_batches=0"),
-        (lambda: Mesh(data=2, fsdp=2, tensor=2), "both data= and fsdp= are given"),
-        (lambda: Mesh(data=2, tensor=1), "tensor=1 is not a whole number of 2 or more"),
-        (lambda: Mesh(data=2, tensors=2), "Did you mean 'tensor'"),
+        lambda: call(Mesh(tensor=2), 3),
+        lambda: call(Mesh(data=2, tensor=2), 6),
+        lambda: call(Mesh(fsdp=3, tensor=2), 4),
+        lambda: call(Mesh(tensor=4), 4),
+        lambda: call("mesh", 4),
+        lambda: call(Mesh(pipeline=2), 3),
+        lambda: call(Mesh(data=3, pipeline=2), 4),
+        lambda: call(Mesh(pipeline=2, cut=["head"]), 4),
+        lambda: call(Mesh(pipeline=4), 4),
+        lambda: Mesh(tensor=2, pipeline=2),
+        lambda: Mesh(fsdp=2, pipeline=2),
+        lambda: Mesh(tensor=2, micro_batches=2),
+        lambda: Mesh(pipeline=2, plan={"head": "whole"}),
+        lambda: Mesh(pipeline=2, cut=["a", "b"]),
+        lambda: Mesh(pipeline=2, micro_batches=0),
+        lambda: Mesh(data=2, fsdp=2, tensor=2),
+        lambda: Mesh(data=2, tensor=1),
+        lambda: Mesh(data=2, tensors=2),
     ],
 )
-def test_sides_that_do_not_fit_are_refused_at_the_call(make, words):
-    with pytest.raises(ConfigError, match=words):
-        make()
+def test_sides_that_do_not_fit_are_refused_at_the_call(make, refusal):
+    assert refusal(make).argument == "strategy"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Pipeline
 from kale_dist.worker.parallel.ghosts import Ghosts, Shape, ghost, owners_of, units_of
 
@@ -438,39 +438,31 @@ def sequence(*modules):
 
 
 @pytest.mark.parametrize(
-    ("settings", "model", "ranks", "said"),
+    ("settings", "model", "ranks"),
     [
-        ({"cut": 4}, sequence(), 2, "4 stages cannot run on 2 ranks. Use number_of_processes=4"),
+        ({"cut": 4}, sequence(), 2),
         (
             {"cut": 2},
             sequence(),
             4,
-            "2 stages cannot run on 4 ranks. Use number_of_processes=2, or cut the model into 4 stages",
         ),
-        ({"cut": ["1", "3"]}, sequence(), 2, "3 stages cannot run on 2 ranks"),
-        ({"cut": ["blocks.7"]}, Gpt(), 2, "no module 'blocks.7'. Did you mean 'blocks.[0-3]'"),
-        ({"cut": ["3", "1"]}, sequence(), 3, "'1' comes before '3' in the model"),
-        ({"cut": ["1", "1"]}, sequence(), 3, "'1' is in cut twice"),
-        ({"cut": ["0"]}, sequence(), 2, "nothing comes before '0'"),
-        ({"cut": ["blocks.1", "blocks.1.wide"]}, Gpt(), 3, "'blocks.1.wide' is inside 'blocks.1'"),
-        ({}, nn.Linear(4, 4), 2, "0 parts that can be told apart"),
-        (
-            {},
-            sequence(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
-            2,
-            "1 takes its statistics from the whole batch",
-        ),
-        ({}, sequence(nn.Linear(4, 4), nn.LazyLinear(4)), 2, "has no shape yet"),
+        ({"cut": ["1", "3"]}, sequence(), 2),
+        ({"cut": ["blocks.7"]}, Gpt(), 2),
+        ({"cut": ["3", "1"]}, sequence(), 3),
+        ({"cut": ["1", "1"]}, sequence(), 3),
+        ({"cut": ["0"]}, sequence(), 2),
+        ({"cut": ["blocks.1", "blocks.1.wide"]}, Gpt(), 3),
+        ({}, nn.Linear(4, 4), 2),
+        ({}, sequence(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), 2),
+        ({}, sequence(nn.Linear(4, 4), nn.LazyLinear(4)), 2),
     ],
 )
-def test_what_cannot_be_cut_is_refused_at_the_call(settings, model, ranks, said):
+def test_what_cannot_be_cut_is_refused_at_the_call(settings, model, ranks, refusal):
     parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
-    with pytest.raises(ConfigError, match=said) as caught:
-        kd.distribute(
-            model, DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4), nn.MSELoss(),
-            torch.optim.SGD(parameters, lr=0.1), strategy=Pipeline(**settings), number_of_processes=ranks, on="local",
-        )  # fmt: skip
-    assert caught.value.argument == "strategy"
+    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
+    given = (model, loader, nn.MSELoss(), torch.optim.SGD(parameters, lr=0.1))
+    where = {"number_of_processes": ranks, "on": "local"}
+    assert refusal(lambda: kd.distribute(*given, strategy=Pipeline(**settings), **where)).argument == "strategy"
 
 
 def own_step(model, data_loader, criterion, optimizer, device, args):
@@ -478,35 +470,32 @@ def own_step(model, data_loader, criterion, optimizer, device, args):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        ({"optimizer": torch.optim.LBFGS, "train_step": own_step}, "LBFGS needs the gradient of the whole model"),
-        ({"precision": "fp16"}, "precision='fp16' skips steps"),
+        {"optimizer": torch.optim.LBFGS, "train_step": own_step},
+        {"precision": "fp16"},
     ],
 )
-def test_trainings_that_need_the_whole_model_are_refused_at_the_call(options, said):
+def test_trainings_that_need_the_whole_model_are_refused_at_the_call(options, refusal):
     model = sequence()
     optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
-    with pytest.raises(ConfigError, match=said):
-        kd.distribute(
-            model, loader, nn.MSELoss(), optimizer, strategy="pipeline", number_of_processes=2, on="local", **options
-        )
+    given, where = (model, loader, nn.MSELoss(), optimizer), {"number_of_processes": 2, "on": "local"}
+    refusal(lambda: kd.distribute(*given, strategy="pipeline", **where, **options))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings",
     [
-        ({"micro_batches": 0}, "micro_batches=0"),
-        ({"micro_batches": 2.5}, "micro_batches=2.5"),
-        ({"cut": 0}, "cut=0"),
-        ({"cut": True}, "cut=True says nothing about stages"),
-        ({"cut": []}, "says nothing about stages"),
-        ({"cut": [1, 2]}, "says nothing about stages"),
-        ({"compile": 1}, "compile=1 is neither"),
-        ({"chunks": 4}, "no setting 'chunks'"),
+        {"micro_batches": 0},
+        {"micro_batches": 2.5},
+        {"cut": 0},
+        {"cut": True},
+        {"cut": []},
+        {"cut": [1, 2]},
+        {"compile": 1},
+        {"chunks": 4},
     ],
 )
-def test_settings_check_themselves(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        Pipeline(**settings)
+def test_settings_check_themselves(settings, refusal):
+    assert refusal(lambda: Pipeline(**settings)).argument == "strategy"

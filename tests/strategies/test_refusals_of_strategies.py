@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError
 from kale_dist.strategies import Gossip, LocalSGD, ParameterServer
 
 
@@ -30,34 +29,30 @@ def call(strategy, number_of_processes, *, make=lambda p: torch.optim.SGD(p, lr=
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes", "words"),
+    ("strategy", "processes", "argument"),
     [
-        ("parameter-server", 1, "the only process is a server.*Use at least 2 processes"),
-        (ParameterServer(servers=3), 3, "all 3 would be servers.*Use at least 4 processes"),
-        ("gossip", 1, "averages weights with neighbours.*Use at least 2 processes"),
-        (Gossip(mode="async"), 3, "Use 2 or 4 processes, or mode='sync'"),
-        ("gosip", 2, "Did you mean 'gossip'"),
-        ("local_sgd", 2, "Did you mean 'local-sgd'"),
-        ("parameter_server", 2, "Did you mean 'parameter-server'"),
+        ("parameter-server", 1, "number_of_processes"),
+        (ParameterServer(servers=3), 3, "number_of_processes"),
+        ("gossip", 1, "number_of_processes"),
+        (Gossip(mode="async"), 3, "number_of_processes"),
+        ("gosip", 2, "strategy"),
+        ("local_sgd", 2, "strategy"),
+        ("parameter_server", 2, "strategy"),
     ],
 )
-def test_worlds_that_cannot_be_are_refused_with_a_remedy(strategy, processes, words):
-    with pytest.raises(ConfigError, match=words):
-        call(strategy, processes)
+def test_worlds_that_cannot_be_are_refused_with_a_remedy(strategy, processes, argument, refusal):
+    assert refusal(lambda: call(strategy, processes)).argument == argument
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(), Gossip(), ParameterServer()], ids=repr)
-def test_a_line_search_needs_all_ranks(strategy):
-    with pytest.raises(ConfigError, match="cannot be combined with LBFGS"):
-        call(strategy, 2, make=torch.optim.LBFGS, train_step=own_step)
+def test_a_line_search_needs_all_ranks(strategy, refusal):
+    refusal(lambda: call(strategy, 2, make=torch.optim.LBFGS, train_step=own_step))
 
 
-def test_servers_do_not_leave_out_steps():
-    with pytest.raises(ConfigError, match="Use precision='bf16'"):
-        call("parameter-server", 2, precision="fp16")
+def test_servers_do_not_leave_out_steps(refusal):
+    refusal(lambda: call("parameter-server", 2, precision="fp16"))
 
 
-def test_servers_take_no_sparse_gradients():
+def test_servers_take_no_sparse_gradients(refusal):
     model = nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2))
-    with pytest.raises(ConfigError, match="0 is an embedding with sparse=True"):
-        call("parameter-server", 2, model=model)
+    refusal(lambda: call("parameter-server", 2, model=model))

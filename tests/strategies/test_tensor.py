@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError, JobFailedError
+from kale_dist.errors import JobFailedError
 from kale_dist.strategies import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
@@ -178,6 +178,7 @@ def test_the_notebooks_own_objects_come_back_equal():
 def fit(plan, misuse):
     """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
 
     torch.manual_seed(7)
     model = Transformer()
@@ -194,12 +195,14 @@ def fit(plan, misuse):
             optimizer.step()
 
     train(
-        model=model,
-        train_data_loader=DataLoader(TensorDataset(data), 4),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=step,
-        strategy=Tensor(plan=plan),
+        Training(
+            model=model,
+            train_data_loader=DataLoader(TensorDataset(data), 4),
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_step=step,
+            strategy=Tensor(plan=plan),
+        )
     )
 
 
@@ -252,22 +255,21 @@ def two_ways():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (lambda: call(processes=4), r"body.0 has 10 outputs, which 4 ranks do not divide.*plan=\{'body.0': 'whole'\}"),
-        (lambda: call(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))), r"plan=\{'0': 'whole', '1': 'whole'\}\)"),
-        (lambda: call(processes=1), "cannot be divided over 1 process"),
-        (lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))), "no Linear or Embedding"),
-        (lambda: call(strategy=Tensor(plan={"boddy.0": "rows"})), "Did you mean 'body.0'"),
-        (lambda: call(strategy=Tensor(plan={"body.1": "rows"})), "body.1 is a Tanh, which is not divided"),
-        (lambda: call(two_ways(), Tensor(plan={"1": "rows"})), "share one weight"),
-        (lambda: call(nn.Sequential(nn.Embedding(4, 4)), Tensor(plan={"0": "rows"})), "that is an Embedding"),
-        (lambda: call(optimizer=torch.optim.LBFGS, train_step=own_step), "LBFGS updates a weight as a whole"),
-        (lambda: call(precision="fp16"), "each rank sees only its part"),
-        (lambda: Tensor(plan={"0": "column"}), "Did you mean 'columns'"),
-        (lambda: Tensor(plan=["0"]), "is not a dict"),
+        lambda: call(processes=4),
+        lambda: call(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))),
+        lambda: call(processes=1),
+        lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))),
+        lambda: call(strategy=Tensor(plan={"boddy.0": "rows"})),
+        lambda: call(strategy=Tensor(plan={"body.1": "rows"})),
+        lambda: call(two_ways(), Tensor(plan={"1": "rows"})),
+        lambda: call(nn.Sequential(nn.Embedding(4, 4)), Tensor(plan={"0": "rows"})),
+        lambda: call(optimizer=torch.optim.LBFGS, train_step=own_step),
+        lambda: call(precision="fp16"),
+        lambda: Tensor(plan={"0": "column"}),
+        lambda: Tensor(plan=["0"]),
     ],
 )
-def test_what_cannot_be_divided_is_refused_at_the_call(make, words):
-    with pytest.raises(ConfigError, match=words):
-        make()
+def test_what_cannot_be_divided_is_refused_at_the_call(make, refusal):
+    assert refusal(make).argument in ("strategy", "precision")

@@ -11,6 +11,7 @@ import pytest
 
 from kale_dist.errors import BackendUnavailableError
 from kale_dist.places.agent_client import AgentClient, Fingerprint, agent_environment, cancel_message, send
+from kale_dist.snapshot import loading
 from kale_dist.wire import Order
 from kale_dist.worker.agent import processes
 
@@ -38,12 +39,12 @@ def test_another_interpreter_or_torch_is_a_change(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/usr/bin/other")
     assert before.changes(Fingerprint.now()) == ("the interpreter is now /usr/bin/other",)
     monkeypatch.undo()
-    monkeypatch.setattr(processes, "installed_torch", lambda: ("99.0", "elsewhere"))
+    monkeypatch.setattr(loading, "installed_torch", lambda: ("99.0", "elsewhere"))
     assert before.changes(Fingerprint.now()) == (f"torch {before.torch_version} became 99.0",)
 
 
 def order():
-    return Order(job="one", world_size=1, processes_per_agent=1, folder="", store="", snapshot="", key="00")
+    return Order(job="one", number_of_processes=1, processes_per_agent=1, folder="", store="", snapshot="", key="00")
 
 
 def test_a_client_without_an_agent_says_so():

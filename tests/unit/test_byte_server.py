@@ -30,8 +30,8 @@ class Agent:
         self.told = []
         self.writer = None
 
-    def status(self):
-        return {"state": "running", "missing": ["d"], "verdict": None}
+    def missing(self):
+        return ["d"]
 
     def cancel_requested(self, grace_s):
         self.told.append(("cancel", grace_s))
@@ -41,15 +41,15 @@ class Agent:
 
 
 class Place:
-    def __init__(self, tmp_path, host="127.0.0.1"):
+    def __init__(self, tmp_path, host="127.0.0.1", limit_bytes=None):
         self.files = JobFiles(tmp_path / "job")
         self.files.folder.mkdir()
         self.store = FolderStore(tmp_path / "blobs")
         self.agent = Agent()
         self.loop = asyncio.new_event_loop()
-        self.agent.writer = JobWriter(self.files, self.loop, self.notify)
+        self.agent.writer = JobWriter(self.files, self.loop, self.notify, limit_bytes=limit_bytes)
         self.server = ByteServer(
-            host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, status=self.agent.status,
+            host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, missing=self.agent.missing,
             cancel=self.agent.cancel_requested, acknowledge=self.agent.acknowledged,
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ def place(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/status"), ("GET", "/nothing"), ("PUT", "/blobs/00?offset=0"), ("POST", "/cancel"), ("POST", "/ack")],
+    [("GET", "/missing"), ("GET", "/nothing"), ("PUT", "/blobs/00?offset=0"), ("POST", "/cancel"), ("POST", "/ack")],
 )
 def test_a_wrong_key_is_told_nothing(place, method, path):
     assert place.ask(method, path, b'{"grace_s": 0}' if method != "GET" else None, key=b"x" * 32) == (403, b"")
@@ -141,12 +141,12 @@ def test_a_wrong_key_is_told_nothing(place, method, path):
 @pytest.mark.parametrize(
     "request_bytes",
     [
-        b"GET /status HTTP/1.1\r\n\r\n",
-        b"GET /status HTTP/1.1\r\nX-Kale-Dist-Mac: \xff\r\n\r\n",
-        b"BREW /status HTTP/1.1\r\n\r\n",
-        b"GET /status HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"GET /missing HTTP/1.1\r\n\r\n",
+        b"GET /missing HTTP/1.1\r\nX-Kale-Dist-Mac: \xff\r\n\r\n",
+        b"BREW /missing HTTP/1.1\r\n\r\n",
+        b"GET /missing HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         b"POST /ack HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
-        b"GET /status HTTP/7\r\n\r\n",
+        b"GET /missing HTTP/7\r\n\r\n",
         b"nonsense\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n",
         b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
@@ -161,7 +161,7 @@ def test_what_is_no_signed_request_is_refused_without_a_word(place, request_byte
         except ConnectionResetError:
             answer = b""
     assert answer in {b"", b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"}
-    assert place.ask("GET", "/status")[0] == 200
+    assert place.ask("GET", "/missing")[0] == 200
 
 
 def test_a_body_that_was_not_signed_is_refused(place):
@@ -194,7 +194,7 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("POST", "/cancel", b"no json", 400),
         ("POST", "/cancel", b'{"grace_s": NaN}', 400),
         ("POST", "/cancel", b'{"grace_s": -1}', 400),
-        ("POST", "/status", b"", 404),
+        ("POST", "/missing", b"", 404),
     ],
 )
 def test_signed_nonsense_is_answered_and_does_nothing(place, method, path, body, status):
@@ -214,25 +214,8 @@ def test_a_put_has_to_say_how_large_the_whole_is(place, size):
 # -- what comes ------------------------------------------------------------------------------------------------------
 
 
-def test_status_tells_what_lies_in_the_pod(place):
-    place.files.outcome(1, 12).write_bytes(b"12345")
-    (place.files.folder / ".outcome-1-13.part").write_bytes(b"x")
-    place.write(0, 2)
-    for _ in range(3):
-        place.agent.writer.event(EventKind.NOTE, text="x")
-    place.run()
-    status = {
-        "state": "running",
-        "missing": ["d"],
-        "outcomes": {"1-12": 5},
-        "checkpoint": None,
-        "next_line": 2,
-        "next_event": 3,
-        "verdict": None,
-    }
-    assert json.loads(place.ask("GET", "/status")[1]) == status
-    place.files.checkpoint.write_bytes(b"123")
-    assert json.loads(place.ask("GET", "/status")[1])["checkpoint"] == 3
+def test_the_notebook_learns_which_blobs_are_missing(place):
+    assert json.loads(place.ask("GET", "/missing")[1]) == ["d"]
 
 
 def test_the_notebook_can_acknowledge_and_cancel(place):
@@ -241,8 +224,10 @@ def test_the_notebook_can_acknowledge_and_cancel(place):
     assert place.agent.told == ["ack", ("cancel", 2.5)]
 
 
-def numbers(blocks):
-    return [line.sequence for block in blocks if isinstance(block, LineBlock) for line in block.lines()]
+def numbers(blocks, since=0):
+    found = [line.sequence for block in blocks if isinstance(block, LineBlock) for line in block.lines()]
+    # A stream begins with the whole record of its first line.
+    return [number for number in found if number >= since]
 
 
 @pytest.mark.parametrize("line", [0, 1, 150, 299, 300, 450, 1000])
@@ -259,10 +244,32 @@ def test_a_stream_begins_where_the_reader_left_off_and_ends_with_the_job(place, 
     place.agent.writer.event(EventKind.STATE, state="succeeded", reason="", cause="")
     place.close_writer()
     thread.join(20)
-    assert numbers(found) == list(range(line, 450))
+    assert numbers(found)[0] == min(line, 299)
+    assert numbers(found, line) == list(range(line, 450))
     assert [(block.number, block.event["event"]) for block in found if isinstance(block, EventBlock)] == [(1, "state")]
     assert [block.event["step"] for block in found if isinstance(block, ProgressBlock)] == [1]
     assert found[-1].event.get("next_line") == 450 or isinstance(found[-1], ProgressBlock)
+
+
+@pytest.mark.parametrize("limit_bytes", [20_000, 2_000_000])
+def test_a_stream_reads_across_the_files_of_a_long_log(tmp_path, limit_bytes):
+    place = Place(tmp_path, limit_bytes=limit_bytes)
+    for start in range(0, 3000, 100):
+        place.write(start, start + 100)
+        place.run(0.02)
+    kept = place.agent.writer.written.log
+    early, late = place.stream(0), place.stream(2990)
+    for start in range(3000, 4000, 100):
+        place.write(start, start + 100)
+        place.run(0.05)
+    place.close()
+    for thread, _ in (early, late):
+        thread.join(20)
+    first = numbers(early[1])[0]
+    # Older files may go before the stream has begun.
+    assert first == 0 if limit_bytes == 2_000_000 else first >= kept[0].first > 0
+    assert numbers(early[1]) == list(range(first, 4000))
+    assert numbers(late[1], 2990) == list(range(2990, 4000))
 
 
 def test_two_readers_read_the_same(place):
@@ -307,10 +314,10 @@ def test_an_empty_file_is_a_file(place):
 
 def test_requests_share_a_connection(place):
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    headers = {wire.MAC_HEADER: wire.sign_request(KEY, "GET", "/status")}
+    headers = {wire.MAC_HEADER: wire.sign_request(KEY, "GET", "/missing")}
     for _ in range(3):
-        connection.request("GET", "/status", headers=headers)
-        assert connection.getresponse().read().startswith(b"{")
+        connection.request("GET", "/missing", headers=headers)
+        assert json.loads(connection.getresponse().read()) == ["d"]
         used = connection.sock
     assert connection.sock is used
     connection.close()
@@ -409,9 +416,9 @@ def test_a_silent_connection_is_closed(place, monkeypatch):
 
 def test_every_address_is_listened_on(tmp_path):
     place = Place(tmp_path, host="")
-    assert place.ask("GET", "/status")[0] == 200
+    assert place.ask("GET", "/missing")[0] == 200
     if socket.has_dualstack_ipv6():
-        assert place.ask("GET", "/status", host="::1")[0] == 200
+        assert place.ask("GET", "/missing", host="::1")[0] == 200
     place.close()
 
 

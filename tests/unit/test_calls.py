@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+import trainings
+from torch.utils.data import DataLoader
 
 import kale_dist as kd
 from kale_dist.errors import (
@@ -35,23 +36,15 @@ class Net(torch.nn.Module):
         return self.layer(x)
 
 
-def data(samples=20):
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(samples, 3, generator=generator)
-    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=5)
+def data():
+    return DataLoader(trainings.labelled(), batch_size=5)
 
 
 def train_step(model, data_loader, criterion, optimizer, device, args):
-    total = 0.0
-    for inputs, targets in data_loader:
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
+    values = trainings.train_step(model, data_loader, criterion, optimizer, device, args)
     if args == "fail" and kd.context().rank == 0:
         raise ValueError("after one epoch") from KeyError("cause")
-    return {"loss": total / len(data_loader)}
+    return values
 
 
 def failing_second_epoch(model, data_loader, criterion, optimizer, device, args):

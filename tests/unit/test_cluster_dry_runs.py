@@ -57,7 +57,7 @@ def test_without_the_right_to_create_pods_none_is_tried(monkeypatch, tmp_path):
          "limit-range", True),
         ('pods "x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes', "pod-security", True),
         ('pods "x" is forbidden: error looking up service account team/nope: serviceaccount "nope" not found',
-         "class-missing", True),
+         "service-account", True),
         ('admission webhook "w" denied the request: every pod needs a team', "webhook", False),
         ("exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9", "quota", False),
     ],

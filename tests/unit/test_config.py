@@ -6,7 +6,6 @@ import pytest
 
 import kale_dist as kd
 from kale_dist import config
-from kale_dist.errors import ConfigError
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_registries_are_named_with_a_path_or_without(tmp_path, place):
     assert load(tmp_path, KALE_DIST_REGISTRY=place, KALE_DIST_REGISTRY_PULL=place).registry == place
 
 
-def test_places_are_tables_of_the_file_or_json_in_the_environment(tmp_path, file):
+def test_places_are_tables_of_the_file_or_json_in_the_environment(tmp_path, file, refusal):
     file.write_text(
         'on = "kubernetes"\n[kubernetes]\nresources = {cpu = 2, memory = "4Gi"}\nvolumes = {"/data" = "sets"}\n'
     )
@@ -56,8 +55,7 @@ def test_places_are_tables_of_the_file_or_json_in_the_environment(tmp_path, file
         "kubernetes", expected, expected, kd.Docker()
     )  # fmt: skip
     assert load(tmp_path, KALE_DIST_KUBERNETES='{"queue": "gpus"}').kubernetes == kd.Kubernetes(queue="gpus")
-    with pytest.raises(ConfigError, match="KALE_DIST_DOCKER: 'x' is not JSON"):
-        load(tmp_path, KALE_DIST_DOCKER="x")
+    assert refusal(lambda: load(tmp_path, KALE_DIST_DOCKER="x")).argument == "KALE_DIST_DOCKER"
 
 
 def test_commands_without_a_call_know_the_namespace_of_the_table(tmp_path, file):
@@ -88,62 +86,56 @@ def test_another_file_can_be_named(tmp_path):
     assert load(tmp_path, KALE_DIST_CONFIG=str(other)).queue == "gpus"
 
 
-def test_a_named_file_has_to_be_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"KALE_DIST_CONFIG: there is no file .*gone.toml"):
-        load(tmp_path, KALE_DIST_CONFIG=str(tmp_path / "gone.toml"))
+def test_a_named_file_has_to_be_there(tmp_path, refusal):
+    refusal(lambda: load(tmp_path, KALE_DIST_CONFIG=str(tmp_path / "gone.toml")))
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        (b'imgae = "x"', ["imgae", "Did you mean 'image'?", "config.toml"]),
-        (b'[kubernetes]\nimages = "x"', ["images of kubernetes in", "Did you mean 'image'?"]),
-        (b'kubernetes = "x"', ["kubernetes in", "'x' is not a table"]),
-        (b'[pods]\nimage = "x"', ["'pods'", "Use one of: on, docker, kubernetes, image, namespace"]),
-        (b'on = "cluster"', ["on in", "'cluster' is not a place to run"]),
-        (b'a = "1"\nimage = x', ["not valid TOML", "line 2"]),
-        (b'image = "\xff"', ["line 1, is not UTF-8"]),
-        (b"image = 3", ["image in", "3 is not text", "quotes"]),
-        (b'namespace = "Team A"', ["namespace in", "'Team A' cannot be a namespace"]),
-        (b'image = "Not An Image"', ["'Not An Image' is not an image's reference"]),
-        (b'store = "bucket"', ["'bucket' names no store", "pvc://claim/folder"]),
-        (b"image_pull_secrets = [1]", ["1 cannot be a name in a cluster"]),
-        (b'image_pull_secrets = ["A B"]', ["'A B' cannot be a name in a cluster"]),
-        (b'registry = "https://r.example.com"', ["registry in", "is not a registry's host", "http://"]),
-        (b'registry = "r.example.com/team:1"', ["is not a registry's host"]),
-        (b'registry_pull = "team"', ["registry_pull in", "is not a registry's host"]),
-        ('service_account = "Träger"'.encode(), ["service_account in", "cannot be a name in a cluster"]),
-        (b'context = "a\\nb"', ["more than one line"]),
+        b'imgae = "x"',
+        b'[kubernetes]\nimages = "x"',
+        b'kubernetes = "x"',
+        b'[pods]\nimage = "x"',
+        b'on = "cluster"',
+        b'a = "1"\nimage = x',
+        b'image = "\xff"',
+        b"image = 3",
+        b'namespace = "Team A"',
+        b'image = "Not An Image"',
+        b'store = "bucket"',
+        b"image_pull_secrets = [1]",
+        b'image_pull_secrets = ["A B"]',
+        b'registry = "https://r.example.com"',
+        b'registry = "r.example.com/team:1"',
+        b'registry_pull = "team"',
+        'service_account = "Träger"'.encode(),
+        b'context = "a\\nb"',
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path, file, content, words):
+def test_what_is_wrong_is_named(tmp_path, file, content, refusal):
     file.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path)
-    for word in words:
-        assert word in str(caught.value)
+    refusal(lambda: load(tmp_path))
 
 
 @pytest.mark.parametrize("value", ["Team A", "a" * 64, "team_a", "-team", "ü"])
-def test_a_wrong_variable_is_named(tmp_path, value):
-    with pytest.raises(ConfigError, match=r"^KALE_DIST_NAMESPACE: "):
-        load(tmp_path, KALE_DIST_NAMESPACE=value)
+def test_a_wrong_variable_is_named(tmp_path, value, refusal):
+    assert refusal(lambda: load(tmp_path, KALE_DIST_NAMESPACE=value)).argument == "KALE_DIST_NAMESPACE"
 
 
 @pytest.mark.parametrize(
     "value",
     ["webdav://me:hunter2@host/a", "WEBDAV://me:hunter2@host/a", "file:///data", "pvc://a/../b", "results", "s3://"],
 )
-def test_a_configured_store_is_checked_as_the_argument_is(tmp_path, value):
-    with pytest.raises(ConfigError, match=r"^KALE_DIST_STORE: ") as caught:
-        load(tmp_path, KALE_DIST_STORE=value)
-    assert "hunter2" not in str(caught.value)
+def test_a_configured_store_is_checked_as_the_argument_is(tmp_path, value, refusal):
+    error = refusal(lambda: load(tmp_path, KALE_DIST_STORE=value))
+    assert error.argument == "KALE_DIST_STORE"
+    assert "hunter2" not in str(error)
 
 
-def test_a_folder_in_the_place_of_the_file_is_named(tmp_path, file):
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path, file, refusal):
     file.mkdir()
-    with pytest.raises(ConfigError, match=r"config.toml cannot be read: Is a directory"):
-        load(tmp_path)
+    refusal(lambda: load(tmp_path))
 
 
 def test_the_page_names_all_settings():

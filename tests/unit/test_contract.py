@@ -8,6 +8,7 @@ import pytest
 from kale_dist import wire
 from kale_dist.wire import (
     Assignment,
+    Attempt,
     BlockReader,
     EventBlock,
     Foreign,
@@ -150,7 +151,7 @@ def test_json_lines_leave_out_what_a_crash_cut_off():
 
 def test_an_order_survives_its_journey_and_hides_its_key():
     order = Order(
-        job="j", world_size=5, processes_per_agent=2, folder="/f", store="/s", snapshot="ab", key="secret",
+        job="j", number_of_processes=5, processes_per_agent=2, folder="/f", store="/s", snapshot="ab", key="secret",
         source=Source.STREAM, blobs=("ab", "cd"),
         process=ProcessState(
             environment=(("A", "b"),), cwd="/", sys_path=("/x",), argv=("",), umask=0o22, limits=((7, 1, -1),),
@@ -159,18 +160,31 @@ def test_an_order_survives_its_journey_and_hides_its_key():
     )  # fmt: skip
     assert Order.from_json(json.loads(wire.encode_json(order.to_json()))) == order
     assert "secret" not in repr(order)
-    given = Assignment(order=order, rank=3, attempt=1, port=5, seed=7)
+    given = Assignment(order=order, attempt=Attempt.form(order, [0, 2], number=1, port=5, seed=7), rank=3)
     assert Assignment.from_json(json.loads(wire.encode_json(given.to_json()))) == given
 
 
+def places(order, agents):
+    """Where each rank of an attempt is: the place of its agent, its local rank, the ranks of its agent."""
+    attempt = Attempt.form(order, agents, number=0, port=5, seed=7)
+    found = [Assignment(order=order, attempt=attempt, rank=rank) for rank in range(attempt.world_size)]
+    return [(one.group_rank, one.local_rank, one.local_world_size) for one in found]
+
+
 def test_ranks_are_dealt_to_agents_in_order():
-    order = Order(job="j", world_size=5, processes_per_agent=2, snapshot="", head="first")
-    assert [list(order.ranks_of(agent)) for agent in range(order.agents)] == [[0, 1], [2, 3], [4]]
-    places = [Assignment(order=order, rank=rank, attempt=0, port=5, seed=7) for rank in range(5)]
-    assert [(one.agent, one.local_rank, one.local_world_size) for one in places] == [
-        (0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1),
-    ]  # fmt: skip
-    assert places[0].master_addr == "first"
+    order = Order(job="j", number_of_processes=5, processes_per_agent=2, snapshot="", head="first")
+    assert places(order, range(order.agents)) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
+
+
+def test_the_members_of_an_attempt_decide_its_world_size():
+    order = Order(job="j", number_of_processes=7, processes_per_agent=2, snapshot="", head="first")
+    assert places(order, [0, 3]) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    attempt = Attempt.form(order, [0, 3], number=2, port=5, seed=7)
+    assert [(member.agent, list(member.ranks)) for member in attempt.members] == [(0, [0, 1]), (3, [2, 3])]
+    assert attempt.world_size == 4
+    assert Assignment(order=order, attempt=attempt, rank=0).master_addr == "first"
+    alone = Attempt.form(order, [0], number=3, port=5, seed=7)
+    assert (alone.world_size, Assignment(order=order, attempt=alone, rank=0).master_addr) == (2, "127.0.0.1")
 
 
 def test_files_of_a_job_lie_in_its_folder(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import kale_dist as kd
-from kale_dist.calls import layout
+from kale_dist.calls import request
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job.spec.volumes import Volume, VolumeKind, of_containers
 
@@ -23,7 +23,7 @@ def no_engine(monkeypatch):
 
 def refused(**given):
     with pytest.raises(ConfigError) as caught:
-        kd.launch(work, **layout.gathered({"on": "docker", "image": "x/y:1", **given}))
+        kd.launch(work, **request.gathered({"on": "docker", "image": "x/y:1", **given}))
     return caught.value
 
 

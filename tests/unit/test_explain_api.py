@@ -27,58 +27,39 @@ def refusal(code, message, reason="", causes=(), headers=None):
 
 
 @pytest.mark.parametrize(
-    ("error", "words", "kind", "retryable"),
+    ("error", "kind", "retryable"),
     [
-        (refusal(401, "Unauthorized", "Unauthorized"), ["does not accept these credentials", "Log in to the cluster again"],
-         BackendUnavailableError, False),
+        (refusal(401, "Unauthorized", "Unauthorized"), BackendUnavailableError, False),
         (refusal(403, 'pods "x" is forbidden: exceeded quota: q, requested: count/pytorchjobs.kubeflow.org=1, used: '
-                 'count/pytorchjobs.kubeflow.org=2, limited: count/pytorchjobs.kubeflow.org=2', "Forbidden"),
-         ["the quota q of the namespace team allows count/pytorchjobs.kubeflow.org=2", "kale-dist delete"], BackendError, True),
-        (refusal(403, 'pods "x" is forbidden: failed quota: q: must specify limits.cpu for: pytorch', "Forbidden"),
-         ["demands that pods specify limits.cpu"], BackendError, False),
-        (refusal(403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes (volume "v")'),
-         ['Pod Security "restricted:latest"', "use a claim"], BackendError, False),
-        (refusal(403, "unable to create new content in namespace team because it is being terminated", "Forbidden"),
-         ["is being deleted"], BackendError, False),
+                 'count/pytorchjobs.kubeflow.org=2, limited: count/pytorchjobs.kubeflow.org=2', "Forbidden"), BackendError, True),
+        (refusal(403, 'pods "x" is forbidden: failed quota: q: must specify limits.cpu for: pytorch', "Forbidden"), BackendError, False),
+        (refusal(403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes (volume "v")'), BackendError, False),
+        (refusal(403, "unable to create new content in namespace team because it is being terminated", "Forbidden"), BackendError, False),
         (refusal(403, 'pytorchjobs.kubeflow.org is forbidden: User "ada" cannot create resource "pytorchjobs" in API '
-                 'group "kubeflow.org" in the namespace "team"', "Forbidden"),
-         ["ada may not create pytorchjobs in the namespace 'team'", 'name: "ada"', "kind: Role\n", "pods/log"],
-         BackendError, False),
-        (refusal(403, 'x is forbidden: User "system:anonymous" cannot create resource "x"', "Forbidden"),
-         ["the kubeconfig has none (403)", "Log in"], BackendUnavailableError, False),
-        (refusal(400, 'admission webhook "w.example.com" denied the request: owner label is missing'),
-         ["policy w.example.com refuses it: owner label is missing", "labels="], BackendError, True),
+                 'group "kubeflow.org" in the namespace "team"', "Forbidden"), BackendError, False),
+        (refusal(403, 'x is forbidden: User "system:anonymous" cannot create resource "x"', "Forbidden"), BackendUnavailableError, False),
+        (refusal(400, 'admission webhook "w.example.com" denied the request: owner label is missing'), BackendError, True),
         (refusal(500, 'Internal error occurred: failed calling webhook "w.example.com": Post "https://w": no endpoints',
-                 "InternalError"),
-         ["webhook w.example.com", "does not answer", "no endpoints"], BackendError, True),
-        (refusal(422, "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no team label", "Invalid"),
-         ["policy p refuses it: no team label"], BackendError, True),
-        (refusal(404, "404 page not found"), ["Training Operator is not installed", "kubectl apply"],
-         BackendUnavailableError, False),
-        (refusal(404, 'namespaces "team" not found', "NotFound"), ["there is no namespace team"], BackendError, False),
-        (refusal(404, 'pytorchjobs.kubeflow.org "train" not found', "NotFound"), ['"train" not found'],
-         JobNotFoundError, False),
-        (refusal(409, 'pytorchjobs.kubeflow.org "train" already exists', "AlreadyExists"),
-         ["exists already", "kd.attach('kubernetes://team/train')"], JobExistsError, False),
-        (refusal(409, "the object has been modified", "Conflict"), ["changed it at the same time"], BackendError, True),
-        (refusal(413, "Request entity too large: limit is 3145728"), ["larger than the cluster accepts", "store="],
-         BackendError, False),
-        (refusal(500, "etcdserver: request is too large"), ["larger than the cluster accepts"], BackendError, False),
-        (refusal(422, "it is invalid", "Invalid", causes=[("spec.x", "must be 1")]), ["spec.x: must be 1", "patch"],
-         BackendError, False),
-        (refusal(429, "slow down", "TooManyRequests", headers={"Retry-After": "7"}), ["too many requests", "in 7 s"],
-         BackendError, True),
-        (refusal(503, "the server is currently unable"), ["an error of its own (503)"], BackendError, True),
-        (refusal(418, "teapot"), ["answers 418: teapot"], BackendError, False),
+                 "InternalError"), BackendError, True),
+        (refusal(422, "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no team label", "Invalid"), BackendError, True),
+        (refusal(404, "404 page not found"), BackendUnavailableError, False),
+        (refusal(404, 'namespaces "team" not found', "NotFound"), BackendError, False),
+        (refusal(404, 'pytorchjobs.kubeflow.org "train" not found', "NotFound"), JobNotFoundError, False),
+        (refusal(409, 'pytorchjobs.kubeflow.org "train" already exists', "AlreadyExists"), JobExistsError, False),
+        (refusal(409, "the object has been modified", "Conflict"), BackendError, True),
+        (refusal(413, "Request entity too large: limit is 3145728"), BackendError, False),
+        (refusal(500, "etcdserver: request is too large"), BackendError, False),
+        (refusal(422, "it is invalid", "Invalid", causes=[("spec.x", "must be 1")]), BackendError, False),
+        (refusal(429, "slow down", "TooManyRequests", headers={"Retry-After": "7"}), BackendError, True),
+        (refusal(503, "the server is currently unable"), BackendError, True),
+        (refusal(418, "teapot"), BackendError, False),
     ],
 )  # fmt: skip
-def test_each_answer_has_a_sentence_and_a_remedy(error, words, kind, retryable):
+def test_each_answer_has_a_sentence_and_a_remedy(error, kind, retryable, kept_words):
     found = api.explain(error, JOB)
     assert type(found) is kind
     assert found.retryable is retryable
-    assert str(found).startswith("Cannot create pytorchjobs/train in the namespace 'team': ")
-    for word in words:
-        assert word in str(found)
+    kept_words(str(found))
 
 
 @pytest.mark.parametrize(

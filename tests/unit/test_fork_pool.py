@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from kale_dist.wire import Assignment, Order
+from kale_dist.wire import Assignment, Attempt, Order
 from kale_dist.worker.agent import fork_pool
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.rank import forkserver
@@ -70,11 +70,12 @@ def test_a_thousand_ranks_can_be_asked_of_a_forkserver_that_does_not_answer(loop
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pool = ForkPool(loop, spares=0)
     pool.adopt(ours, 0)
-    order = Order(job="j", world_size=MANY, processes_per_agent=MANY, snapshot="")
+    order = Order(job="j", number_of_processes=MANY, processes_per_agent=MANY, snapshot="")
+    attempt = Attempt.form(order, [0], number=0, port=1, seed=0)
     listeners = [Listener() for _ in range(MANY)]
     before = open_descriptors()
     for rank, listener in enumerate(listeners):
-        assignment = Assignment(order=order, rank=rank, attempt=0, port=1, seed=0)
+        assignment = Assignment(order=order, attempt=attempt, rank=rank)
         pool.take().start(listener, assignment, None)
     # Descriptors are made as they are asked for: a thousand ranks at once would take ten thousand.
     assert open_descriptors() - before <= 6 * fork_pool.MOST_ASKED

@@ -10,7 +10,6 @@ import kale_dist as kd
 from kale_dist import places
 from kale_dist.calls import image_checks
 from kale_dist.calls.image_checks import ImageWanted
-from kale_dist.errors import ConfigError
 from kale_dist.job.spec.recipe import ImageFile, Recipe
 
 BASE = "registry.example.com/train:1"
@@ -26,12 +25,14 @@ def check(image=None, packages=None, requirements=None):
     return image_checks.check(image, packages, requirements)
 
 
-def refused(image=None, packages=None, requirements=None):
-    with pytest.raises(ConfigError) as caught:
-        check(image, packages, requirements)
-    assert caught.value.remedy
-    assert "hunter2" not in str(caught.value)
-    return caught.value
+@pytest.fixture
+def refused(refusal):
+    def refused(image=None, packages=None, requirements=None):
+        error = refusal(lambda: check(image, packages, requirements))
+        assert "hunter2" not in str(error)
+        return error
+
+    return refused
 
 
 def packages_of(**given):
@@ -113,14 +114,14 @@ def test_a_file_its_path_as_text_and_its_text_say_the_same(tmp_path, monkeypatch
         assert check(requirements=given).recipe == expected
 
 
-def test_other_files_are_read_from_where_they_are_named(tmp_path):
+def test_other_files_are_read_from_where_they_are_named(tmp_path, refused):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "more.txt").write_text("rich\n-r ../last.txt\n")
     (tmp_path / "last.txt").write_text("einops\n")
     (tmp_path / "all.txt").write_text("-r inner/more.txt\ntqdm\n")
     assert packages_of(requirements=tmp_path / "all.txt") == ("einops", "rich", "tqdm")
     (tmp_path / "last.txt").write_text("einops\n--requirement=all.txt\n")
-    assert "read within itself" in str(refused(requirements=tmp_path / "all.txt"))
+    assert refused(requirements=tmp_path / "all.txt").argument.endswith("last.txt, line 2")
 
 
 def test_one_more_index_does_not_take_the_place_of_pypi():
@@ -129,84 +130,78 @@ def test_one_more_index_does_not_take_the_place_of_pypi():
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        (b"einops\nrich==\xff", ["requirements.txt cannot be read: it is not UTF-8"]),
-        (b"a\n-e .\n", ["line 2", "-e cannot be part", "are sent anyway"]),
-        (b"a\n--editable=git+https://x/y#egg=z", ["line 2", "--editable"]),
-        (b"-c constraints.txt", ["line 1", "-c cannot be part"]),
-        (b"b\na==1 \\\n  --hash=sha256:00 \\\n  --hash=sha256:11\n", ["line 2", "option of pip", "--no-hashes"]),
-        (b"a \\\n  ==1\n\n--pre\na", ["line 4", "--pre", "pip's own configuration"]),
-        (b"\n\na==${VERSION}", ["line 3", "is not a requirement"]),
-        (b"-i https://u:hunter2@x.example.com/simple", ["x.example.com", "password", "netrc"]),
-        (b"-i ftp://x", ["'ftp://x' is not a URL of an index"]),
-        (b"-r gone.txt", ["line 1", "gone.txt cannot be read: No such file"]),
+        b"einops\nrich==\xff",
+        b"a\n-e .\n",
+        b"a\n--editable=git+https://x/y#egg=z",
+        b"-c constraints.txt",
+        b"b\na==1 \\\n  --hash=sha256:00 \\\n  --hash=sha256:11\n",
+        b"a \\\n  ==1\n\n--pre\na",
+        b"\n\na==${VERSION}",
+        b"-i https://u:hunter2@x.example.com/simple",
+        b"-i ftp://x",
+        b"-r gone.txt",
     ],
 )  # fmt: skip
-def test_what_a_file_says_and_a_recipe_cannot_is_named(tmp_path, content, words):
+def test_what_a_file_says_and_a_recipe_cannot_is_named(tmp_path, content, refused):
     (tmp_path / "requirements.txt").write_bytes(content)
-    error = refused(requirements=tmp_path / "requirements.txt")
-    for word in words:
-        assert word in str(error)
+    assert "requirements" in refused(requirements=tmp_path / "requirements.txt").argument
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    "given",
     [
-        ("gone.txt", ["gone.txt cannot be read", "or give its text"]),
-        ("/", ["/ cannot be read: Is a directory"]),
-        (["einops"], ["is neither a path nor text", "packages="]),
-        (b"einops", ["is neither a path nor text"]),
-        ("poetry.lock", ["poetry.lock is not a requirements file", "uv export"]),
+        "gone.txt",
+        "/",
+        ["einops"],
+        b"einops",
+        "poetry.lock",
     ],
 )
-def test_what_is_no_file_of_requirements_is_named(given, words):
-    error = refused(requirements=given)
-    for word in words:
-        assert word in str(error)
+def test_what_is_no_file_of_requirements_is_named(given, refused):
+    assert refused(requirements=given).argument == "requirements"
 
 
 # -- hostile packages ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("package", "words"),
+    "package",
     [
-        ("", ["it is empty"]),
-        ("   ", ["it is empty"]),
-        ("ünïcode", ["'ünïcode' is not a requirement"]),
-        ("a b", ["'a b' is not a requirement"]),
-        ("a\nb", ["is not a requirement"]),
-        ("a\0b", ["is not a requirement"]),
-        ("a; import os", ["is not a requirement"]),
-        ("a==1 && rm -rf /", ["is not a requirement"]),
-        ("$(touch x)", ["is not a requirement"]),
-        ("x" * 5000 + "!", ["is not a requirement"]),
-        ("-e .", ["'-e .' is not a requirement (it has an option of pip)", "are sent anyway"]),
-        ("--index-url=https://u:hunter2@x", ["option of pip"]),
-        ("-rrequirements.txt", ["option of pip"]),
-        ("a --pre", ["option of pip"]),
-        (".", ["it is on this machine"]),
-        ("./a", ["it is on this machine"]),
-        ("../a", ["is on this machine"]),
-        ("/home/me/a", ["is on this machine"]),
-        ("~/a", ["is on this machine"]),
-        ("C:\\a", ["is on this machine"]),
-        ("a-1.0-py3-none-any.whl", ["is on this machine"]),
-        ("file:///home/me/a.whl", ["is on this machine"]),
-        ("a @ file:///home/me/a.whl", ["is on this machine"]),
-        ("a @ git+file:///home/me/a", ["is on this machine"]),
-        ("https://x.example.com/a.whl", ["is not a requirement", "name @ https://"]),
-        ("git+https://me:hunter2@x.example.com/a", ["***@x.example.com", "is not a requirement"]),
-        ("a @ https://me:hunter2@x.example.com/a.whl", ["the URL of a holds a user name or a password", "netrc"]),
-        ("a @ git+https://hunter2@x.example.com/a", ["the URL of a holds"]),
+        "",
+        "   ",
+        "ünïcode",
+        "a b",
+        "a\nb",
+        "a\0b",
+        "a; import os",
+        "a==1 && rm -rf /",
+        "$(touch x)",
+        "x" * 5000 + "!",
+        "-e .",
+        "--index-url=https://u:hunter2@x",
+        "-rrequirements.txt",
+        "a --pre",
+        ".",
+        "./a",
+        "../a",
+        "/home/me/a",
+        "~/a",
+        "C:\\a",
+        "a-1.0-py3-none-any.whl",
+        "file:///home/me/a.whl",
+        "a @ file:///home/me/a.whl",
+        "a @ git+file:///home/me/a",
+        "https://x.example.com/a.whl",
+        "git+https://me:hunter2@x.example.com/a",
+        "a @ https://me:hunter2@x.example.com/a.whl",
+        "a @ git+https://hunter2@x.example.com/a",
     ],
 )  # fmt: skip
-def test_what_is_no_package_for_an_image_is_refused(package, words):
+def test_what_is_no_package_for_an_image_is_refused(package, refused):
     error = refused(packages=["einops", package])
     assert error.argument == "packages"
-    for word in words:
-        assert word in str(error)
 
 
 @pytest.mark.parametrize("package", ["a @ https://x.example.com/a.whl", "a@ git+ssh://git@x.example.com/a@v1"])
@@ -215,83 +210,77 @@ def test_packages_from_elsewhere_are_taken(package):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    "value",
     [
-        ("einops", ["'einops' is text, not a list", "Write it as ['einops'], or 'auto'"]),
-        ("AUTO", ["Write it as 'auto'"]),
-        ("requirements.txt", ["requirements="]),
-        ("a\nb", ["requirements="]),
-        (3, ["3 is not a list"]),
-        ({"einops": "0.8"}, ["is not a list"]),
-        ([None], ["None in it is not text"]),
-        (True, ["True is not a list"]),
+        "einops",
+        "AUTO",
+        "requirements.txt",
+        "a\nb",
+        3,
+        {"einops": "0.8"},
+        [None],
+        True,
     ],
 )
-def test_packages_are_a_list(value, words):
+def test_packages_are_a_list(value, refused):
     error = refused(packages=value)
     assert error.argument == "packages"
-    for word in words:
-        assert word in str(error)
 
 
 # -- hostile recipes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("recipe", "argument", "words"),
+    ("recipe", "argument"),
     [
-        ({"apt": ["git; rm -rf /"]}, "apt", ["cannot be the name of a Debian package"]),
-        ({"apt": ["--allow-unauthenticated"]}, "apt", ["cannot be the name"]),
-        ({"apt": ["Git"]}, "apt", ["cannot be the name"]),
-        ({"apt": ["git\nENV X=1"]}, "apt", ["cannot be the name"]),
-        ({"platform": "windows/amd64", "apt": ["git"]}, "platform", ["'windows/amd64' is not a platform"]),
-        ({"base": "Not An Image", "apt": ["git"]}, "image", ["is not an image's reference"]),
-        ({"index_urls": ["x"], "packages": ["a"]}, "index_urls", ["'x' is not a URL"]),
-        ({"index_urls": ["https://me:hunter2@x/s"], "packages": ["a"]}, "index_urls", ["the URL of x holds"]),
-        ({"environment": {"A=B": "1"}}, "environment", ["'A=B' cannot be"]),
-        ({"environment": {"": "1"}}, "environment", ["'' cannot be"]),
-        ({"environment": {"A": "\0"}}, "environment", ["NUL"]),
-        ({"environment": {"KALE_DIST_X": "1"}}, "environment", ["set in each rank by kale_dist"]),
-        ({"environment": [("A", "1"), ("A", "2")]}, "environment", ["A is given twice"]),
+        ({"apt": ["git; rm -rf /"]}, "apt"),
+        ({"apt": ["--allow-unauthenticated"]}, "apt"),
+        ({"apt": ["Git"]}, "apt"),
+        ({"apt": ["git\nENV X=1"]}, "apt"),
+        ({"platform": "windows/amd64", "apt": ["git"]}, "platform"),
+        ({"base": "Not An Image", "apt": ["git"]}, "image"),
+        ({"index_urls": ["x"], "packages": ["a"]}, "index_urls"),
+        ({"index_urls": ["https://me:hunter2@x/s"], "packages": ["a"]}, "index_urls"),
+        ({"environment": {"A=B": "1"}}, "environment"),
+        ({"environment": {"": "1"}}, "environment"),
+        ({"environment": {"A": "\0"}}, "environment"),
+        ({"environment": {"KALE_DIST_X": "1"}}, "environment"),
+        ({"environment": [("A", "1"), ("A", "2")]}, "environment"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_recipe_is_named(recipe, argument, words):
+def test_what_is_wrong_with_a_recipe_is_named(recipe, argument, refused):
     error = refused(Recipe(**recipe))
     assert error.argument == argument
-    for word in words:
-        assert word in str(error)
 
 
 @pytest.mark.parametrize(
     "path", ["x", "", "/", "/opt/", "/../x", "/opt/../../x", "/a\nb", "/a\0", "/proc/x", "/dev", "//"]
 )
-def test_files_have_a_path_in_the_image(path, tmp_path):
+def test_files_have_a_path_in_the_image(path, tmp_path, refused):
     (tmp_path / "x").write_text("x")
     assert refused(Recipe(files={path: tmp_path / "x"})).argument == "files"
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    "files",
     [
-        ({"/a": "gone"}, ["gone' is not a file of this machine"]),
-        ({"/a": ""}, ["has neither a file of this machine"]),
-        ({"/a": "a\0b"}, ["is not a file of this machine"]),
-        ({"/a": "."}, ["is a folder", "volume"]),
-        ({"/a": "x", "//a": "x"}, ["'/a' is given twice"]),
-        ({"/a": "x", "/a/b": "x"}, ["'/a' is a file, and '/a/b' lies in it"]),
-        ((ImageFile(path="/a", digest="0"),), ["nor the digest of one"]),
+        {"/a": "gone"},
+        {"/a": ""},
+        {"/a": "a\0b"},
+        {"/a": "."},
+        {"/a": "x", "//a": "x"},
+        {"/a": "x", "/a/b": "x"},
+        (ImageFile(path="/a", digest="0"),),
     ],
 )
-def test_files_are_files_of_this_machine(files, words, tmp_path, monkeypatch):
+def test_files_are_files_of_this_machine(files, tmp_path, monkeypatch, refused):
     (tmp_path / "x").write_text("x")
     monkeypatch.chdir(tmp_path)
-    error = refused(Recipe(files=files))
-    for word in words:
-        assert word in str(error)
+    assert refused(Recipe(files=files)).argument == "files"
 
 
 @pytest.mark.parametrize("image", [3, b"x", ["x"], {"packages": ["a"]}, "Not An Image", "https://x/y"])
-def test_an_image_is_text_or_a_recipe(image):
+def test_an_image_is_text_or_a_recipe(image, refused):
     assert refused(image).argument == "image"
     assert refused(image, packages=["einops"]).argument == "image"
 
@@ -341,10 +330,9 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.parametrize("argument", ["packages", "requirements", "image"])
-def test_on_this_machine_there_are_no_images(argument):
-    with pytest.raises(ConfigError, match="processes on this machine use its packages") as caught:
-        kd.Local(**{argument: "einops"})
-    assert caught.value.argument == argument
+def test_on_this_machine_there_are_no_images(argument, refusal):
+    error = refusal(lambda: kd.Local(**{argument: "einops"}))
+    assert error.argument == argument
 
 
 def test_a_job_carries_its_recipe_and_the_bytes_of_its_files(tmp_path, cluster):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from trainings import summing
 
 import kale_dist as kd
 from kale_dist.cli import main
@@ -13,12 +14,7 @@ from kale_dist.job import backend
 
 @pytest.fixture(scope="module")
 def trained():
-    torch.manual_seed(0)
-    x = torch.randn(32, 4)
-    model = torch.nn.Linear(4, 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(model, loader, torch.nn.MSELoss(), optimizer, epochs=2, number_of_processes=2, name="to-fetch")
+    job = kd.distribute(*summing(32), epochs=2, number_of_processes=2, name="to-fetch")
     job.wait()
     yield job
     job.delete()

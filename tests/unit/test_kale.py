@@ -1,9 +1,8 @@
 """Kale's own names, on a cluster that is played."""
 
 import pytest
-import torch
 from fake_backend import FakeBackend
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import classifying
 
 import kale_dist as kd
 from kale_dist import places
@@ -26,12 +25,6 @@ def cluster(monkeypatch, tmp_path):
     monkeypatch.setattr(places, "get", lambda name: backend)
 
 
-def objects():
-    model = torch.nn.Linear(2, 2)
-    data = TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
-    return model, DataLoader(data), torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters())
-
-
 def test_a_notebook_of_kale_runs_on_the_cluster():
     config = DistributedConfig(
         env=[{"name": "A", "value": "1"}, {"name": "T", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
@@ -42,7 +35,7 @@ def test_a_notebook_of_kale_runs_on_the_cluster():
         tolerations=[{"key": "gpu", "operator": "Exists"}],
         run_policy={"activeDeadlineSeconds": 60, "backoffLimit": 2, "ttlSecondsAfterFinished": 9},
     )
-    job = distribute(*objects(), None, epochs=1, number_of_processes=2, cuda=True, train_args={}, config=config)
+    job = distribute(*classifying(), None, epochs=1, number_of_processes=2, cuda=True, train_args={}, config=config)
     spec = job.spec
     assert (spec.resources.cpu, spec.resources.cpu_limit, spec.resources.memory_gib) == (0.5, 2, 2)
     assert spec.resources.gpus == 1
@@ -61,7 +54,7 @@ def test_a_job_is_found_again_by_its_name(monkeypatch):
 
 
 def test_the_resource_is_the_clusters_own():
-    job = distribute(*objects(), None, number_of_processes=1)
+    job = distribute(*classifying(), None, number_of_processes=1)
     assert job.get()["status"]["replicaStatuses"]["Master"] == {"active": 1}
 
 

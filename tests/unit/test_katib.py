@@ -13,7 +13,6 @@ import yaml
 
 import kale_dist as kd
 from kale_dist import katib
-from kale_dist.errors import ConfigError
 
 optuna = pytest.importorskip("optuna", reason="needs Optuna")
 
@@ -127,32 +126,30 @@ def test_no_pruner_is_no_early_stopping():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"sampler": optuna.samplers.NSGAIISampler()}, "no export of NSGAIISampler"),
-        ({"pruner": optuna.pruners.ThresholdPruner(upper=1)}, "nothing like ThresholdPruner"),
-        ({"distributions": {}}, "ask for no parameter"),
-        ({"distributions": {"x{y}": FLOAT(0, 1)}}, "cannot be called"),
-        ({"distributions": {"größe": FLOAT(0, 1)}}, "cannot be called"),
-        ({"distributions": {"x": CHOICE(['say "hi"'])}}, "plain texts"),
-        ({"distributions": {"x": CHOICE(["$(HOME)"])}}, "plain texts"),
-        ({"distributions": {"x": CHOICE([1, "1"])}}, "plain texts"),
-        ({"distributions": {"x": INT(0, 100_000, step=2)}}, "50,001 values"),
+        {"sampler": optuna.samplers.NSGAIISampler()},
+        {"pruner": optuna.pruners.ThresholdPruner(upper=1)},
+        {"distributions": {}},
+        {"distributions": {"x{y}": FLOAT(0, 1)}},
+        {"distributions": {"größe": FLOAT(0, 1)}},
+        {"distributions": {"x": CHOICE(['say "hi"'])}},
+        {"distributions": {"x": CHOICE(["$(HOME)"])}},
+        {"distributions": {"x": CHOICE([1, "1"])}},
+        {"distributions": {"x": INT(0, 100_000, step=2)}},
     ],
 )
-def test_what_katib_cannot_do_is_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        export(search(**changes))
+def test_what_katib_cannot_do_is_refused(changes, refusal):
+    refusal(lambda: export(search(**changes)))
 
 
-def test_a_call_that_is_too_large_is_refused():
+def test_a_call_that_is_too_large_is_refused(refusal):
     data = os.urandom(700_000)
 
     def large(trial):
         return len(data)
 
-    with pytest.raises(ConfigError, match="a Secret has room for 600,000"):
-        export(call=large)
+    refusal(lambda: export(call=large))
 
 
 def trial(number, **distributions):
@@ -162,12 +159,9 @@ def trial(number, **distributions):
     return made
 
 
-def test_trials_that_ask_for_different_things_are_refused():
-    with pytest.raises(ConfigError, match="no trial has begun"):
-        katib.distributions_of([])
+def test_trials_that_ask_for_different_things_are_refused(refusal):
+    refusal(lambda: katib.distributions_of([]))
     both = {"x": FLOAT(0, 1), "y": INT(0, 1)}
     assert katib.distributions_of([trial(0, **both), trial(1, **both)]) == both
-    with pytest.raises(ConfigError, match="trials 0 and 1 did not ask for the same 'y'"):
-        katib.distributions_of([trial(0, **both), trial(1, x=both["x"])])
-    with pytest.raises(ConfigError, match="did not ask for the same 'x'"):
-        katib.distributions_of([trial(0, **both), trial(1, **(both | {"x": FLOAT(0, 2)}))])
+    refusal(lambda: katib.distributions_of([trial(0, **both), trial(1, x=both["x"])]))
+    refusal(lambda: katib.distributions_of([trial(0, **both), trial(1, **(both | {"x": FLOAT(0, 2)}))]))

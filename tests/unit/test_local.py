@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import pathlib
+import resource
 import signal
 import stat
 import subprocess
@@ -39,6 +40,38 @@ def record(job):
 
 def run(fn=pid, *args, **options):
     return kd.launch(fn, *args, **{"number_of_processes": 1, **options})
+
+
+def print_much(folder):
+    for number in range(300_000):
+        print(f"{number:06} {'x' * 90}")
+        if number % 1000 == 0:
+            (folder / "at").write_text(f"{number}")
+
+
+def test_a_full_disk_stops_a_rank_that_prints_the_status_says_so_and_no_line_is_lost(tmp_path):
+    run().wait(60)
+    agent = record(run()).agent_pid
+    soft, hard = resource.prlimit(agent, resource.RLIMIT_FSIZE)
+    resource.prlimit(agent, resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        job = run(print_much, tmp_path, stall_timeout_s=2.0)
+        deadline = time.monotonic() + 60
+        while "cannot be written" not in job.status.reason:
+            assert time.monotonic() < deadline, job.status
+            time.sleep(0.05)
+        at = (tmp_path / "at").read_text()
+        time.sleep(2.5)
+        assert (tmp_path / "at").read_text() == at
+        assert int(at) < 290_000
+        assert not job.status.is_final
+    finally:
+        resource.prlimit(agent, resource.RLIMIT_FSIZE, (soft, hard))
+    assert job.wait(60).state.value == "succeeded"
+    assert job.status.reason == ""
+    lines = list(job.logs())
+    assert [int(line.text[:6]) for line in lines if line.rank == 0] == list(range(300_000))
+    assert [line.sequence for line in lines] == list(range(len(lines)))
 
 
 def test_jobs_of_one_process_share_one_agent():

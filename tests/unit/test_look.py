@@ -124,7 +124,7 @@ def test_a_pod_that_was_killed_for_memory_comes_before_those_that_ended_because_
 
 
 def test_a_rank_s_own_error_comes_before_the_deletion_of_pods_that_followed():
-    words = '{"state": "failed", "cause": "error", "rank": 1, "message": "Rank 1 failed: no"}'
+    words = '{"state": "failed", "cause": "error", "failed_rank": 1, "reason": "Rank 1 failed: no"}'
     deleted = pod(container=ended(143, at=NOW - 5), is_ending=True)
     found = seen(deleted, pod("worker", container=ended(1, message=words)))
     assert found.trouble.sentence.startswith("Pod x-worker-0 ended with exit code 1")

@@ -1,8 +1,9 @@
-"""Lines of output: whole, thinned where a progress bar redraws itself, held to a rate where a rank floods."""
+"""Lines of output: whole, thinned where a progress bar redraws itself, rate-limited where a rank floods."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 
@@ -10,14 +11,22 @@ import pytest
 
 from kale_dist.wire import MAX_LINE_BYTES, LineBlock, Stream
 from kale_dist.worker.agent import output
-from kale_dist.worker.agent.output import BAR_INTERVAL_S, FloodGate, LineCutter, RankOutput
+from kale_dist.worker.agent.output import BAR_INTERVAL_S, LineCutter, RankOutput, RateLimit
 
 
 class Written:
-    """The lines that a cutter gives."""
+    """The lines that a cutter gives, and events."""
 
     def __init__(self):
         self.lines = []
+        self.sent = b""
+        self.has_room = True
+
+    def output(self, body, count):
+        self.add((body, count))
+
+    def events(self, data):
+        self.sent += data
 
     def add(self, cut):
         body, count = cut
@@ -125,18 +134,18 @@ def test_the_tail_is_the_last_lines(written):
     assert cutter.tail == ("line 8", "line 9", "rest")
 
 
-def test_a_flood_is_held_to_a_rate_and_what_is_missing_is_counted(written, monkeypatch):
+def test_a_flood_is_rate_limited_and_what_is_missing_is_counted(written, monkeypatch):
     clock = [0.0]
-    gate = FloodGate(now=lambda: clock[0])
+    limit = RateLimit(now=lambda: clock[0])
     cutter = LineCutter(Stream.STDOUT)
     number, sent_bytes = 0, 0
     while clock[0] < 20:
         lines = b"".join(b"line %d %s\n" % (one, b"." * 80) for one in range(number, number + 1000))
         number += 1000
         sent_bytes += len(lines)
-        written.add(gate.admit(*cutter.feed(lines)))
+        written.add(limit.admit(*cutter.feed(lines)))
         clock[0] += 0.01
-    written.add(gate.finish())
+    written.add(limit.finish())
     texts = [line.text for line in written.lines if line.stream is Stream.STDOUT]
     gaps = [line.text for line in written.lines if line.stream is Stream.AGENT]
     assert texts[0].startswith("line 0 ")
@@ -145,42 +154,87 @@ def test_a_flood_is_held_to_a_rate_and_what_is_missing_is_counted(written, monke
     assert all("lines of this rank are missing here: it wrote more than 2 MiB a second" in text for text in gaps)
     assert missing + len(texts) == number
     passed_bytes = sum(len(text) + 2 for text in texts)
-    limit = output.FLOOD_IN_HAND_BYTES + 20 * output.FLOOD_BYTES_PER_S
-    assert 0.7 * limit < passed_bytes < 1.05 * limit < sent_bytes / 2
+    most = output.BURST_BYTES + 20 * output.RATE_BYTES_PER_S
+    assert 0.7 * most < passed_bytes < 1.05 * most < sent_bytes / 2
     assert len(gaps) < 100
 
 
 def test_a_rank_that_writes_steadily_below_the_rate_loses_nothing(written):
     clock = [0.0]
-    gate = FloodGate(now=lambda: clock[0])
+    limit = RateLimit(now=lambda: clock[0])
     for _ in range(2000):
-        written.add(gate.admit(b"|" + b"x" * 9_998 + b"\n", 1))
+        written.add(limit.admit(b"|" + b"x" * 9_998 + b"\n", 1))
         clock[0] += 0.01
     assert len(written.texts) == 2000
 
 
+class Pipes:
+    """The three pipes of a rank, and what reads them."""
+
+    def __init__(self, written):
+        (stdout, self.out), (stderr, self.err), (events, self.events) = pairs = [os.pipe() for _ in range(3)]
+        for pair in pairs:
+            os.set_blocking(pair[0], False)
+            os.set_blocking(pair[1], False)
+        self._all = {end for pair in pairs for end in pair}
+        pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
+        self.rank = RankOutput(asyncio.get_running_loop(), pipes, events, written, is_limited=True)
+
+    def close(self, *ends):
+        for end in ends or self._all:
+            os.close(end)
+        self._all -= set(ends)
+
+
 def test_pipes_are_read_to_their_end(written):
     async def read():
-        (stdout, out), (stderr, err) = pipes = os.pipe(), os.pipe()
-        for pipe, _ in pipes:
-            os.set_blocking(pipe, False)
-        loop = asyncio.get_running_loop()
-        rank = RankOutput(
-            loop, {Stream.STDOUT: stdout, Stream.STDERR: stderr}, lambda *cut: written.add(cut), is_held=True
-        )
-        os.write(err, b"10%\r20%\r30%\r40%\r")
+        pipes = Pipes(written)
+        os.write(pipes.err, b"10%\r20%\r30%\r40%\r")
         while written.texts != ["10%", "30%"]:  # noqa: ASYNC110 - what is written has no event
             await asyncio.sleep(0.01)
-        os.write(out, b"whole\nno end")
-        os.close(out)
-        rank.read_rest()
+        os.write(pipes.out, b"whole\nno end")
+        pipes.close(pipes.out)
+        os.write(pipes.events, b'{"event": 1}\n{"ev')
+        pipes.rank.read_rest()
         assert written.texts[2:] == ["whole"]
-        os.write(err, b"\nlast words")
-        rank.read_rest()
-        assert rank.finish() == ("10%", "30%", "40%", "last words")[-output.TAIL_LINES :]
-        rank.close()
-        for pipe in (stdout, stderr, err):
-            os.close(pipe)
+        os.write(pipes.events, b'ent": 2}\n')
+        os.write(pipes.err, b"\nlast words")
+        pipes.rank.read_rest()
+        assert pipes.rank.finish() == ("10%", "30%", "40%", "last words")[-output.TAIL_LINES :]
+        pipes.rank.close()
+        pipes.close()
 
     asyncio.run(read())
     assert written.texts == ["10%", "30%", "whole", "40%", "no end", "last words"]
+    assert written.sent == b'{"event": 1}\n{"event": 2}\n'
+
+
+def test_pipes_are_not_read_while_there_is_no_room(written):
+    async def read():
+        written.has_room = False
+        pipes = Pipes(written)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipes.out, b"a line\n" * 100)
+        os.write(pipes.events, b"{}\n")
+        await asyncio.sleep(0.25)
+        assert (written.texts, written.sent) == ([], b"")
+        written.has_room = True
+        while len(written.texts) < 100:  # noqa: ASYNC110 - what is written has no event
+            await asyncio.sleep(0.01)
+        written.has_room = False
+        await asyncio.sleep(0.05)
+        before = len(written.texts)
+        os.write(pipes.out, b"more\n")
+        await asyncio.sleep(0.25)
+        assert len(written.texts) == before
+        # The rank has ended: what is in the pipes counts, room or not.
+        pipes.rank.read_rest()
+        pipes.rank.finish()
+        pipes.rank.close()
+        pipes.close()
+
+    asyncio.run(read())
+    assert written.sent == b"{}\n"
+    assert len(written.texts) > 5000
+    assert "".join(written.texts).replace("a line", "").replace("more", "") == ""

@@ -55,7 +55,7 @@ def own(monkeypatch, tmp_path):
 
 
 def test_claims_that_several_nodes_may_write_are_mounted_at_the_same_path(own):
-    assert self_pod.own_volumes(a_spec(), own, "team") == (
+    assert self_pod.own_volumes((), own, "team") == (
         Volume(mount_path="/home/me", source="home-claim", kind=VolumeKind.CLAIM, sub_path="me"),
         Volume(mount_path="/data", source="data-claim", kind=VolumeKind.CLAIM, read_only=True),
     )
@@ -63,7 +63,7 @@ def test_claims_that_several_nodes_may_write_are_mounted_at_the_same_path(own):
 
 def test_a_volume_of_the_call_at_that_path_goes_first(own):
     given = Volume(mount_path="/home/me", kind=VolumeKind.EMPTY_DIR)
-    (added,) = self_pod.own_volumes(a_spec(volumes=(given,)), own, "team")
+    (added,) = self_pod.own_volumes((given,), own, "team")
     assert added.mount_path == "/data"
 
 
@@ -73,8 +73,9 @@ DISK = Volume(mount_path="/disk", source="disk-claim", kind=VolumeKind.CLAIM)
 def prepared(own, volumes=(), **on):
     """The job as it is submitted, and what the log says of claims."""
     given = a_spec(volumes=volumes, cluster=dataclasses.replace(a_spec().cluster, namespace="team", **on))
-    added = self_pod.own_volumes(given, own, "team")
-    settled = self_pod.beside_notebook(dataclasses.replace(given, volumes=(*volumes, *added)), own)
+    mounted = (*volumes, *self_pod.own_volumes(volumes, own, "team"))
+    affinity = self_pod.affinity_of(given.cluster, mounted, own)
+    settled = a_spec(volumes=mounted, cluster=dataclasses.replace(given.cluster, affinity=affinity))
     return settled, self_pod.about_claims(given, settled, own)
 
 
@@ -126,6 +127,6 @@ def test_a_claim_of_one_node_that_the_call_covers_is_not_spoken_of(own):
 
 
 def test_nothing_is_mounted_elsewhere(own):
-    assert self_pod.own_volumes(a_spec(), own, "another") == ()
-    assert self_pod.own_volumes(a_spec(), None, "team") == ()
-    assert self_pod.own_volumes(a_spec(), dataclasses.replace(own, claims=()), "team") == ()
+    assert self_pod.own_volumes((), own, "another") == ()
+    assert self_pod.own_volumes((), None, "team") == ()
+    assert self_pod.own_volumes((), dataclasses.replace(own, claims=()), "team") == ()

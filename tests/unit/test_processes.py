@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from kale_dist.snapshot import loading
 from kale_dist.worker.agent import processes
 
 
@@ -56,7 +57,7 @@ def test_signals_have_names(number, name):
 def test_a_child_dies_with_its_parent():
     script = (
         "import os, sys, time\n"
-        "from kale_dist.worker import processes\n"
+        "from kale_dist.worker.agent import processes\n"
         "parent = os.getpid()\n"
         "if os.fork() == 0:\n"
         "    processes.die_with_parent(parent)\n"
@@ -79,8 +80,8 @@ def test_a_child_dies_with_its_parent():
 
 
 def test_torch_is_found_without_being_imported():
-    script = "import sys; from kale_dist.worker import processes as p; print(*p.installed_torch()); assert 'torch' not in sys.modules"
+    script = "import sys; from kale_dist.snapshot import loading; print(*loading.installed_torch()); assert 'torch' not in sys.modules"
     version, file, written = subprocess.check_output([sys.executable, "-c", script], text=True).split()
-    here, place = processes.installed_torch()
+    here, place = loading.installed_torch()
     assert (version, file) == (here, place.split()[0])
     assert int(written) > 0

@@ -9,7 +9,6 @@ import pickle
 import pytest
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError
 from kale_dist.job.spec.recipe import ImageFile, Recipe
 
 BASE = "sha256:" + "a" * 64
@@ -80,30 +79,27 @@ def test_it_survives_copies_pickle_and_json(recipe):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "argument", "words"),
+    ("arguments", "argument"),
     [
-        ({"packages": "einops"}, "packages", ["'einops' is not a list", "['einops==0.8']"]),
-        ({"packages": [3]}, "packages", ["3 in it is not text"]),
-        ({"packages": {"einops": "0.8"}}, "packages", ["is not a list"]),
-        ({"apt": None}, "apt", ["None is not a list"]),
-        ({"index_urls": b"x"}, "index_urls", ["is not a list"]),
-        ({"files": "x.txt"}, "files", ["is not a dict", "{'/opt/x.txt': 'x.txt'}"]),
-        ({"files": {"/opt/x.txt": b"bytes"}}, "files", ["'/opt/x.txt'", "b'bytes'"]),
-        ({"files": 3}, "files", ["3 is not a dict"]),
-        ({"environment": "A=1"}, "environment", ["is not a dict"]),
-        ({"environment": {"A": 1}}, "environment", ["1 in it is not text", "Write '1'"]),
-        ({"environment": [("A", "1", "2")]}, "environment", ["not a name and a value"]),
-        ({"base": None}, "base", ["None is not text"]),
-        ({"rebuild": "no"}, "rebuild", ["'no' is neither True nor False"]),
-        ({"allow_torch_change": 1}, "allow_torch_change", ["1 is neither True nor False"]),
+        ({"packages": "einops"}, "packages"),
+        ({"packages": [3]}, "packages"),
+        ({"packages": {"einops": "0.8"}}, "packages"),
+        ({"apt": None}, "apt"),
+        ({"index_urls": b"x"}, "index_urls"),
+        ({"files": "x.txt"}, "files"),
+        ({"files": {"/opt/x.txt": b"bytes"}}, "files"),
+        ({"files": 3}, "files"),
+        ({"environment": "A=1"}, "environment"),
+        ({"environment": {"A": 1}}, "environment"),
+        ({"environment": [("A", "1", "2")]}, "environment"),
+        ({"base": None}, "base"),
+        ({"rebuild": "no"}, "rebuild"),
+        ({"allow_torch_change": 1}, "allow_torch_change"),
     ],
 )  # fmt: skip
-def test_what_is_of_another_type_is_named(arguments, argument, words):
-    with pytest.raises(ConfigError) as caught:
-        Recipe(**arguments)
-    assert caught.value.argument == argument
-    for word in words:
-        assert word in str(caught.value)
+def test_what_is_of_another_type_is_named(arguments, argument, refusal):
+    error = refusal(lambda: Recipe(**arguments))
+    assert error.argument == argument
 
 
 def test_it_cannot_be_changed():

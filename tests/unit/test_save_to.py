@@ -1,39 +1,22 @@
 """`save_to`: what a call refuses before it reads or writes anything, and what rank 0 writes."""
 
-import json
-
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import classifying
 
 import kale_dist as kd
-from kale_dist.calls import save_to, verbs
-from kale_dist.errors import ConfigError, JobFailedError, KaleDistWarning
-from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.calls import request, save_to
+from kale_dist.errors import JobFailedError, KaleDistWarning
 from kale_dist.job.spec.volumes import of_containers, of_pods
 from kale_dist.worker.training import saving
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
-def arguments():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    x = torch.randn(20, 3)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=5)
-    return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def spec_with(volumes):
-    return JobSpec(
-        name="a", label="", kind="training", snapshot="", topology=Topology(number_of_processes=2), volumes=volumes
-    )
-
-
 def test_the_job_writes_the_weights_that_the_notebook_gets(tmp_path):
     target = tmp_path / "model.pt"
     target.write_bytes(b"of an earlier job")
-    job = kd.distribute(*arguments(), number_of_processes=2, save_to=target)
+    job = kd.distribute(*classifying(), number_of_processes=2, save_to=target)
     weights = job.result() and job.state_dict()
     saved = torch.load(target, weights_only=True)
     assert saved.keys() == weights.keys()
@@ -48,7 +31,7 @@ def test_the_job_writes_the_weights_that_the_notebook_gets(tmp_path):
 
 def test_a_relative_path_is_that_of_the_notebook(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kd.distribute(*arguments(), number_of_processes=1, save_to="model.pt").result()
+    kd.distribute(*classifying(), number_of_processes=1, save_to="model.pt").result()
     assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == {"weight", "bias"}
 
 
@@ -58,11 +41,11 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
 
     blocker = tmp_path / "file"
     blocker.write_text("")
-    model, loader, criterion, optimizer = arguments()
+    model, loader, criterion, optimizer = classifying()
     # What the rank sees may differ from what the call saw.
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "model.pt"
-    started = verbs._training_call
+    started = request.checked
 
     def replaced(*given):
         found = started(*given)
@@ -71,7 +54,7 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verbs, "_training_call", replaced)
+        patch.setattr(request, "checked", replaced)
         job = kd.distribute(model, loader, criterion, optimizer, train_step, number_of_processes=1, save_to=target)
     with pytest.raises(JobFailedError, match="The model cannot be saved to"):
         job.result()
@@ -88,41 +71,41 @@ def test_a_url_is_written_whole_under_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    "value",
     [
-        ("", "names no file"), (3, "names no file"), ("a\0b", "names no file"), ("/no/such/folder/model.pt", "no folder"),
-        ("/tmp", "is a folder"), ("/tmp/", "is a folder"), ("pvc://claim/model.pt", "does not run on one"),
-        ("s4://bucket/model.pt", "no protocol 's4'"), ("memory://model.pt", "is lost"), ("s3://", "is a folder"),
-        ("https://user:word@host/model.pt", "holds a password"), ("https://host/model.pt?token=word", "no file's address"),
-        ("s3://bucket", "no file's address"), ("hdfs+x y://a/b", "names no store"),
+        "", 3, "a\0b", "/no/such/folder/model.pt",
+        "/tmp", "/tmp/", "pvc://claim/model.pt",
+        "s4://bucket/model.pt", "memory://model.pt", "s3://",
+        "https://user:word@host/model.pt", "https://host/model.pt?token=word",
+        "s3://bucket", "hdfs+x y://a/b",
     ],
 )  # fmt: skip
-def test_wrong_places_are_refused_on_this_machine(value, words):
-    with pytest.raises(ConfigError, match=words) as caught:
-        kd.distribute(*arguments(), number_of_processes=1, save_to=value)
-    assert caught.value.argument == "save_to"
-    assert "word" not in str(caught.value).replace("password", "")
-    assert not kd.jobs() or all(job.done() for job in kd.jobs())
+def test_wrong_places_are_refused_on_this_machine(value, refusal):
+    before = len(kd.jobs())
+    error = refusal(lambda: kd.distribute(*classifying(), number_of_processes=1, save_to=value))
+    assert error.argument == "save_to"
+    assert "word" not in str(error).replace("password", "")
+    assert len(kd.jobs()) == before
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    "value",
     [
-        ("model.pt", "absolute"), ("/data/../model.pt", "absolute"), ("/out/model.pt", "no volume covers"),
-        ("/scratch/model.pt", "no volume covers"), ("/data/model.pt", "read-only"), ("/models", "is a folder"),
-        ("pvc://Claim/model.pt", "cannot be the name"), ("pvc://claim", "names no file"), ("pvc://claim/", "names no file"),
-        ("pvc://claim/../model.pt", "names no file"), ("file:///models/model.pt", "pods do not see"),
-        ("pvc://claim/folder/", "names no file"),
+        "model.pt", "/data/../model.pt", "/out/model.pt",
+        "/scratch/model.pt", "/data/model.pt", "/models",
+        "pvc://Claim/model.pt", "pvc://claim", "pvc://claim/",
+        "pvc://claim/../model.pt", "file:///models/model.pt",
+        "pvc://claim/folder/",
     ],
 )  # fmt: skip
-def test_wrong_places_are_refused_on_a_cluster(value, words):
+def test_wrong_places_are_refused_on_a_cluster(value, refusal):
     volumes = {"/data": "datasets:ro", "/models": "models", "/scratch": "emptydir://"}
-    with pytest.raises(ConfigError, match=words):
-        kd.render(*arguments(), on=kd.Kubernetes(image="x", volumes=volumes), save_to=value)
+    on = kd.Kubernetes(image="x", volumes=volumes)
+    assert refusal(lambda: kd.render(*classifying(), on=on, save_to=value)).argument == "save_to"
 
 
 def test_pods_see_a_claim_that_only_save_to_names():
-    plan = kd.render(*arguments(), on=kd.Kubernetes(image="x"), save_to="pvc://models/net/model.pt")
+    plan = kd.render(*classifying(), on=kd.Kubernetes(image="x"), save_to="pvc://models/net/model.pt")
     assert {"claimName": "models"} in [
         volume.get("persistentVolumeClaim") for volume in _pods(plan)[0]["spec"]["volumes"]
     ]
@@ -151,13 +134,12 @@ def _pods(plan):
     ],
 )
 def test_where_rank_0_writes_in_pods(volumes, value, path):
-    target, spec = save_to.settle(value, spec_with(of_pods(volumes)), "kubernetes")
+    target, mounted = save_to.find(value, of_pods(volumes), "kubernetes")
     assert target == path
-    assert (save_to.MOUNT in json.dumps(spec.to_json())) == path.startswith(save_to.MOUNT)
+    assert (save_to.MOUNT in [volume.mount_path for volume in mounted]) == path.startswith(save_to.MOUNT)
 
 
-def test_a_container_keeps_what_a_folder_of_this_machine_covers(tmp_path):
-    spec = spec_with(of_containers({"/models": str(tmp_path)}))
-    assert save_to.settle("/models/model.pt", spec, "docker") == ("/models/model.pt", spec)
-    with pytest.raises(ConfigError, match="lost with the container"):
-        save_to.settle("/tmp/model.pt", spec, "docker")
+def test_a_container_keeps_what_a_folder_of_this_machine_covers(tmp_path, refusal):
+    volumes = of_containers({"/models": str(tmp_path)})
+    assert save_to.find("/models/model.pt", volumes, "docker") == ("/models/model.pt", volumes)
+    assert refusal(lambda: save_to.find("/tmp/model.pt", volumes, "docker")).argument == "save_to"

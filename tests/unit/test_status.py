@@ -100,6 +100,18 @@ def test_a_new_attempt_sets_the_ranks_back_and_old_events_are_passed_over():
     assert len(status.metrics) == 1
 
 
+def test_each_attempt_says_which_ranks_there_are_and_who_runs_them():
+    members = [{"agent": 0, "first_rank": 0, "processes": 2}, {"agent": 2, "first_rank": 2, "processes": 1}]
+    running = {"event": "rank", "rank": 2, "attempt": 0, "state": "running", "pid": 5}
+    status = status_of({"event": "attempt", "rank": None, "attempt": 0, "members": members}, running, ranks=4)
+    assert [(one.rank, one.agent) for one in status.replicas] == [(0, 0), (1, 0), (2, 2)]
+    assert status.replicas[2].state is RankStateName.RUNNING
+    status = reduce_events(status, [{"event": "attempt", "rank": None, "attempt": 1, "members": members[:1]}])
+    assert [(one.rank, one.state) for one in status.replicas] == [(0, "pending"), (1, "pending")]
+    # What of an attempt cannot be read leaves the ranks as they are.
+    assert len(reduce_events(status, [{"event": "attempt", "rank": None, "attempt": 1, "members": [5]}]).replicas) == 2
+
+
 @pytest.mark.parametrize(
     "event",
     [

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from kale_dist.wire import FailureCause, StateName
+from kale_dist.wire import FailureCause, StateName, Verdict
 from kale_dist.worker.agent import ending, usage
-from kale_dist.worker.agent.ending import Verdict
 from kale_dist.worker.agent.processes import _cores_of_quota
 
 SUCCESS = Verdict(StateName.SUCCEEDED, None, "")
-FAILURE = Verdict(StateName.FAILED, FailureCause.ERROR, "Rank 1 failed: ValueError", rank=1, error_type="ValueError")
+FAILURE = Verdict(StateName.FAILED, FailureCause.ERROR, "Rank 1 failed: ValueError", rank=1)
 CANCEL = Verdict(StateName.CANCELLED, FailureCause.USER, "The job was cancelled")
 
 
@@ -26,13 +23,13 @@ def test_the_exit_code(verdict, told_to_end, code):
 
 @pytest.mark.parametrize("text", ["short", "x" * 100_000, '\n"\\' * 30_000, "\U0001f600" * 30_000, "\udc80" * 10])
 def test_last_words_fit_what_a_kubelet_reads(text, tmp_path):
-    verdict = Verdict(StateName.FAILED, FailureCause.DIED, text, rank=3, error_type=text, last_line=text)
+    verdict = Verdict(StateName.FAILED, FailureCause.DIED, text, rank=3)
     ending.write_termination(tmp_path / "log", ending.termination_message(verdict))
     data = (tmp_path / "log").read_bytes()
     assert len(data) <= ending.MAX_BYTES
-    said = json.loads(data)
-    assert (said["state"], said["cause"], said["rank"]) == ("failed", "died", 3)
-    assert said["message"][:5] in (text[:5], "?" * 5)
+    said = Verdict.parse(data)
+    assert (said.state, said.cause, said.rank) == ("failed", "died", 3)
+    assert said.reason[:5] in (text[:5], "?" * 5)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +69,16 @@ def test_what_a_cgroup_says_of_cores(tmp_path, files, cores):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert _cores_of_quota(tmp_path) == cores
+
+
+@pytest.mark.parametrize("verdict", [SUCCESS, FAILURE, CANCEL, Verdict(StateName.SUCCEEDED, lost=(2, 3))])
+def test_a_notebook_reads_the_verdict_that_a_head_has_sent(verdict):
+    assert Verdict.parse(ending.termination_message(verdict)) == verdict
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "null", "{}", '{"state": "running"}', '{"state": 3}', '{"state": "failed", "cause": "nonsense"}'],
+)
+def test_what_is_no_verdict_is_none(text):
+    assert Verdict.parse(text) is None

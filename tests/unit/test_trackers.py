@@ -10,8 +10,7 @@ import urllib.request
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import classifying
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError
@@ -26,20 +25,8 @@ def no_jobs_are_left():
 
 
 def train(track, epochs=3):
-    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    return kd.distribute(
-        model,
-        loader,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        eval_data_loader=loader,
-        epochs=epochs,
-        number_of_processes=2,
-        track=track,
-    )
+    given = classifying(40, 4, batch_size=10, lr=0.25)
+    return kd.distribute(*given, eval_data_loader=given[1], epochs=epochs, number_of_processes=2, track=track)
 
 
 def count_down(steps, pause_s):

@@ -1,4 +1,8 @@
-"""The whole job as one frozen value. What users give was checked by `Options` and the place; no I/O, no clock, no environment."""
+"""The stages of a job before it is submitted: `Request`, `Settled`, `JobSpec`. Pure.
+
+Each is made whole from the one before and never changed: `calls.request` makes requests, a backend's `settle` looks up what
+they leave open, `JobSpec.complete` adds the snapshot. Users' values were checked by `Options` and the place.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ import math
 from typing import Any, Self
 
 from kale_dist import strategies
-from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import STALL_WARN_S
+from kale_dist.wire import Policy, with_tuples
 
-__all__ = ["ClusterOptions", "JobSpec", "Policy", "Resources", "Topology", "Volume", "VolumeKind"]
+__all__ = [
+    "ClusterOptions", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,50 +39,15 @@ class Topology:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """Time limits and what happens when the notebook goes away."""
+class Request:
+    """What a call asked for, checked. Nothing but this machine has been asked yet: the place fills in what is empty."""
 
-    timeout_s: float | None = None
-    """Seconds from the start of the ranks to the job's end; None for no limit."""
-    stall_warn_s: float | None = STALL_WARN_S
-    """Seconds without progress after which the stacks of all ranks go into the log."""
-    stall_timeout_s: float | None = None
-    """Seconds without progress after which the job fails; None for never."""
-    detach: bool = False
-    """Whether the job outlives the notebook."""
-    max_restarts: int = 0
-    """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
-    and not after running out of memory."""
-
-    def __post_init__(self) -> None:
-        for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):
-            value = getattr(self, field)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(field, f"{value!r} is not a positive number of seconds", "Give seconds, or None")
-        restarts = self.max_restarts
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            problem = f"{restarts!r} is not a whole number of 0 or more"
-            raise ConfigError("max_restarts", problem, "Give an int; 0 for none")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobSpec:
-    """Everything that decides what a job is. Equal specs make equal plans."""
-
-    name: str
-    """DNS-1035 label, unique in its backend."""
+    name: str | None = None
+    """None for a name made from `label`."""
     label: str
     """What runs, for people: `train Net`, or a function's qualified name."""
     kind: str
     """`training` (made by `distribute`) or `call` (made by `launch`)."""
-    snapshot: str
-    """Digest of the snapshot's manifest."""
-    blobs: tuple[str, ...] = ()
-    """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
-    snapshot_bytes: int = 0
-    """Size of all blobs together."""
     topology: Topology
     cuda: bool = False
     threads: int | None = None
@@ -89,7 +59,7 @@ class JobSpec:
     image: str = ""
     """Reference of the container image; empty on local."""
     recipe: Recipe | None = None
-    """What the image is made of, if it is made for this job; `image` is then its digest, once that is known."""
+    """What the image is made of, if it is made for this job."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     store: str = ""
     """Where snapshots, checkpoints and results are stored: empty (the notebook sends and fetches them itself), `pvc://claim/folder`, or a URL that fsspec opens."""
@@ -97,34 +67,72 @@ class JobSpec:
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     policy: Policy = dataclasses.field(default_factory=Policy)
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settled(Request):
+    """The request with what had to be looked up: name, image, namespace, kind, resources and volumes of the pods."""
+
+    name: str
+    """DNS-1035 label, unique in its backend."""
+
     def __post_init__(self) -> None:
         names.check(self.name)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        *,
+        name: str,
+        image: str | None = None,
+        recipe: Recipe | None = None,
+        volumes: tuple[Volume, ...] | None = None,
+        resources: Resources | None = None,
+        store: str | None = None,
+        cluster: ClusterOptions | None = None,
+    ) -> Settled:
+        """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
+
+        An image that is made has a `recipe`; that of the request is only what was asked for.
+        """
+        found = {"image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster}
+        settled = {key: value for key, value in found.items() if value is not None}
+        return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""
         return {**dataclasses.asdict(self), "strategy": strategies.to_json(self.strategy)}
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec(Settled):
+    """Everything that decides what a job is. Equal specs make equal plans."""
+
+    snapshot: str
+    """Digest of the snapshot's manifest."""
+    blobs: tuple[str, ...] = ()
+    """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
+    snapshot_bytes: int = 0
+    """Size of all blobs together."""
+
+    @classmethod
+    def complete(cls, settled: Settled, *, snapshot: str, blobs: tuple[str, ...], snapshot_bytes: int) -> JobSpec:
+        """A settled request with its snapshot; see the fields of this class."""
+        fields = _fields(settled, Settled)
+        return cls(**fields, snapshot=snapshot, blobs=blobs, snapshot_bytes=snapshot_bytes)
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
-        values = dict(data)
-        values["blobs"] = tuple(data["blobs"])
-        values["topology"] = Topology(**data["topology"])
-        values["volumes"] = tuple(Volume(**volume) for volume in data["volumes"])
-        values["resources"] = Resources(**_with_tuples(data["resources"]))
-        values["cluster"] = ClusterOptions(**_with_tuples(data["cluster"]))
-        values["environment"] = tuple((name, value) for name, value in data["environment"])
-        values["strategy"] = strategies.from_json(data["strategy"])
-        values["recipe"] = Recipe.from_json(data["recipe"]) if data.get("recipe") is not None else None
-        values["policy"] = Policy(**data["policy"])
+        """The inverse of `to_json`."""
+        values = with_tuples(data)
+        classes = {"topology": Topology, "resources": Resources, "cluster": ClusterOptions, "policy": Policy}
+        values |= {name: made(**values[name]) for name, made in classes.items()}
+        values["volumes"] = tuple(Volume(**volume) for volume in values["volumes"])
+        values["strategy"] = strategies.from_json(values["strategy"])
+        values["recipe"] = Recipe.from_json(values["recipe"]) if values.get("recipe") is not None else None
         return cls(**values)
 
 
-def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
-    """What `json.loads` gave as lists, as tuples, two levels deep."""
-    return {
-        name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
-        if isinstance(value, list)
-        else value
-        for name, value in data.items()
-    }
+def _fields(stage: Request, kind: type[Request]) -> dict[str, Any]:
+    """Field to value, of the fields that a stage has."""
+    return {field.name: getattr(stage, field.name) for field in dataclasses.fields(kind)}

@@ -445,7 +445,12 @@ def _roles(given: Any) -> str:
             "roles", f"{show(given)} is not a dict", "Write it as {'worker': {'cpu': 2, 'memory': '4Gi'}}"
         )
     empty = dataclasses.asdict(Resources())
-    checked = {role: dataclasses.asdict(resources(value)) for role, value in given.items()}
+    checked = {}
+    for role, value in given.items():
+        try:
+            checked[role] = dataclasses.asdict(resources(value))
+        except ConfigError as error:
+            raise ConfigError(error.argument.replace("resources", f"roles.{role}", 1), *error.args[1:]) from None
     named = {role: {key: value for key, value in one.items() if value != empty[key]} for role, one in checked.items()}
     return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from kale_dist.errors import ConfigError
+from kale_dist.wire import with_tuples
 from kale_dist.wording import show
 
 TAG_PREFIX = "kd-"
@@ -131,9 +132,8 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
-        files = tuple(ImageFile(**file) for file in data["files"])
-        return cls(**{**data, "files": files, "environment": tuple(tuple(pair) for pair in data["environment"])})
+        """The inverse of `to_json`."""
+        return cls(**{**with_tuples(data), "files": tuple(ImageFile(**file) for file in data["files"])})
 
 
 def _text(argument: str, value: Any) -> str:

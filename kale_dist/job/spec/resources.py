@@ -12,6 +12,12 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names, quantities
 from kale_dist.wording import closest, show
 
+DEFAULT_CPU = 1.0
+"""Cores that a rank asks for on a cluster if its call says nothing."""
+
+DEFAULT_MEMORY_GIB = 2.0
+"""Memory that a rank asks for on a cluster if its call says nothing."""
+
 _GPU = "nvidia.com/gpu"
 _MOST_GIB = 32 << 10
 """No machine has more memory: who asks for more meant another unit."""
@@ -24,10 +30,11 @@ class Resources:
     A dict of the same arguments does as well: `{"cpu": 2, "memory": "4Gi", "gpus": 1, "rdma/hca": 1}`.
 
     Args:
-        cpu: Cores requested: a number, or a text such as `"500m"`. None: 1 on a cluster, no request elsewhere.
+        cpu: Cores requested: a number, or a text such as `"500m"`. None: `DEFAULT_CPU` on a cluster, no request elsewhere.
         cpu_limit: Most cores, likewise; None for no limit, unless a quota or a LimitRange of the namespace demands one.
         memory: Memory requested, and its limit, with its unit: `"4Gi"`.
-        memory_gib: The same as a number of GiB. None: 2 GiB on a cluster, no limit elsewhere. Holds /dev/shm, too.
+        memory_gib: The same as a number of GiB. None: `DEFAULT_MEMORY_GIB` on a cluster, no limit elsewhere. Holds
+            /dev/shm, too.
         gpus: None: 1 with `cuda=True`, else 0.
         gpu_resource: What the cluster calls a GPU.
         shm: Size of /dev/shm, by which DataLoader workers pass batches, with its unit: `"1Gi"`.

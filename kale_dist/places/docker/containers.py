@@ -89,10 +89,11 @@ def source_of(spec: JobSpec) -> Source:
     return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
 
 
-def make_order(spec: JobSpec, run: int, torch_flags: Any = ()) -> Order:
+def make_order(spec: JobSpec, run: int, used_restarts: int = 0, torch_flags: Any = ()) -> Order:
     """The order that the agents of a run get."""
     return order_of(
         spec,
+        used_restarts=used_restarts,
         job=object_name(spec.name, run),
         run=run,
         processes_per_agent=spec.topology.processes_per_pod,

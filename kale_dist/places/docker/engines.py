@@ -18,7 +18,8 @@ from kale_dist.errors import BackendError, ConfigError, StoreError, warn
 from kale_dist.image import engine, for_job
 from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
-from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, VolumeKind
+from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
 
@@ -74,16 +75,11 @@ def disconnect() -> None:
 # -- before a job --------------------------------------------------------------------------------------------------------
 
 
-def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
-    """Settle a specification.
+def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+    """Settle the image and have it on the engine, made now if it has a recipe; look whether the job could run.
 
-    Args:
-        spec: As the call gave it.
-        submit: Whether a submission follows. Otherwise an engine that cannot be reached is done without, and no image is
-            pulled.
-
-    Returns:
-        The specification with its image, which is made now if it has a recipe.
+    Arguments as for `Backend.settle`. Without a submission an engine that cannot be reached is done without, and no image is
+    pulled.
 
     Raises:
         ConfigError: There is no image and no way to one, or the engine's machine has less than was asked for.
@@ -91,28 +87,26 @@ def prepare(spec: JobSpec, *, submit: bool) -> JobSpec:
         BackendError: The engine cannot be reached, or the image cannot be pulled.
     """
     configured = config.load()
-    image = spec.image or configured.image
-    if spec.recipe is None and not image and not configured.registry:
+    image = image or configured.image
+    if recipe is None and not image and not configured.registry:
         # Nothing has to be asked for this to be known.
-        for_job.make(None, image="", settings=configured, cuda=spec.cuda, in_engine=True)
-    spec = dataclasses.replace(spec, image=image)
+        for_job.make(None, image="", settings=configured, cuda=request.cuda, in_engine=True)
     try:
         there = connect()
-        _check_volumes(there, spec)
-        _check_size(there, spec)
+        _check_volumes(there, request)
+        _check_size(there, request)
     except BackendError:
         if submit:
             raise
-        return spec
     if submit:
-        image = for_job.make(spec.recipe, image=image, settings=configured, cuda=spec.cuda, in_engine=True)
+        if not isinstance(request, Settled):
+            image = for_job.make(recipe, image=image, settings=configured, cuda=request.cuda, in_engine=True)
         ensure_image(there, image, say=for_job.say)
-        spec = dataclasses.replace(spec, image=image)
-        _warn(there, spec)
-    return spec
+        _warn(there, request)
+    return Settled.of(request, name=name, image=image, recipe=recipe)
 
 
-def _check_volumes(engine: Engine, spec: JobSpec) -> None:
+def _check_volumes(engine: Engine, spec: Request) -> None:
     for volume in spec.volumes:
         if volume.kind is not VolumeKind.FOLDER:
             continue
@@ -129,7 +123,7 @@ def _check_volumes(engine: Engine, spec: JobSpec) -> None:
             )
 
 
-def _check_size(engine: Engine, spec: JobSpec) -> None:
+def _check_size(engine: Engine, spec: Request) -> None:
     """Refuse what one container cannot have on the engine's machine."""
     asked = spec.resources
     ranks = min(spec.topology.processes_per_pod, spec.topology.number_of_processes)
@@ -144,7 +138,7 @@ def _check_size(engine: Engine, spec: JobSpec) -> None:
         raise ConfigError("resources.memory", problem, "Lower it, or processes_per_pod")
 
 
-def _warn(engine: Engine, spec: JobSpec) -> None:
+def _warn(engine: Engine, spec: Request) -> None:
     cores, world = int(engine.info.get("NCPU") or 0), spec.topology.number_of_processes
     if cores and world > cores and not spec.cuda:
         warn(

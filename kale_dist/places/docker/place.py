@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import pathlib
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +28,19 @@ from kale_dist.places.docker.archive import Entry
 from kale_dist.places.docker.containers import Facts
 from kale_dist.places.docker.explain import End, explain
 from kale_dist.places.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
-from kale_dist.wire import FailureCause, InputFiles, Source, StateName, encode_json, payload
+from kale_dist.wire import (
+    BlockReader,
+    FailureCause,
+    InputFiles,
+    JobFiles,
+    LineBlock,
+    Source,
+    StateName,
+    decode_json_lines,
+    encode_event,
+    encode_json,
+    payload,
+)
 from kale_dist.wire.blobs import FolderStore, pack_blobs, unpack_blobs
 from kale_dist.wording import listing
 from kale_dist.worker.rank import process_state
@@ -40,6 +54,7 @@ _CONNECT_S = 1.0
 _CONFLICT = 409
 _ENDED = ("exited", "dead", "removing")
 _WORDS = 20
+_PIECE_BYTES = 1 << 20
 _FRAME = struct.Struct(">BxxxI")
 
 _BRIDGE = """
@@ -64,18 +79,14 @@ class DockerPlace(Place):
     name = "docker"
     noun = "container"
 
+    settle = staticmethod(engines.settle)
+    render = staticmethod(containers.render)
+    object_name = staticmethod(containers.object_name)
+
     def __init__(self) -> None:
         # Containers that have ended do not change: each is inspected once.
         self._ended: dict[str, Part] = {}
         self._bridged: set[str] = set()
-
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle the image and have it on the engine; look whether the job could run."""
-        return engines.prepare(spec, submit=submit)
-
-    def render(self, spec: JobSpec) -> str:
-        """The command lines that would do the same."""
-        return containers.render(spec)
 
     def volumes(self) -> Sequence[str]:
         """Names of the engine's volumes."""
@@ -83,17 +94,15 @@ class DockerPlace(Place):
         with explained("listing volumes"):
             return sorted(volume["Name"] for volume in engine.api.volumes()["Volumes"] or ())
 
-    def object_name(self, spec: JobSpec, run: int) -> str:
-        """Prefix of the names of a run's containers."""
-        return containers.object_name(spec.name, run)
-
     def close(self) -> None:
         """Close the connections to engines."""
         engines.disconnect()
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
         """Create a run's containers with their input in them, and start them. If one cannot be, none is left.
 
         Raises:
@@ -101,7 +110,7 @@ class DockerPlace(Place):
             BackendError: The engine refused.
         """
         engine = engines.connect()
-        order = containers.make_order(spec, run, process_state.read_flags(cuda=spec.cuda))
+        order = containers.make_order(spec, run, used_restarts, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
             InputFiles.RUNTIME: payload.runtime_zip(),
             InputFiles.KEY: key,
@@ -197,15 +206,30 @@ class DockerPlace(Place):
 
     @contextlib.contextmanager
     def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
-        """What the first container printed, or what its engine still has of it."""
+        """What the first container printed, after what the folder of one that has ended has: its whole log and all events."""
         engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
         with explained(f"reading the output of {name}"):
+            is_over = not follow and engine.api.inspect_container(name)["State"]["Status"] in _ENDED
             stream = engine.api.logs(name, stream=True, follow=follow)
             try:
-                yield stream
+                yield itertools.chain(self._kept(handle), stream) if is_over else stream
             finally:
                 with contextlib.suppress(Exception):
                     stream.close()
+
+    def _kept(self, handle: RunHandle) -> Iterator[bytes]:
+        with contextlib.suppress(BackendError), tempfile.TemporaryDirectory(prefix="kale-dist-") as folder:
+            files = JobFiles(folder)
+            for log in (files.older_log, files.log):
+                if self.fetch(handle, log.name, log):
+                    with log.open("rb") as file:
+                        blocks = BlockReader()
+                        while piece := file.read(_PIECE_BYTES):
+                            # Without a block that the end of the container has torn.
+                            yield b"".join(one.encode() for one in blocks.feed(piece) if isinstance(one, LineBlock))
+            if self.fetch(handle, files.events.name, files.events):
+                for number, event in enumerate(decode_json_lines(files.events.read_bytes())):
+                    yield encode_event(number, event)
 
     def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
         """The end of what a container printed."""

@@ -13,7 +13,8 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Place, PlaceEvent, Plan, RunHandle
 from kale_dist.job.reader import FolderBackend
 from kale_dist.job.records import Record, Run
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
+from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
 from kale_dist.places.following import verdict
 from kale_dist.places.following.follower import Follower, handle_of
@@ -41,9 +42,9 @@ class FollowedBackend(FolderBackend):
         """The word that `on=` takes."""
         return self.place.name
 
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Fill in what a specification leaves open, and check whether the job could run."""
-        return self.place.prepare(spec, submit=submit)
+    def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+        """Have the place look up what a request leaves open."""
+        return self.place.settle(request, name=name, image=image, recipe=recipe, submit=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
         """What would be created."""

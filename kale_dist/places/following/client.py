@@ -50,12 +50,9 @@ class HeadClient:
         self._connect = connect
         self._key = key
 
-    def status(self) -> dict[str, Any]:
-        """What the head says of itself: state, verdict, sizes of outcomes and of the checkpoint, blobs it lacks."""
-        answer = json.loads(self._ask("GET", "/status"))
-        if not isinstance(answer, dict):
-            raise BackendError(f"The head answered /status with {answer!r}, which is not a status")
-        return answer
+    def missing(self) -> list[str]:
+        """Digests of the blobs that the head waits for."""
+        return [str(digest) for digest in json.loads(self._ask("GET", "/missing"))]
 
     def ack(self) -> None:
         """Tell the head that all outcomes are here, so that its pod may end."""

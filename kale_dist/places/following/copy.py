@@ -1,8 +1,8 @@
 """The copy of one run here: the head's blocks are appended to the same files, each once, in their order.
 
-A thread brings them (`HeadReader`), over a connection, else from the head's stdout. A connection is first, because stdout is
-only a bounded copy of a fast log. Stdout is read where no connection is allowed or none stands for a while, and at the end
-for what is missing. The end of a stream means nothing: the end is the head's verdict, with the number of its last line.
+A thread brings them (`HeadReader`), over a connection, else from the head's output as its place has it. A connection is first,
+because stdout is only a bounded copy of a fast log. The output is read where no connection is allowed or none stands for a
+while, and at the end for what is missing. The end of a stream means nothing: the end is the head's verdict, with the number of its last line.
 
 Where the next line and the next event belong is read from the files themselves: a follower that was killed leaves at most
 a torn block, which is cut off. Lines that will never come are replaced by one line that says how many are missing and why.
@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import pathlib
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +21,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.job.backend import NoConnectionError, Place, RunHandle
+from kale_dist.job.reader import LogReader
 from kale_dist.places.following.client import HeadClient
 from kale_dist.wire import (
     Block,
@@ -35,6 +34,7 @@ from kale_dist.wire import (
     ProgressBlock,
     StateName,
     Stream,
+    Verdict,
 )
 from kale_dist.wire.blobs import fresh
 
@@ -48,11 +48,8 @@ CONNECT_S = 15.0
 PAUSE_S = 0.5
 """Between two tries to connect."""
 
-_PIECE_BYTES = 1 << 20
 _DROPPED = "the head keeps only the newest part of a long log"
 _ENDED = "the head ended before they could be copied"
-_TAIL_BYTES = 1 << 20
-_FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
 
 
 class GapError(Exception):
@@ -64,7 +61,6 @@ class RunCopy:
 
     Args:
         files: The run's files; their folder has to be there.
-        world_size: Ranks of the job.
         on_lines: Called when the log has grown.
         on_change: Called when the status may be another one.
 
@@ -72,18 +68,14 @@ class RunCopy:
         StoreError: The files cannot be read or written.
     """
 
-    def __init__(
-        self, files: JobFiles, world_size: int, on_lines: Callable[[], None], on_change: Callable[[], None]
-    ) -> None:
-        self.verdict: dict[str, Any] | None = None
-        """The head's final state event. Readers do not see it, or what follows it, before `release`."""
+    def __init__(self, files: JobFiles, on_lines: Callable[[], None], on_change: Callable[[], None]) -> None:
+        self.verdict: Verdict | None = None
+        """The head's. Readers do not see it, or what follows it, before `release`."""
         self.last_attempt = 0
         """The head's newest attempt that was seen."""
         self.has_started = False
         """Whether ranks have started."""
         self._files = files
-        self.world_size = world_size
-        """Ranks of the job."""
         self._on_lines = on_lines
         self._on_change = on_change
         self._held: list[bytes] = []
@@ -94,13 +86,15 @@ class RunCopy:
         with _writable(files):
             self._log = files.log.open("ab", buffering=0)
             self._events = files.events.open("ab", buffering=0)
-            self.next_line = self._recover_log()
+            # Cut off what is torn.
+            whole, self.next_line = LogReader(files).end()
+            self._log.truncate(whole)
             self.next_event = self._recover_events()
 
     @property
     def is_complete(self) -> bool:
         """Whether all that the head had to say is here."""
-        return self.verdict is not None and self.next_line >= (self.verdict.get("next_line") or 0)
+        return self.verdict is not None and self.next_line >= self.verdict.next_line
 
     def take(self, blocks: Iterable[Block], *, missing: str = "", is_last: bool = False) -> None:
         """Append what is new, and write it to the disk.
@@ -208,25 +202,6 @@ class RunCopy:
         body = wire.body_of(Stream.AGENT, [line])
         self._log_lines.append(wire.encode_lines(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
 
-    def _recover_log(self) -> int:
-        """Cut off what is torn; gives the number of the next line."""
-        span, following = _TAIL_BYTES, 0
-        with self._files.log.open("rb") as file:
-            size = file.seek(0, io.SEEK_END)
-            while True:
-                found = wire.lines_after(file, size - span) if size > span else None
-                start = file.seek(0 if found is None else found[0])
-                blocks = BlockReader()
-                for block in blocks.feed(file.read()):
-                    if isinstance(block, LineBlock):
-                        following = block.next or following
-                # Lines of our own have no number: what comes before them has.
-                if following or not start:
-                    break
-                span *= 8
-        self._log.truncate(start + blocks.whole_bytes)
-        return following
-
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
 
     def _take_event(self, block: EventBlock, missing: str) -> None:
@@ -245,8 +220,8 @@ class RunCopy:
         data = b"\n" * (block.number - self.next_event) + wire.encode_json(event)
         self.next_event = block.number + 1
         self._note(event)
-        if self.verdict is None and event.get("event") == EventKind.STATE and event.get("state") in _FINAL:
-            self.verdict = event
+        if self.verdict is None and event.get("event") == EventKind.STATE:
+            self.verdict = Verdict.read(event)
         if self.verdict is not None:
             self._held.append(data)
             return
@@ -284,7 +259,7 @@ class RunCopy:
         if not part.index:
             self._parts[part.attempt, part.rank] = []
         parts = self._parts.get((part.attempt, part.rank), [])
-        if part.index != len(parts) or part.rank >= self.world_size or target.exists():
+        if part.index != len(parts) or target.exists():
             return
         parts.append(part.data)
         if len(parts) == part.count:
@@ -432,27 +407,13 @@ class HeadReader:
             self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
 
     def _read_the_rest(self) -> None:
-        """The head has ended: its folder, where its place still has it, then its stdout, then say what is missing."""
-        with contextlib.suppress(BackendError), tempfile.TemporaryDirectory(prefix="kale-dist-") as folder:
-            self._read_files(pathlib.Path(folder))
-        if not self._copy.is_complete:
-            with contextlib.suppress(BackendError):
-                self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
+        """The head has ended: read what its place still has of its output, then say what is missing."""
+        with contextlib.suppress(BackendError):
+            self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
         verdict = self._copy.verdict
         if verdict is not None:
-            self._copy.skip_lines(verdict.get("next_line") or 0, _ENDED)
+            self._copy.skip_lines(verdict.next_line, _ENDED)
             self._copy.flush()
-
-    def _read_files(self, folder: pathlib.Path) -> None:
-        log, events = folder / "log", folder / "events"
-        if self._place.fetch(self._handle, "log", log):
-            with log.open("rb") as file:
-                blocks = BlockReader()
-                while (piece := file.read(_PIECE_BYTES)) and not self._stopped.is_set():
-                    self._copy.take(blocks.feed(piece), missing=_DROPPED)
-        if self._place.fetch(self._handle, "events", events) and not self._stopped.is_set():
-            found = wire.decode_json_lines(events.read_bytes())
-            self._copy.take((EventBlock(number=at, event=event) for at, event in enumerate(found)), missing=_DROPPED)
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

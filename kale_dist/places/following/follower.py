@@ -28,7 +28,6 @@ from kale_dist.places.following.copy import Clock, HeadReader, RunCopy
 from kale_dist.places.following.results import Results
 from kale_dist.places.following.verdict import (
     RETRIED,
-    RunVerdict,
     closing_events,
     explains_loss,
     judge,
@@ -36,7 +35,7 @@ from kale_dist.places.following.verdict import (
     judge_trouble,
     lost_part,
 )
-from kale_dist.wire import EventKind, FailureCause, StateName
+from kale_dist.wire import EventKind, FailureCause, StateName, Verdict
 
 LOOK_S = 1.0
 """How often a place is looked at that has not said that something changed."""
@@ -72,7 +71,7 @@ def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
     """What a place needs to find a run."""
     return RunHandle(
         ref=JobRef.parse(record.ref),
-        object=run.object or place.object_name(record.spec, run.number),
+        object=run.object or place.object_name(record.spec.name, run.number),
         run=run.number,
         spec=record.spec,
         place=run.place or record.place,
@@ -126,7 +125,7 @@ class Follower:
         self._seen_s: dict[str, float] = {}
         self._looked_at = self._clock.monotonic()
         self._between_looks_s = 0.0
-        self._decided: RunVerdict | None = None
+        self._decided: Verdict | None = None
         self._heard: set[str] = set()
         self._was_suspended = False
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -280,8 +279,7 @@ class Follower:
         self._run = records.runs(self._record.name)[-1]
         self._handle = handle_of(self._place, self._record, self._run)
         self._listen()
-        world_size = self._spec.topology.number_of_processes
-        self._opened = RunCopy(self._run.files, world_size, self._on_lines, self._on_change)
+        self._opened = RunCopy(self._run.files, self._on_lines, self._on_change)
         if not self._run.files.run_facts.exists():
             records.write_run(dataclasses.replace(self._run, object=self._handle.object))
 
@@ -364,7 +362,7 @@ class Follower:
         if copy.verdict is not None:
             if not copy.is_complete and not is_read:
                 return False
-            is_explained = explains_loss(copy.verdict.get("cause") or "", look, self._spec.topology.number_of_pods)
+            is_explained = explains_loss(copy.verdict.cause, look, self._spec.topology.number_of_pods)
             if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
                 return False
             return self._end(judge(copy.verdict, look, self._spec, canceller=records.canceller(self._files)))
@@ -380,12 +378,12 @@ class Follower:
                 self._place.kill(self._handle, 0.0, self._decided.reason)
         return False
 
-    def _hopeless(self, look: Look) -> RunVerdict | None:
+    def _hopeless(self, look: Look) -> Verdict | None:
         """How a run ends that its head will never end."""
         error = self._input_error
         if error is not None and not getattr(error, "retryable", False):
             reason = f"The snapshot could not be sent to the job: {error}"
-            return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
+            return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
         if error is not None:
             self._input = self._input_error = None
         if self._lasts("gone", HEAD_S, seen=look.gone):
@@ -402,7 +400,7 @@ class Follower:
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
-            return RunVerdict(state=StateName.FAILED, cause=FailureCause.TIMEOUT, reason=reason)
+            return Verdict(StateName.FAILED, FailureCause.TIMEOUT, reason)
         if self._lasts("trouble", GIVE_UP_S, seen=trouble is not None and not trouble.heals) and trouble is not None:
             return judge_trouble(trouble)
         is_stuck = trouble is not None and trouble.needs_action and limit_s == PENDING_TIMEOUT_S
@@ -425,9 +423,9 @@ class Follower:
         self._seen_s[name] = self._seen_s.get(name, -self._between_looks_s) + self._between_looks_s
         return self._seen_s[name] >= seconds
 
-    def _end(self, verdict: RunVerdict) -> bool:
+    def _end(self, verdict: Verdict) -> bool:
         """End the job, or have its next run."""
-        if self._run.is_suspended and (verdict.is_suspended or verdict.is_lost):
+        if self._run.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart):
             # The next run begins with the next head in the same object, however long that takes.
             return False
         if self._reader is not None:
@@ -435,20 +433,19 @@ class Follower:
         if verdict.state is StateName.FAILED:
             self._results().keep_last_words(self._copy, self._heard)
         copy = self._copy
-        may_go_on = verdict.is_lost and self._key is not None and not records.canceller(self._files)
+        may_go_on = verdict.may_restart and self._key is not None and not records.canceller(self._files)
         if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
             self._plan_run(verdict.reason)
             return False
-        has_checkpoint = self._status.status().checkpoint_epoch is not None
-        if not self._results().fetch_all(verdict, copy, has_checkpoint=has_checkpoint):
+        if not self._results().fetch_all(verdict, copy, self._status.status()):
             return False
         left = self._end_pods(verdict)
         if left is None:
             return False
-        if copy.verdict is not None and copy.verdict.get("reason") == verdict.reason:
+        if copy.verdict is not None and copy.verdict.reason == verdict.reason:
             copy.release(note=left)
         else:
-            if copy.verdict is None or verdict.reason not in str(copy.verdict.get("reason")):
+            if copy.verdict is None or verdict.reason not in copy.verdict.reason:
                 copy.say(verdict.reason)
             events = closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time())
             copy.release(events, note=left)
@@ -458,7 +455,7 @@ class Follower:
                 client.ack()
         return True
 
-    def _end_pods(self, verdict: RunVerdict) -> str | None:
+    def _end_pods(self, verdict: Verdict) -> str | None:
         """See that no pod of an ended job starts any more, and that none runs on; a head that has ended the job leaves by itself.
 
         Returns:
@@ -510,7 +507,7 @@ class Follower:
         fresh = Run(
             number=run.number + 1,
             files=self._files.run(run.number + 1),
-            object=self._handle.object if uid else self._place.object_name(self._spec, run.number + 1),
+            object=self._handle.object if uid else self._place.object_name(self._spec.name, run.number + 1),
             uid=uid,
             first_attempt=run.first_attempt + copy.last_attempt + 1,
             began=self._clock.time(),
@@ -540,25 +537,21 @@ class Follower:
         runs = records.runs(self._record.name)
         if who := records.canceller(self._files):
             reason = f"The job was cancelled by {who}"
-            return self._end(RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason))
+            return self._end(Verdict(StateName.CANCELLED, FailureCause.USER, reason))
         if self._key is None:
             return True
         checkpoints = [run.files.checkpoint for run in runs if run.files.checkpoint.exists()]
-        policy = self._spec.policy
-        used = self._run.first_attempt - sum(run.is_free for run in runs)
-        spec = dataclasses.replace(
-            self._spec, policy=dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used))
-        )
         self._show(f"Run {self._run.number} is being started")
         try:
             # What the run before it holds (GPUs, quota) is what this one needs.
             self._place.remove(handle_of(self._place, self._record, runs[-2]))
             try:
                 self._handle = self._place.start(
-                    spec,
+                    self._spec,
                     self._key,
                     run=self._run.number,
                     checkpoint=checkpoints[-1] if checkpoints else None,
+                    used_restarts=self._run.first_attempt - sum(run.is_free for run in runs),
                 )
             except JobExistsError:
                 # The follower of another machine was first, or this one before it was killed: it is the same run.
@@ -570,7 +563,7 @@ class Follower:
             if error.retryable:
                 return False
             reason = f"Run {self._run.number} of the job could not be started: {error}"
-            return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason))
+            return self._end(Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason))
         finally:
             self._show("")
         place = () if self._handle.place == self._record.place else self._handle.place
@@ -590,4 +583,4 @@ class Follower:
             self._plan_run(why, uid=head.uid, is_free=is_free)
             return False
         reason = "The first pod of the job was lost and made again, and max_restarts allows no further run"
-        return self._end(RunVerdict(state=StateName.FAILED, cause=FailureCause.LOST, reason=reason))
+        return self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason))

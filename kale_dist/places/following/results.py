@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.job.backend import Look, Place, RunHandle
+from kale_dist.job.status import JobStatus
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import RunCopy
-from kale_dist.places.following.verdict import RunVerdict
-from kale_dist.wire import JobFiles, StateName
+from kale_dist.wire import JobFiles, StateName, Verdict
 
 MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
 """Pods that ended badly whose last lines are kept, and how many lines: the first ones that failed say why."""
@@ -75,13 +75,13 @@ class Results:
                     self._on_progress("")
         return self._place.fetch(self._handle, name, target)
 
-    def fetch_all(self, verdict: RunVerdict, copy: RunCopy, *, has_checkpoint: bool) -> bool:
+    def fetch_all(self, verdict: Verdict, copy: RunCopy, status: JobStatus) -> bool:
         """Bring what the end of the job needs.
 
         Args:
             verdict: How the run ended.
             copy: Its copy, which says what is missing.
-            has_checkpoint: Whether the ranks wrote one; it is of use where there is no result.
+            status: Of the job: which ranks its newest attempt has, and whether they wrote a checkpoint.
 
         Returns:
             Whether all is here that will ever be.
@@ -90,13 +90,13 @@ class Results:
             return True
         is_success, attempt = verdict.state is StateName.SUCCEEDED, copy.last_attempt
         # Parameter servers, and the workers that serve them, are ended when the chief returns, and return nothing.
-        returning = 1 if self._handle.spec.cluster.servers else copy.world_size
-        lost = (copy.verdict or {}).get("lost") or ()
-        ranks = [rank for rank in range(returning) if rank not in lost] if is_success else []
+        returning = status.replicas[:1] if self._handle.spec.cluster.servers else status.replicas
+        ranks = [replica.rank for replica in returning if replica.rank not in verdict.lost] if is_success else []
         names = [self._files.outcome(attempt, rank).name for rank in ranks]
-        if verdict.failed_rank is not None and copy.verdict is not None:
-            names.append(self._files.outcome(attempt, verdict.failed_rank).name)
-        if has_checkpoint and not is_success:
+        if verdict.rank is not None and copy.verdict is not None:
+            names.append(self._files.outcome(attempt, verdict.rank).name)
+        # A checkpoint is of use where there is no result.
+        if status.checkpoint_epoch is not None and not is_success:
             names.append(self._files.checkpoint.name)
         missing = [name for name in names if not self._is_here(name)]
         if missing and is_success and self._head_runs:

@@ -8,7 +8,6 @@ ends badly, while its head still runs.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from kale_dist.job.backend import Look, Part, Trouble
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
 """Losses after which another run may do better. Not `out of memory`: it would only happen again."""
@@ -27,72 +26,63 @@ _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, Failur
 _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunVerdict:
-    """How a run ended."""
-
-    state: StateName
-    reason: str
-    cause: FailureCause | None = None
-    failed_rank: int | None = None
-    is_lost: bool = False
-    """Whether pods were lost through no fault of the job, so that another run may do better."""
-    is_suspended: bool = False
-    """Whether the run was suspended: the next one costs nothing."""
-
-
-def judge(said: dict[str, Any] | None, look: Look, spec: JobSpec, *, canceller: str = "") -> RunVerdict:
-    """Decide how a finished run ended.
+def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "") -> Verdict:
+    """Decide how a run ended.
 
     Args:
-        said: The head's final state event; None if there is none and none will come.
+        said: The head's verdict, from its events; None if there is none and none will come.
         look: What its place sees.
         spec: What was submitted.
         canceller: The user who cancelled the job here; empty if none did.
+
+    Returns:
+        The verdict. Its cause is `SUSPENDED` where the run was suspended; another run of it costs nothing.
     """
     head, wish = look.head, f"The job was cancelled by {canceller}" if canceller else ""
     if not wish and look.trouble is not None and look.trouble.cause is FailureCause.USER:
         # Cancelled or deleted from elsewhere.
         wish = str(look.trouble)
     if said is not None:
-        verdict = _from_head(said, look, spec)
+        verdict = _explained(said, look, spec)
     elif wish:
-        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=wish)
+        return Verdict(StateName.CANCELLED, FailureCause.USER, wish)
     elif look.suspended:
-        verdict = RunVerdict(state=StateName.PENDING, reason=look.suspended, is_suspended=True)
+        return Verdict(StateName.PENDING, FailureCause.SUSPENDED, look.suspended)
     elif look.gone:
-        reason = str(look.trouble) if look.trouble else "The job was deleted while it ran, and its last lines are lost"
-        return RunVerdict(state=StateName.CANCELLED, cause=FailureCause.USER, reason=reason)
+        reason = str(look.trouble or "The job was deleted while it ran, and its last lines are lost")
+        return Verdict(StateName.CANCELLED, FailureCause.USER, reason)
     elif head is not None and head.state == "ended":
-        verdict = _from_message(head, look, spec) or judge_part(head, look, spec)
+        told = Verdict.parse(head.message)
+        verdict = judge_part(head, look, spec) if told is None else _explained(told, look, spec)
     elif head is None and look.finished == "succeeded":
         # Its pods are gone; the results may lie in its store.
-        verdict = RunVerdict(state=StateName.SUCCEEDED, reason="")
+        return Verdict(StateName.SUCCEEDED)
     elif head is None and look.finished == "":
-        verdict = RunVerdict(
-            state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True,
-            reason="The first pod of the job was deleted, and its last lines are lost",
-        )  # fmt: skip
+        reason = "The first pod of the job was deleted, and its last lines are lost"
+        return Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=True)
     else:
-        reason = (
-            str(look.trouble)
-            if look.trouble
-            else f"The job {look.finished or 'ended'} without a message from its ranks"
-        )
-        verdict = RunVerdict(state=StateName.FAILED, cause=FailureCause.DIED, reason=reason)
+        reason = str(look.trouble or f"The job {look.finished or 'ended'} without a message from its ranks")
+        return Verdict(StateName.FAILED, FailureCause.DIED, reason)
     if wish and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
         # The head only knows that it got SIGTERM.
-        return dataclasses.replace(
-            verdict, state=StateName.CANCELLED, cause=FailureCause.USER, is_lost=False, is_suspended=False,
-            reason=wish,
-        )  # fmt: skip
+        return Verdict(StateName.CANCELLED, FailureCause.USER, wish)
     return verdict
 
 
-def judge_trouble(trouble: Trouble) -> RunVerdict:
+def judge_part(part: Part, look: Look, spec: JobSpec) -> Verdict:
+    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
+    reason, trouble = _loss(part, look), part.trouble or look.trouble
+    cause = trouble.cause if trouble is not None else None
+    if part.lost in RETRIED:
+        return Verdict(StateName.FAILED, cause or FailureCause.LOST, reason, may_restart=True)
+    if part.exit_code == EXIT_CODE:
+        return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
+    return Verdict(StateName.FAILED, cause or FailureCause.DIED, reason, rank=_first_rank(part, spec))
+
+
+def judge_trouble(trouble: Trouble) -> Verdict:
     """Decide how a run ends when it can never start."""
-    cause = trouble.cause or FailureCause.NOT_STARTED
-    return RunVerdict(state=StateName.FAILED, cause=cause, reason=str(trouble))
+    return Verdict(StateName.FAILED, trouble.cause or FailureCause.NOT_STARTED, str(trouble))
 
 
 def lost_part(look: Look) -> Part | None:
@@ -105,7 +95,7 @@ def lost_part(look: Look) -> Part | None:
     return min(ended, key=order, default=None)
 
 
-def explains_loss(cause: str, look: Look, pods: int) -> bool:
+def explains_loss(cause: FailureCause | None, look: Look, pods: int) -> bool:
     """Whether a place says by now what became of the pods that a head has lost.
 
     Args:
@@ -114,9 +104,9 @@ def explains_loss(cause: str, look: Look, pods: int) -> bool:
         pods: How many pods the run has.
     """
     head = look.head
-    if cause == FailureCause.LOST:
+    if cause is FailureCause.LOST:
         return lost_part(look) is not None or len(look.parts) < pods
-    if cause == FailureCause.SUSPENDED:
+    if cause is FailureCause.SUSPENDED:
         return bool(look.suspended or look.gone or look.finished == "cancelled" or head is None or head.lost)
     return True
 
@@ -138,9 +128,9 @@ def overlay(
         return status
     parts = {part.number: part for part in look.parts}
     per = spec.topology.processes_per_pod
-    status = dataclasses.replace(
-        status, replicas=tuple(_replica(replica, parts.get(replica.rank // per)) for replica in status.replicas)
-    )
+    numbers = (one.rank // per if one.agent is None else one.agent for one in status.replicas)
+    replicas = tuple(_replica(one, parts.get(number)) for one, number in zip(status.replicas, numbers, strict=True))
+    status = dataclasses.replace(status, replicas=replicas)
     running = sum(part.state == "running" for part in look.parts)
     state, reason = status.state, status.reason
     if look.suspended:
@@ -165,7 +155,7 @@ def overlay(
     return dataclasses.replace(status, state=state, reason=reason, queue_position=look.queue_position)
 
 
-def closing_events(verdict: RunVerdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
+def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
     """The events by which a run ends whose head could not say so itself.
 
     Args:
@@ -181,69 +171,38 @@ def closing_events(verdict: RunVerdict, status: JobStatus, attempt: int, now: fl
             "signal": replica.signal, "state": RankStateName.FAILED if failed else RankStateName.STOPPED,
         }
         for replica in status.replicas
-        if (failed := replica.rank == verdict.failed_rank) or replica.state not in _ENDED
+        if (failed := replica.rank == verdict.rank) or replica.state not in _ENDED
     ]  # fmt: skip
-    state = {
-        **common, "event": EventKind.STATE, "rank": None, "state": verdict.state, "reason": verdict.reason,
-        "cause": verdict.cause or "", "failed_rank": verdict.failed_rank,
-    }  # fmt: skip
-    return [*ranks, state]
+    return [*ranks, {**common, "event": EventKind.STATE, "rank": None, **verdict.fields()}]
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _from_head(said: dict[str, Any], look: Look, spec: JobSpec) -> RunVerdict:
-    failed_rank = said.get("failed_rank")
-    verdict = RunVerdict(
-        state=StateName(said["state"]), reason=str(said.get("reason") or ""), cause=_cause(said.get("cause")),
-        failed_rank=failed_rank if isinstance(failed_rank, int) else None,
-    )  # fmt: skip
+def _explained(verdict: Verdict, look: Look, spec: JobSpec) -> Verdict:
+    """A head's verdict, with what became of a pod or of the whole run where the head cannot know it."""
     head, part = look.head, lost_part(look)
     if verdict.cause is FailureCause.SUSPENDED:
         if look.suspended:
-            return dataclasses.replace(verdict, is_suspended=True, reason=look.suspended)
-        why = "Its first pod received SIGTERM"
+            return dataclasses.replace(verdict, reason=look.suspended)
+        reason = "Its first pod received SIGTERM"
         if (head is not None and head.lost) or look.trouble is not None:
-            why = _loss(head, look) if head is not None else str(look.trouble)
-        return dataclasses.replace(verdict, state=StateName.FAILED, cause=FailureCause.LOST, is_lost=True, reason=why)
+            reason = _loss(head, look) if head is not None else str(look.trouble)
+        return Verdict(StateName.FAILED, FailureCause.LOST, reason, rank=verdict.rank, may_restart=True)
+    is_lost = verdict.cause is FailureCause.LOST
     if verdict.state is StateName.FAILED and verdict.cause in _UNSURE and part is not None and part.lost:
         if part.lost == "out of memory":
             reason = f"{_loss(part, look).rstrip('.')}. {verdict.reason}".strip()
-            rank = _first_rank(part, spec) if verdict.failed_rank is None else verdict.failed_rank
-            return dataclasses.replace(verdict, reason=reason, failed_rank=rank)
-        if verdict.cause is FailureCause.LOST:
-            return dataclasses.replace(verdict, is_lost=True, reason=_loss(part, look))
-    if verdict.cause is FailureCause.LOST:
-        # The head only knows that a connection ended.
-        return dataclasses.replace(verdict, is_lost=True, reason=str(look.trouble or verdict.reason))
-    return verdict
-
-
-def _from_message(head: Part, look: Look, spec: JobSpec) -> RunVerdict | None:
-    """What the head's termination message says; None where it says nothing that can be read."""
-    try:
-        told = json.loads(head.message)
-        state = StateName(told["state"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    if state not in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED):
-        return None
-    said = {"state": state, "reason": told.get("message"), "cause": told.get("cause"), "failed_rank": told.get("rank")}
-    return _from_head(said, look, spec)
-
-
-def judge_part(part: Part, look: Look, spec: JobSpec) -> RunVerdict:
-    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
-    reason = _loss(part, look)
-    trouble = part.trouble or look.trouble
-    cause = trouble.cause if trouble is not None else None
-    if part.lost in RETRIED:
-        return RunVerdict(state=StateName.FAILED, cause=cause or FailureCause.LOST, reason=reason, is_lost=True)
-    if part.exit_code == EXIT_CODE:
-        return RunVerdict(state=StateName.FAILED, cause=FailureCause.NOT_STARTED, reason=reason)
-    rank = _first_rank(part, spec)
-    return RunVerdict(state=StateName.FAILED, cause=cause or FailureCause.DIED, reason=reason, failed_rank=rank)
+            rank = _first_rank(part, spec) if verdict.rank is None else verdict.rank
+            return dataclasses.replace(verdict, reason=reason, rank=rank)
+        if is_lost:
+            return dataclasses.replace(verdict, may_restart=True, reason=_loss(part, look))
+    # The head only knows that a connection ended.
+    return (
+        dataclasses.replace(verdict, may_restart=True, reason=str(look.trouble or verdict.reason))
+        if is_lost
+        else verdict
+    )
 
 
 def _loss(part: Part, look: Look) -> str:
@@ -271,10 +230,3 @@ def _replica(replica: ReplicaStatus, part: Part | None) -> ReplicaStatus:
     if part.state == "ended" and part.exit_code:
         return dataclasses.replace(replica, state=RankStateName.FAILED, exit_code=part.exit_code)
     return replica
-
-
-def _cause(word: Any) -> FailureCause | None:
-    try:
-        return FailureCause(word)
-    except ValueError:
-        return None

@@ -21,7 +21,7 @@ from kubernetes import client
 from kale_dist.errors import BackendError
 from kale_dist.job.backend import Trouble
 from kale_dist.job.spec import quantities
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places import manifests
 from kale_dist.places.kubernetes import objects, queue, roles
 from kale_dist.places.kubernetes.client import Cluster
@@ -125,7 +125,7 @@ def look_at_namespace(cluster: Cluster, kind: Kind) -> Namespace:
     )
 
 
-def check(cluster: Cluster, spec: JobSpec, namespace: Namespace) -> tuple[Finding, ...]:
+def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Finding, ...]:
     """Look whether a job could run.
 
     Args:
@@ -232,7 +232,7 @@ def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Ite
 # -- dry runs ------------------------------------------------------------------------------------------------------------
 
 
-def _dry_runs(cluster: Cluster, spec: JobSpec, kind: Kind, job: dict[str, Any]) -> list[Finding]:
+def _dry_runs(cluster: Cluster, spec: Settled, kind: Kind, job: dict[str, Any]) -> list[Finding]:
     """The object and its Secret, as they would be created."""
     namespace, settings = cluster.namespace, RunSettings()
     secret: Any = manifests.input_secret(spec, settings, {}, {InputFiles.KEY: b"0" * 32})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kale_dist import config
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.job_spec import Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.kubernetes import checks, client, objects, roles, self_pod
 from kale_dist.places.kubernetes.checks import Finding, Namespace
@@ -86,13 +86,12 @@ def _image(configured: Config, cluster: Cluster) -> Said:
     return ("image", OK, f"That of this notebook: {own.image}", "")
 
 
-def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: Kind) -> JobSpec:
+def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: Kind) -> Settled:
     """The smallest job with a worker, with the resources that jobs have by default."""
-    return JobSpec(
+    return Settled(
         name="kale-dist-doctor",
         label="doctor",
         kind="call",
-        snapshot="",
         topology=Topology(number_of_processes=2),
         image=configured.image or "none",
         cluster=ClusterOptions(

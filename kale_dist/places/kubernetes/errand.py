@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import BackendError, ImageError
-from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
+from kale_dist.job.spec.job_spec import Settled, Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.places.following.client import HttpSocket, writing
 from kale_dist.places.kubernetes import objects, port_forward
@@ -41,7 +42,7 @@ _POLL_S = 0.2
 _OK, _NOT_FOUND = 200, 404
 
 
-def ask(cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]) -> bytes:
+def ask(cluster: Cluster, spec: Settled, image: str, command: Sequence[str], environment: Mapping[str, str]) -> bytes:
     """Run a command in an image, as a job of this specification would be run.
 
     Args:
@@ -58,7 +59,7 @@ def ask(cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], env
         ImageError: It could not be run within a minute; the message says why.
     """
     try:
-        with _running(cluster, dataclasses.replace(spec, store=""), image, command, environment) as started:
+        with _running(cluster, spec, image, command, environment) as started:
             job, pod = started
             while not pod.has_ended:
                 time.sleep(_POLL_S)
@@ -77,7 +78,7 @@ def ask(cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], env
         ) from error
 
 
-def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target: pathlib.Path) -> bool:
+def read_store(cluster: Cluster, spec: Settled, object_: str, name: str, target: pathlib.Path) -> bool:
     """Copy a file from the claim that is a job's store, through a pod that mounts it.
 
     Args:
@@ -101,7 +102,7 @@ def read_store(cluster: Cluster, spec: JobSpec, object_: str, name: str, target:
         *("--protocol", "HTTP/1.1"),
     )
     try:
-        with _running(cluster, spec, spec.image, command, {}) as (_, pod):
+        with _running(cluster, spec, spec.image, command, {}, store=spec.store) as (_, pod):
             return _download(cluster, spec.cluster.namespace, pod, name, target)
     except (OSError, http.client.HTTPException, BackendError) as error:
         raise BackendError(
@@ -143,10 +144,10 @@ def _download(cluster: Cluster, namespace: str, pod: PodView, name: str, target:
 
 @contextlib.contextmanager
 def _running(
-    cluster: Cluster, spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]
+    cluster: Cluster, spec: Settled, image: str, command: Sequence[str], environment: Mapping[str, str], store: str = ""
 ) -> Iterator[tuple[str, PodView]]:
     """Run an errand; gives the name of its object, which is deleted at the end, and its pod, which has started."""
-    kind, job = kind_of(spec), make(spec, image, command, environment)
+    kind, job = kind_of(spec), make(spec.cluster, image, command, environment, store)
     namespace, name = spec.cluster.namespace, job["metadata"]["name"]
     objects.create(cluster, kind, job)
     try:
@@ -156,10 +157,12 @@ def _running(
             objects.delete(cluster, kind, namespace, name)
 
 
-def make(spec: JobSpec, image: str, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+def make(
+    cluster: ClusterOptions, image: str, command: Sequence[str], environment: Mapping[str, str], store: str = ""
+) -> dict[str, Any]:
     """The object of an errand."""
     options = dataclasses.replace(
-        spec.cluster,
+        cluster,
         patch="",
         roles="",
         queue="",
@@ -168,10 +171,10 @@ def make(spec: JobSpec, image: str, command: Sequence[str], environment: Mapping
         secret_environment=(),
         ttl_s=ERRAND_S,
     )
-    small = dataclasses.replace(
-        spec, name=f"kale-dist-{secrets.token_hex(4)}", image=image, topology=Topology(number_of_processes=1), cuda=False,
-        volumes=(), environment=tuple(environment.items()), resources=Resources(cpu=0.1, memory_gib=0.5),
-        policy=Policy(), cluster=options,
+    small = Settled(
+        name=f"kale-dist-{secrets.token_hex(4)}", label="errand", kind="call", image=image, store=store, cluster=options,
+        topology=Topology(number_of_processes=1), environment=tuple(environment.items()),
+        resources=Resources(cpu=0.1, memory_gib=0.5),
     )  # fmt: skip
     return kind_of(small).make(small, RunSettings(command=tuple(command)))
 

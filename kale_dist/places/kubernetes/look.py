@@ -142,10 +142,10 @@ def _ended(pods: _Seen, view: JobView, kind: Kind, state: ObjectState) -> Troubl
 def _order_of_failures(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
     """A pod that the cluster killed comes before those that ended because of it, then the one that ended first."""
     pod, found = item
-    said = explain.verdict_of(pod) or {}
-    knows = said.get("state") == StateName.FAILED and said.get("cause") == FailureCause.ERROR
+    said = explain.verdict_of(pod)
+    knows = said is not None and said.cause is FailureCause.ERROR
     rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(found.name, 0)
-    return rank, not said, pod.main.ended or pod.created
+    return rank, said is None, pod.main.ended or pod.created
 
 
 # -- what it waits for -------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _status(
     if state is not StateName.RUNNING and (person or failure):
         state = StateName.CANCELLED if person else StateName.FAILED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
-    is_final = state in (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+    is_final = state.is_final
     reason = failure or said.message if state is StateName.FAILED else ""
     if position is not None:
         reason = position.problem or f"Queued {position}"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job.backend import RunHandle
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places import manifests
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
@@ -73,24 +72,23 @@ def choose(cluster: Cluster, word: str) -> Kind:
     raise ConfigError("kind", problem, remedy)
 
 
-def with_runtime_field(cluster: Cluster, spec: JobSpec) -> JobSpec:
-    """A TrainJob's specification with the field by which this cluster's version of Trainer changes a runtime's pods.
+def runtime_field(cluster: Cluster, spec: Settled) -> str:
+    """The field by which this cluster's version of Trainer changes a runtime's pods; empty for what is no TrainJob.
 
-    A dry run tells: an API server drops fields that it does not know. Where even that is refused, nothing is settled, and
-    the checks that follow say why.
+    A dry run tells: an API server drops fields that it does not know. Where even that is refused, it is empty, too, and the
+    checks that follow say why.
     """
-    if not isinstance(kind_of(spec), TrainJob) or spec.cluster.runtime_field:
-        return spec
     kind = kind_of(spec)
+    if not isinstance(kind, TrainJob):
+        return ""
     taken: Any = {}
     with contextlib.suppress(Exception):
         taken = cluster.custom.create_namespaced_custom_object(
             *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec), dry_run="All"
         )  # fmt: skip
     if not taken:
-        return spec
-    field = "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
-    return dataclasses.replace(spec, cluster=dataclasses.replace(spec.cluster, runtime_field=field))
+        return ""
+    return "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
 
 
 def runtimes(cluster: Cluster) -> tuple[str, ...]:
@@ -146,7 +144,7 @@ def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
     return found  # noqa: RET504 - of one that does not exist it is None
 
 
-def end(cluster: Cluster, spec: JobSpec, name: str, mark: Mapping[str, str], *, head_leaves: bool) -> None:
+def end(cluster: Cluster, spec: Settled, name: str, mark: Mapping[str, str], *, head_leaves: bool) -> None:
     """Annotate a job with why it ends, which is seen from everywhere, and have its controller end its pods; see `Kind.end`.
 
     Raises:

@@ -58,24 +58,18 @@ class KubernetesPlace:
     name = "kubernetes"
     noun = "pod"
 
-    # -- before and at the submission ---------------------------------------------------------------------------------
+    settle = staticmethod(submission.settle)
+    render = staticmethod(submission.render)
+    object_name = staticmethod(manifests.object_name)
 
-    def prepare(self, spec: JobSpec, *, submit: bool) -> JobSpec:
-        """Settle image, namespace, form of the job and its user; look whether the job could run."""
-        return submission.prepare(spec, submits=submit)
-
-    def render(self, spec: JobSpec) -> str:
-        """The objects of the first run, as YAML."""
-        return submission.render(spec)
-
-    def object_name(self, spec: JobSpec, run: int) -> str:
-        """Name of the object of a run."""
-        return manifests.object_name(spec.name, run)
-
-    def start(self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None) -> RunHandle:
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
         """Create the object of a run, then its Secret."""
         cluster = client.connect(spec.cluster.namespace, spec.cluster.context, secret=spec.cluster.cluster_secret)
-        made, source = submission.create(cluster, spec, key, run=run, checkpoint=checkpoint)
+        made, source = submission.create(
+            cluster, spec, key, run=run, checkpoint=checkpoint, used_restarts=used_restarts
+        )
         return self._handle(cluster, spec, made, source, run)
 
     def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
@@ -90,7 +84,7 @@ class KubernetesPlace:
         def show(done: int, total: int) -> None:
             on_progress(f"Sending the snapshot: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
-        missing = [digest for digest in head.status()["missing"] if store.exists(digest)]
+        missing = [digest for digest in head.missing() if store.exists(digest)]
         if missing:
             head.upload(store, missing, show)
 

@@ -11,7 +11,7 @@ import re
 import socket
 from typing import Any
 
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.volumes import Volume, VolumeKind, hidden_by
 from kale_dist.places.kubernetes.client import Cluster, own_namespace
@@ -97,15 +97,15 @@ def find(cluster: Cluster) -> SelfPod | None:
 # -- what jobs take over of it ------------------------------------------------------------------------------------------
 
 
-def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Volume, ...]:
+def own_volumes(volumes: tuple[Volume, ...], own: SelfPod | None, namespace: str) -> tuple[Volume, ...]:
     """The notebook's ReadWriteMany claims, which pods of all nodes can mount: a path then means the same in both.
 
     Args:
-        spec: The job, whose own volumes go first.
+        volumes: The call's, which go first.
         own: This process's pod; None outside of the cluster.
         namespace: Where the job runs: a claim is its namespace's.
     """
-    taken = {volume.mount_path for volume in spec.volumes}
+    taken = {volume.mount_path for volume in volumes}
     return tuple(
         Volume(
             mount_path=claim.path, source=claim.claim, kind=VolumeKind.CLAIM, sub_path=claim.sub_path, read_only=claim.read_only
@@ -115,28 +115,27 @@ def own_volumes(spec: JobSpec, own: SelfPod | None, namespace: str) -> tuple[Vol
     )  # fmt: skip
 
 
-def beside_notebook(spec: JobSpec, own: SelfPod | None) -> JobSpec:
-    """Hold the pods to the notebook's node if the call names a ReadWriteOnce claim of its pod.
+def affinity_of(options: ClusterOptions, volumes: tuple[Volume, ...], own: SelfPod | None) -> str:
+    """The job's affinity: held to the notebook's node if the call names a ReadWriteOnce claim of its pod.
 
-    Only that node can mount it. A call that chooses nodes itself is left as it is.
+    Only that node can mount it. A call that chooses nodes itself keeps its own affinity.
 
     Args:
-        spec: The job, settled in all else.
+        options: The job's, settled in all else.
+        volumes: The job's.
         own: This process's pod; None outside of the cluster.
     """
-    options = spec.cluster
-    named = {volume.source for volume in spec.volumes if volume.kind is VolumeKind.CLAIM}
+    named = {volume.source for volume in volumes if volume.kind is VolumeKind.CLAIM}
     if own is None or not own.node or _chooses_nodes(options):
-        return spec
+        return options.affinity
     if not any(claim.is_of_one_node and claim.claim in named for claim in _own_claims(own, options.namespace)):
-        return spec
+        return options.affinity
     field = {"key": "metadata.name", "operator": "In", "values": [own.node]}
     terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
-    affinity = json.dumps({"nodeAffinity": {NODE_REQUIRED: terms}})
-    return dataclasses.replace(spec, cluster=dataclasses.replace(options, affinity=affinity))
+    return json.dumps({"nodeAffinity": {NODE_REQUIRED: terms}})
 
 
-def about_claims(spec: JobSpec, settled: JobSpec, own: SelfPod | None) -> list[str]:
+def about_claims(spec: Request, settled: Settled, own: SelfPod | None) -> list[str]:
     """What the log says of the claims of the notebook's pod: which the pods mount, and which they do not.
 
     Args:
@@ -189,7 +188,7 @@ def own_store(own: SelfPod | None) -> str:
     return f"{CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist"
 
 
-def claim_here(spec: JobSpec, own: SelfPod | None) -> pathlib.Path | None:
+def claim_here(spec: Settled, own: SelfPod | None) -> pathlib.Path | None:
     """The store's folder as this process sees it, if the claim is mounted in its own pod.
 
     Args:

@@ -19,7 +19,10 @@ from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError, say, warn
 from kale_dist.image import for_job
 from kale_dist.job import records
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.job.spec.recipe import Recipe
+from kale_dist.job.spec.resources import DEFAULT_CPU
 from kale_dist.places import manifests, orders
 from kale_dist.places.kubernetes import checks, client, errand, objects, self_pod
 from kale_dist.places.kubernetes.client import Cluster
@@ -40,67 +43,63 @@ _NOT_MADE_YET = "made-first"
 """Stands for the image in dry runs: an API server wants one."""
 
 
-def prepare(spec: JobSpec, *, submits: bool) -> JobSpec:
-    """Settle a specification.
+def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
+    """Settle namespace, image, kind and form of a job, its volumes, user and store; look whether it could run.
 
-    Args:
-        spec: As the call gave it.
-        submits: Whether a submission follows. Otherwise it is also settled where no cluster can be reached.
-
-    Returns:
-        The specification with namespace, image, kind and form of the job, user and store.
+    Arguments as for `Backend.settle`. Without a submission a request is also settled where no cluster can be reached, and no
+    image is made.
 
     Raises:
         ConfigError: There is no image, or the cluster does not serve the kind.
         BackendError: The job could not run; the message says why.
     """
-    configured = config.load()
-    cluster = _reach(spec, configured, required=submits)
+    configured, asked = config.load(), request.cluster
+    cluster = _reach(asked, configured, required=submit)
     own = self_pod.find(cluster) if cluster is not None else None
-    options = spec.cluster
-    kind = objects.choose(cluster, options.kind) if cluster is not None else None
-    namespace = cluster.namespace if cluster is not None else options.namespace or configured.namespace or "default"
-    settled = dataclasses.replace(
-        spec,
-        image=_image(spec, configured, own),
-        volumes=(*spec.volumes, *self_pod.own_volumes(spec, own, namespace)),
-        store=spec.store or configured.store or self_pod.own_store(own),
-        cluster=dataclasses.replace(
-            options,
-            namespace=namespace,
-            service_account=options.service_account or configured.service_account,
-            queue=options.queue or configured.queue,
-            image_pull_secrets=options.image_pull_secrets
-            or configured.image_pull_secrets
-            or (own.image_pull_secrets if own is not None and not spec.image else ()),
-            kind=kind.word if kind is not None else options.kind,
-            run_as_user=own.run_as_user if options.run_as_user is None and own is not None else options.run_as_user,
-        ),
+    kind = objects.choose(cluster, asked.kind) if cluster is not None else None
+    found = checks.look_at_namespace(cluster, kind) if cluster is not None and kind is not None else None
+    namespace = cluster.namespace if cluster is not None else asked.namespace or configured.namespace or "default"
+    own_secrets = own.image_pull_secrets if own is not None and not image else ()
+    options = dataclasses.replace(
+        asked,
+        namespace=namespace,
+        service_account=asked.service_account or configured.service_account,
+        queue=asked.queue or configured.queue,
+        image_pull_secrets=asked.image_pull_secrets or configured.image_pull_secrets or own_secrets,
+        kind=kind.word if kind is not None else asked.kind,
+        run_as_user=own.run_as_user if asked.run_as_user is None and own is not None else asked.run_as_user,
+        master=False if asked.master is None and found is not None and found.forbids_master else asked.master,
     )
-    if cluster is None or kind is None:
-        return settled
-    found = checks.look_at_namespace(cluster, kind)
-    if settled.cluster.master is None and found.forbids_master:
-        settled = dataclasses.replace(settled, cluster=dataclasses.replace(settled.cluster, master=False))
-    settled = objects.with_runtime_field(cluster, settled)
-    settled = self_pod.beside_notebook(settled, own)
-    cores = settled.resources.cpu or 1.0
-    if settled.resources.cpu_limit is None and cores * settled.topology.processes_per_pod > found.free_cores:
-        limit = dataclasses.replace(settled.resources, cpu_limit=cores)
-        settled = dataclasses.replace(settled, resources=limit)
-    if not submits:
-        return settled
-    for line in self_pod.about_claims(spec, settled, own):
+    volumes = (*request.volumes, *self_pod.own_volumes(request.volumes, own, namespace))
+    options = dataclasses.replace(options, affinity=self_pod.affinity_of(options, volumes, own))
+    resources, cores = request.resources, request.resources.cpu or DEFAULT_CPU
+    free_cores = found.free_cores if found is not None else math.inf
+    if resources.cpu_limit is None and cores * request.topology.processes_per_pod > free_cores:
+        resources = dataclasses.replace(resources, cpu_limit=cores)
+    store = request.store or configured.store or self_pod.own_store(own)
+    image = _image(image, recipe, configured, own, cuda=request.cuda)
+
+    def settled(image: str) -> Settled:
+        return Settled.of(
+            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options
+        )  # fmt: skip
+
+    # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
+    draft = settled(image or (recipe.base if recipe is not None else "") or _NOT_MADE_YET)
+    if cluster is not None and not options.runtime_field:
+        options = dataclasses.replace(options, runtime_field=objects.runtime_field(cluster, draft))
+    if cluster is None or found is None or not submit:
+        return settled(image)
+    for line in self_pod.about_claims(request, draft, own):
         say(line)
-    if settled.store and not spec.store and not configured.store:
+    if store and not request.store and not configured.store:
         warn(
-            f"Results, and the snapshot if it is large, are kept in {settled.store}, a volume of this notebook's pod that "
+            f"Results, and the snapshot if it is large, are kept in {store}, a volume of this notebook's pod that "
             "other pods can write to. store= names another place"
         )
-    # Asked before an image is made: what is refused anyway shall not cost a build.
-    base = settled.image or (settled.recipe.base if settled.recipe is not None else "") or _NOT_MADE_YET
-    _check(cluster, dataclasses.replace(settled, image=base), own, found)
-    return dataclasses.replace(settled, image=_made(cluster, settled, configured))
+    _check(cluster, settled(draft.image), own, found)
+    # The image of a job that is submitted again is made.
+    return settled(image if isinstance(request, Settled) else _made(cluster, settled(image), configured))
 
 
 def render(spec: JobSpec) -> str:
@@ -120,7 +119,13 @@ def render(spec: JobSpec) -> str:
 
 
 def create(
-    cluster: Cluster, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None
+    cluster: Cluster,
+    spec: JobSpec,
+    key: bytes,
+    *,
+    run: int = 1,
+    checkpoint: pathlib.Path | None = None,
+    used_restarts: int = 0,
 ) -> tuple[Any, Source]:
     """Create a run's object, then at once what stands beside it. If that is refused, the object is deleted again.
 
@@ -130,6 +135,7 @@ def create(
         key: Its secret bytes.
         run: Which run.
         checkpoint: What the run resumes from; one that a Secret cannot hold is left to the job's store.
+        used_restarts: How often earlier runs have restarted the ranks.
 
     Returns:
         The object as the cluster has it, and where its pods find the snapshot.
@@ -140,7 +146,7 @@ def create(
         BackendError: The cluster refused; the message says what and what to do.
     """
     source = _place_bytes(cluster, spec, says=run == 1)
-    data = _input(spec, key, source, run=run, checkpoint=checkpoint)
+    data = _input(spec, key, source, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
     namespace, settings, kind = spec.cluster.namespace, RunSettings(run=run, submitter=cluster.identity), kind_of(spec)
     made = objects.create(cluster, kind, kind.make(spec, settings))
     owner, core = owner_of(made), cluster.core
@@ -168,26 +174,24 @@ def create(
 # -- settling and checking ----------------------------------------------------------------------------------------------
 
 
-def _reach(spec: JobSpec, configured: Config, *, required: bool) -> Cluster | None:
+def _reach(asked: ClusterOptions, configured: Config, *, required: bool) -> Cluster | None:
     try:
-        return client.connect(
-            spec.cluster.namespace, spec.cluster.context, configured, secret=spec.cluster.cluster_secret
-        )
+        return client.connect(asked.namespace, asked.context, configured, secret=asked.cluster_secret)
     except (BackendError, ConfigError):
         if required:
             raise
         return None
 
 
-def _image(spec: JobSpec, configured: Config, own: SelfPod | None) -> str:
+def _image(asked: str, recipe: Recipe | None, configured: Config, own: SelfPod | None, *, cuda: bool) -> str:
     """The image, or what its recipe goes on top of; empty where an image like this Python has to be made."""
-    image = spec.image or configured.image or (own.image if own is not None else "")
-    if not image and spec.recipe is None and not configured.registry:
-        return for_job.make(None, image="", settings=configured, cuda=spec.cuda, in_engine=False)
+    image = asked or configured.image or (own.image if own is not None else "")
+    if not image and recipe is None and not configured.registry:
+        return for_job.make(None, image="", settings=configured, cuda=cuda, in_engine=False)
     return image
 
 
-def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
+def _made(cluster: Cluster, spec: Settled, configured: Config) -> str:
     """The image by its digest, made now if it has to be."""
 
     def ask(image: str) -> bytes:
@@ -215,7 +219,7 @@ def _made(cluster: Cluster, spec: JobSpec, configured: Config) -> str:
     )
 
 
-def _check(cluster: Cluster, spec: JobSpec, own: SelfPod | None, namespace: checks.Namespace) -> None:
+def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: checks.Namespace) -> None:
     """Ask the cluster whether the job would run, and tell the user what it would lack."""
     if spec.store and not spec.store.startswith(CLAIM_SCHEME):
         # A protocol that this side cannot speak would show only when the results are wanted.
@@ -272,12 +276,15 @@ def _source(spec: JobSpec) -> Source:
     return Source.URL if spec.store and not spec.store.startswith(CLAIM_SCHEME) else Source.STREAM
 
 
-def _order(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "") -> Order:
+def _order(
+    spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "", used_restarts: int = 0
+) -> Order:
     """The order that the agents get."""
     claim, folder = claim_of(spec)
     pending_s = spec.cluster.pending_timeout_s
     return orders.order_of(
         spec,
+        used_restarts=used_restarts,
         job=manifests.object_name(spec.name, run),
         run=run,
         processes_per_agent=spec.topology.processes_per_pod,
@@ -295,7 +302,9 @@ def _order(spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = ()
     )
 
 
-def _input(spec: JobSpec, key: bytes, source: Source, *, run: int, checkpoint: pathlib.Path | None) -> dict[str, bytes]:
+def _input(
+    spec: JobSpec, key: bytes, source: Source, *, run: int, checkpoint: pathlib.Path | None, used_restarts: int
+) -> dict[str, bytes]:
     """Files of a run's input."""
     data = {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key}
     if source is Source.INPUT:
@@ -311,5 +320,6 @@ def _input(spec: JobSpec, key: bytes, source: Source, *, run: int, checkpoint: p
                 "training starts from the beginning: give a store=, such as 'pvc://claim'"
             )
     flags = process_state.read_flags(cuda=spec.cuda)
-    data[InputFiles.ORDER] = encode_json(_order(spec, source, run=run, torch_flags=flags, note=note).to_json())
+    order = _order(spec, source, run=run, torch_flags=flags, note=note, used_restarts=used_restarts)
+    data[InputFiles.ORDER] = encode_json(order.to_json())
     return data

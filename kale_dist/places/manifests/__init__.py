@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Request
 from kale_dist.places.manifests.batch_job import BatchJob
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, input_secret, owner_of
 from kale_dist.places.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
@@ -31,6 +31,6 @@ KINDS: Mapping[str, Kind] = {kind.word: kind for kind in (PyTorchJob(), TrainJob
 """By their words, in the order in which one is chosen for a cluster."""
 
 
-def kind_of(spec: JobSpec) -> Kind:
+def kind_of(spec: Request) -> Kind:
     """The kind of a job; the first one while that is not settled."""
     return KINDS[spec.cluster.kind] if spec.cluster.kind else next(iter(KINDS.values()))

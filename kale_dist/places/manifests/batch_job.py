@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
@@ -28,7 +28,7 @@ class BatchJob(Kind):
     is_automatic = True
     makes_services = True
 
-    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Completions and a template."""
         if spec.cluster.gang:
             remedy = "Leave it out; with queue= Kueue starts all pods together"
@@ -57,21 +57,21 @@ class BatchJob(Kind):
         pods = min(int(spec.get("completions", 1)), int(spec.get("parallelism", 1)))
         return [PodGroup(role="pod", pods=pods, template=spec["template"], restart_policy=policy)]
 
-    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
         """`x-0`, `x-1`, ..., which are also their host names; the controller appends five characters."""
         pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
         return tuple(f"{name}-{index}" for index in range(pods)) if pods > 1 else (name,)
 
-    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+    def head_host(self, spec: Settled, run: int = 1) -> str:
         """A name that the headless Service gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
 
-    def beside(self, spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """The headless Service; one pod needs none."""
         has_relays = spec.topology.number_of_pods > 1
         return (headless_service(spec, settings, owner),) if has_relays else ()
 
-    def end(self, spec: JobSpec, *, head_leaves: bool) -> dict[str, Any]:
+    def end(self, spec: Settled, *, head_leaves: bool) -> dict[str, Any]:
         """The change that ends a Job: of several pods none may fail any more, as the others would run on; one pod ends its Job."""
         if not head_leaves:
             return self.suspension(value=True)

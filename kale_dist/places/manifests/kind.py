@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.patching import apply_patch
 from kale_dist.places.manifests.pod_template import roles_of
 from kale_dist.places.manifests.settings import (
@@ -110,7 +110,7 @@ class Kind(abc.ABC):
     # -- the object -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """The object's `spec`."""
 
     @abc.abstractmethod
@@ -118,19 +118,19 @@ class Kind(abc.ABC):
         """The pods of an object, that of the head first. Raises KeyError or TypeError if it is no object of this kind."""
 
     @abc.abstractmethod
-    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
         """Names of a run's pods by their number; where the controller appends something, what comes before it."""
 
     @abc.abstractmethod
-    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+    def head_host(self, spec: Settled, run: int = 1) -> str:
         """Host name of pod 0 within the namespace."""
 
-    def beside(self, spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """Services to create after the object; `owner` is what `owner_of` gives for it."""
         del spec, settings, owner
         return ()
 
-    def make(self, spec: JobSpec, settings: RunSettings | None = None) -> dict[str, Any]:
+    def make(self, spec: Settled, settings: RunSettings | None = None) -> dict[str, Any]:
         """The object to create. The same arguments give the same object, with its keys in the same order.
 
         Args:
@@ -186,7 +186,7 @@ class Kind(abc.ABC):
         if without:
             raise refuse(f"it removes the container {self.container!r} of the {without[0]}, in which the ranks run")
 
-    def order(self, spec: JobSpec) -> Mapping[str, Any]:
+    def order(self, spec: Settled) -> Mapping[str, Any]:
         """What its agents have to know beyond what all orders say: fields of `contract.Order`."""
         del spec
         return {}
@@ -201,7 +201,7 @@ class Kind(abc.ABC):
         """The merge patch by which the controller ends the pods, or makes them again."""
         return {"spec": {"suspend": value}}
 
-    def end(self, spec: JobSpec, *, head_leaves: bool) -> dict[str, Any]:
+    def end(self, spec: Settled, *, head_leaves: bool) -> dict[str, Any]:
         """The merge patch by which the controller ends an ended run's pods, and makes none any more.
 
         Args:
@@ -237,22 +237,19 @@ def last_condition(made: Mapping[str, Any]) -> Mapping[str, Any]:
 # -- what stands beside the object, and what all of them say ------------------------------------------------------------
 
 
-def _spec_annotation(spec: JobSpec) -> str:
+def _spec_annotation(spec: Settled) -> str:
     """The specification as JSON, for `attach` from another machine: without the variables' values.
 
     The digests of the blobs are left out where there are so many that an annotation could not hold them; they are in
     the job's order, too.
     """
-    hidden = dataclasses.replace(spec, environment=tuple((name, "") for name, _ in spec.environment))
-    for shown in (hidden, dataclasses.replace(hidden, blobs=())):
-        text = json.dumps(shown.to_json(), separators=(",", ":"))
-        if len(text) <= _LARGEST_ANNOTATION:
-            break
-    return text
+    shown = {**spec.to_json(), "environment": [(name, "") for name, _ in spec.environment]}
+    text = json.dumps(shown, separators=(",", ":"))
+    return text if len(text) <= _LARGEST_ANNOTATION else json.dumps({**shown, "blobs": ()}, separators=(",", ":"))
 
 
 def input_secret(
-    spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any], data: Mapping[str, bytes]
+    spec: Settled, settings: RunSettings, owner: Mapping[str, Any], data: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """The Secret that a run's pods wait for. It is deleted with the run's object.
 
@@ -272,7 +269,7 @@ def input_secret(
     }
 
 
-def headless_service(spec: JobSpec, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
+def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
     """The Service that gives the pods of a run their host names, also before they are ready.
 
     Args:
@@ -303,7 +300,7 @@ def owner_of(made: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _beside(spec: JobSpec, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _beside(spec: Settled, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "name": name,
         "namespace": spec.cluster.namespace,
@@ -312,7 +309,7 @@ def _beside(spec: JobSpec, owner: Mapping[str, Any], name: str) -> dict[str, Any
     }
 
 
-def _metadata(spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+def _metadata(spec: Settled, settings: RunSettings) -> dict[str, Any]:
     """Name, labels and annotations of a run's object."""
     cluster, is_errand = spec.cluster, bool(settings.command)
     labels = {

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import REPLICA_INDEX_LABEL, RunSettings, object_name
@@ -69,7 +69,7 @@ class KubeflowJob(Kind):
         """The change that suspends or resumes a job, in its run policy."""
         return {"spec": {"runPolicy": {"suspend": value}}}
 
-    def end(self, spec: JobSpec, *, head_leaves: bool) -> dict[str, Any]:
+    def end(self, spec: Settled, *, head_leaves: bool) -> dict[str, Any]:
         """The change that ends a job by its policy for pods, as an object that has failed or succeeded no longer heeds a suspension."""
         del spec
         suspend = {} if head_leaves else {"suspend": True}
@@ -81,7 +81,7 @@ class KubeflowJob(Kind):
 
     def replica(
         self,
-        spec: JobSpec,
+        spec: Settled,
         settings: RunSettings,
         role: str,
         *,
@@ -126,7 +126,7 @@ class PyTorchJob(KubeflowJob):
     is_automatic = True
     services_a_pod = True
 
-    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Run policy and replicas."""
         per_pod = spec.topology.processes_per_pod
         return {
@@ -144,18 +144,18 @@ class PyTorchJob(KubeflowJob):
             for group in sorted(super().pod_groups(made), key=lambda group: group.role)
         ]
 
-    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
         """`x-master-0`, `x-worker-0`, ..."""
         pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
         if not _has_master(spec):
             return tuple(f"{name}-worker-{index}" for index in range(pods))
         return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
-    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+    def head_host(self, spec: Settled, run: int = 1) -> str:
         """The host name of the head's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
 
-    def _replicas(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         topology = spec.topology
         world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
         head = min(world, per_pod)
@@ -168,7 +168,7 @@ class PyTorchJob(KubeflowJob):
         return replicas
 
 
-def _has_master(spec: JobSpec) -> bool:
+def _has_master(spec: Settled) -> bool:
     """A job of a single pod has a master in any case."""
     return spec.cluster.master is not False or spec.topology.number_of_pods == 1
 
@@ -187,7 +187,7 @@ class TFJob(KubeflowJob):
     install = PyTorchJob.install
     services_a_pod = True
 
-    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Run policy and replicas.
 
         Raises:
@@ -209,7 +209,7 @@ class TFJob(KubeflowJob):
             },
         }
 
-    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
         """`x-chief-0`, `x-worker-0`, ..., `x-ps-0`, ..."""
         name, servers = object_name(spec.name, run), spec.cluster.servers
         workers = spec.topology.number_of_pods - 1 - servers
@@ -219,11 +219,11 @@ class TFJob(KubeflowJob):
             *(f"{name}-ps-{index}" for index in range(servers)),
         )
 
-    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+    def head_host(self, spec: Settled, run: int = 1) -> str:
         """The host name of the chief's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
 
-    def order(self, spec: JobSpec) -> Mapping[str, Any]:
+    def order(self, spec: Settled) -> Mapping[str, Any]:
         """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""
         servers = spec.cluster.servers
         return {"servers": servers, "ends_with": EndsWith.RANK_0} if servers else {}
@@ -246,7 +246,7 @@ class MPIJob(KubeflowJob):
     )
     clashes_with = "v1"
 
-    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Run policy and replicas. A launcher that fails is not started again: the head decides what a failure means."""
         topology = spec.topology
         world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
@@ -264,12 +264,12 @@ class MPIJob(KubeflowJob):
             "mpiReplicaSpecs": replicas,
         }
 
-    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
         """`x-launcher`, to which the controller appends five characters, and `x-worker-0`, ..."""
         pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
         return (f"{name}-launcher", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
-    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+    def head_host(self, spec: Settled, run: int = 1) -> str:
         """The launcher's name in the Service that the operator makes."""
         name = object_name(spec.name, run)
         return f"{name}-launcher.{name}"
@@ -278,13 +278,13 @@ class MPIJob(KubeflowJob):
         """Its own events, and those of the Job that makes the launcher."""
         return ((self.name, name), ("Job", f"{name}-launcher"))
 
-    def order(self, spec: JobSpec) -> Mapping[str, Any]:
+    def order(self, spec: Settled) -> Mapping[str, Any]:
         """The head runs `mpirun`."""
         del spec
         return {"mpi": True}
 
 
-def _run_policy(spec: JobSpec) -> dict[str, Any]:
+def _run_policy(spec: Settled) -> dict[str, Any]:
     """Neither a deadline nor retries of the operator's: both delete pods and their logs."""
     cluster = spec.cluster
     policy: dict[str, Any] = {"cleanPodPolicy": "None"}

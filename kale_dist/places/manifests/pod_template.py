@@ -7,8 +7,9 @@ import json
 import math
 from typing import Any
 
-from kale_dist.job.spec.job_spec import JobSpec, Volume, VolumeKind
+from kale_dist.job.spec.job_spec import Settled, Volume, VolumeKind
 from kale_dist.job.spec.quantities import memory_text
+from kale_dist.job.spec.resources import DEFAULT_CPU, DEFAULT_MEMORY_GIB, Resources
 from kale_dist.places.manifests import bootstrap
 from kale_dist.places.manifests.settings import (
     CONTAINER_ANNOTATION,
@@ -31,8 +32,6 @@ _USER = "kale-dist"
 _GRACE_S = 60
 """A head that gets SIGTERM writes its checkpoint first."""
 
-_DEFAULT_CPU = 1.0
-_DEFAULT_MEMORY_GIB = 2.0
 _LARGEST_SHM_GIB = 8.0
 _ISTIO = "sidecar.istio.io/inject"
 _DEADLINE_MARGIN_S = 600
@@ -50,7 +49,7 @@ CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop"
 
 
 def pod_template(
-    spec: JobSpec, settings: RunSettings, *, container: str, first_pod: int, ranks: int, index: str = "", role: str = ""
+    spec: Settled, settings: RunSettings, *, container: str, first_pod: int, ranks: int, index: str = "", role: str = ""
 ) -> dict[str, Any]:
     """The template of one replica type's pods.
 
@@ -64,9 +63,8 @@ def pod_template(
         role: The type, for `kd.Kubernetes(roles=...)`; empty for a kind whose pods are all alike.
     """
     cluster = spec.cluster
-    if own := roles_of(spec).get(role):
-        spec = dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, **own))
-    volumes, mounts = _volumes(spec, settings, ranks)
+    asked = dataclasses.replace(spec.resources, **roles_of(spec).get(role, {}))
+    volumes, mounts = _volumes(spec, settings, asked, ranks)
     has_metrics = bool(cluster.metrics_port) and first_pod == 0 and not settings.command
     main = {
         "name": container,
@@ -81,7 +79,7 @@ def pod_template(
             {"name": "bytes", "containerPort": PORT + 2},
             *([{"name": "metrics", "containerPort": cluster.metrics_port}] if has_metrics else []),
         ],
-        "resources": _resources(spec, ranks),
+        "resources": _resources(asked, ranks, cuda=spec.cuda),
         "volumeMounts": mounts,
         "securityContext": CONTAINER_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -124,7 +122,7 @@ def pod_template(
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
 
 
-def roles_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
+def roles_of(spec: Settled) -> dict[str, dict[str, Any]]:
     """What `kd.Kubernetes(roles=...)` sets of the resources of each role."""
     given: dict[str, dict[str, Any]] = json.loads(spec.cluster.roles or "{}")
     pairs = {role: tuple((name, amount) for name, amount in one.get("extended", ())) for role, one in given.items()}
@@ -136,7 +134,7 @@ def _if(key: str, value: Any) -> dict[str, Any]:
     return {key: value} if value else {}
 
 
-def _deadline_s(spec: JobSpec) -> int | None:
+def _deadline_s(spec: Settled) -> int | None:
     """Seconds after which the kubelet ends a pod whose agent should have done so itself long before."""
     pending_s = spec.cluster.pending_timeout_s
     if spec.policy.timeout_s is None or pending_s is None:
@@ -176,7 +174,7 @@ def identity_of(home: str) -> dict[str, str]:
     }
 
 
-def _environment(spec: JobSpec, first_pod: int, index: str, container: str) -> list[dict[str, Any]]:
+def _environment(spec: Settled, first_pod: int, index: str, container: str) -> list[dict[str, Any]]:
     given = dict(spec.environment)
     secret = {variable for variable, _, _ in spec.cluster.secret_environment}
     fixed = {**identity_of(HOME_FOLDER), "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # noqa: S108 - a volume of the pod's own
@@ -198,22 +196,23 @@ def _environment(spec: JobSpec, first_pod: int, index: str, container: str) -> l
     ]
 
 
-def _resources(spec: JobSpec, ranks: int) -> dict[str, Any]:
-    asked = spec.resources
-    cores = asked.cpu or min(_DEFAULT_CPU, asked.cpu_limit or _DEFAULT_CPU)
-    gpus = asked.gpus if asked.gpus is not None else int(spec.cuda)
-    return dataclasses.replace(asked, cpu=cores, memory_gib=_memory_gib(spec), gpus=gpus).of_container(ranks)
+def _resources(asked: Resources, ranks: int, *, cuda: bool) -> dict[str, Any]:
+    cores = asked.cpu or min(DEFAULT_CPU, asked.cpu_limit or DEFAULT_CPU)
+    gpus = asked.gpus if asked.gpus is not None else int(cuda)
+    return dataclasses.replace(asked, cpu=cores, memory_gib=_memory_gib(asked), gpus=gpus).of_container(ranks)
 
 
-def _memory_gib(spec: JobSpec) -> float:
-    return spec.resources.memory_gib or max(_DEFAULT_MEMORY_GIB, spec.resources.shm_gib or 0.0)
+def _memory_gib(asked: Resources) -> float:
+    return asked.memory_gib or max(DEFAULT_MEMORY_GIB, asked.shm_gib or 0.0)
 
 
-def _volumes(spec: JobSpec, settings: RunSettings, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(
+    spec: Settled, settings: RunSettings, asked: Resources, ranks: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes and mounts: those that every pod has, then the user's. Mounts of one source share a volume."""
-    shm = min(_LARGEST_SHM_GIB, _memory_gib(spec) * ranks / 2)
-    if spec.resources.shm_gib is not None:
-        shm = spec.resources.shm_gib * ranks
+    shm = min(_LARGEST_SHM_GIB, _memory_gib(asked) * ranks / 2)
+    if asked.shm_gib is not None:
+        shm = asked.shm_gib * ranks
     secret = {"secretName": input_secret_name(object_name(spec.name, settings.run)), "optional": False}
     has_input = not settings.command
     volumes: list[dict[str, Any]] = [
@@ -242,7 +241,7 @@ def _volumes(spec: JobSpec, settings: RunSettings, ranks: int) -> tuple[list[dic
     return volumes, mounts
 
 
-def _store(spec: JobSpec, settings: RunSettings) -> tuple[Volume, ...]:
+def _store(spec: Settled, settings: RunSettings) -> tuple[Volume, ...]:
     """The whole claim: a folder of it that the kubelet has to make belongs to root, so that pods cannot write into it."""
     claim, _ = claim_of(spec)
     return (Volume(mount_path=STORE_FOLDER, source=claim, read_only=bool(settings.command)),) if claim else ()

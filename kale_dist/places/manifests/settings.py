@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Label on every object of a job: the job's name."""
@@ -98,7 +98,7 @@ def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
     }
 
 
-def claim_of(spec: JobSpec) -> tuple[str, str]:
+def claim_of(spec: Settled) -> tuple[str, str]:
     """Claim and folder of a job's store; empty if its store is no claim."""
     if not spec.store.startswith(CLAIM_SCHEME):
         return "", ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
@@ -45,7 +45,7 @@ class TrainJob(Kind):
     )
     is_automatic = True
 
-    def body(self, spec: JobSpec, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Runtime, trainer and patches."""
         options, topology = spec.cluster, spec.topology
         if not settings.command:
@@ -81,12 +81,12 @@ class TrainJob(Kind):
         template = {"metadata": patch["metadata"], "spec": {**patch["spec"], "containers": [main]}}
         return [PodGroup(role=_STEP, pods=int(trainer["numNodes"]), template=template, restart_policy="")]
 
-    def pod_names(self, spec: JobSpec, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
         """`x-node-0-0`, `x-node-0-1`, ..., which are also their host names; five characters are appended."""
         name = object_name(spec.name, run)
         return tuple(f"{name}-{_STEP}-0-{index}" for index in range(spec.topology.number_of_pods))
 
-    def head_host(self, spec: JobSpec, run: int = 1) -> str:
+    def head_host(self, spec: Settled, run: int = 1) -> str:
         """A name that the Service of the JobSet gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
 
@@ -113,7 +113,7 @@ class TrainJob(Kind):
         return ((self.name, name), ("JobSet", name), ("Job", f"{name}-{_STEP}-0"))
 
 
-def runtime_of(spec: JobSpec) -> str:
+def runtime_of(spec: Settled) -> str:
     """Name of a job's runtime, with `TrainingRuntime/` before it if it is one of the namespace."""
     return spec.cluster.runtime or DEFAULT_RUNTIME
 

@@ -14,8 +14,9 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.wire import CANCEL_GRACE_S, FailureCause, JobFiles, Op, Order
 from kale_dist.worker.agent import processes
+from kale_dist.worker.agent.attempt import FAILURE_GRACE_S, Site
 from kale_dist.worker.agent.fork_pool import ForkPool
-from kale_dist.worker.agent.job_run import FAILURE_GRACE_S, JobRun
+from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.agent.writer import JobWriter
 
 _MAX_MESSAGE_BYTES = 1 << 30
@@ -57,6 +58,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._pool = ForkPool(self._loop)
         self._jobs: dict[str, JobRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._peers: set[asyncio.StreamWriter] = set()
         self._kernel_lives = True
         self._is_stopping = False
@@ -135,7 +137,7 @@ class Agent:
             self._kernel_lives = False
             self._news.set()
             for job in list(self._jobs.values()):
-                if not job.order.detach:
+                if not job.order.policy.detach:
                     job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -181,21 +183,27 @@ class Agent:
             return
         files = JobFiles(order.folder)
         try:
-            writer = JobWriter(files, self._loop, lambda: self._wake(name))
+            writer = JobWriter(files, self._loop, lambda: self._wake(name, writer.disk_problem))
         except OSError:
             # Without a folder there is nowhere to say so; who deleted it wants no job.
             self._wake(name)
             return
-        job = JobRun(order, self._loop, self._pool, writer, lambda: writer.close(lambda: self._job_ended(name)))
-        self._jobs[name] = job
+        self._jobs[name] = job = JobRun(Site(order=order, loop=self._loop, pool=self._pool, writer=writer))
         if files.cancelled.exists():
             job.cancel(FailureCause.USER, "The job was cancelled before it started", 0.0)
         else:
             job.start()
+        task = asyncio.ensure_future(self._run(job, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _cancel(self, name: str, grace_s: float) -> None:
         if name in self._jobs:
             self._jobs[name].cancel(FailureCause.USER, "The job was cancelled", max(0.0, grace_s))
+
+    async def _run(self, job: JobRun, writer: JobWriter) -> None:
+        job.write_end(await job.run())
+        writer.close(lambda: self._job_ended(job.order.job))
 
     def _job_ended(self, name: str) -> None:
         """The job's last event is written."""
@@ -204,12 +212,12 @@ class Agent:
         if not self._jobs:
             processes.end_orphans(limit_s=0.0, spare=self._pool.pid)
 
-    def _wake(self, name: str) -> None:
-        """Tell everybody who listens that a job's files have changed; the writer's tick limits how often."""
+    def _wake(self, name: str, disk_problem: str = "") -> None:
+        """Tell all listeners that a job's files have changed, or why they cannot; the writer's tick limits how often."""
         for peer in list(self._peers):
             # One that has not read the one before needs no other, but for the last.
             if name not in self._jobs or not peer.transport.get_write_buffer_size():
-                _send(peer, {"op": Op.WAKE, "job": name})
+                _send(peer, {"op": Op.WAKE, "job": name, "disk_problem": disk_problem})
 
 
 def _send(peer: asyncio.StreamWriter, message: dict[str, Any]) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.worker.agent.rank_run import Rank
 
 MAX_BYTES = 4096
 """A kubelet reads no more of a termination message."""
@@ -25,25 +24,7 @@ BLAME_FAR_AFTER_S = 0.5
 _PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|nccl|peer|socket|store", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """The job's final state."""
-
-    state: StateName
-    cause: FailureCause | None
-    reason: str
-    """A sentence; empty if there is nothing to say."""
-    rank: int | None = None
-    """The rank that failed first; None if there is none, or it is unknown."""
-    error_type: str = ""
-    """Of its exception, if it raised one."""
-    last_line: str = ""
-    """The last line it wrote, if it died."""
-    may_restart: bool = False
-    """Whether another attempt could end otherwise: a rank was lost, and memory did not run out."""
-
-
-def rank_state(rank: RankRun, *, stopped: bool) -> RankStateName:
+def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
     """The final state of a rank that has ended.
 
     Args:
@@ -55,7 +36,7 @@ def rank_state(rank: RankRun, *, stopped: bool) -> RankStateName:
     return RankStateName.STOPPED if stopped else RankStateName.FAILED
 
 
-def blame(failures: Sequence[RankRun]) -> Verdict:
+def blame(failures: Sequence[Rank]) -> Verdict:
     """The verdict on a job with failed ranks.
 
     Args:
@@ -68,19 +49,20 @@ def blame(failures: Sequence[RankRun]) -> Verdict:
     return _describe(first or failures[0])
 
 
-def lost_peer(rank: RankRun) -> bool:
+def lost_peer(rank: Rank) -> bool:
     """Whether a rank's error only says that it lost another rank."""
     done = rank.done or {}
     return bool(_PEER_GONE.search(done.get("error_text", ""))) and done.get("error_type", "").endswith("Error")
 
 
-def _describe(rank: RankRun) -> Verdict:
+def _describe(rank: Rank) -> Verdict:
     if rank.done is not None:
         return _describe_error(rank.rank, rank.done)
     end = rank.end
     if end is None or (end.reason and end.signal is None and not end.memory_limit):
         why = end.reason if end is not None else "unknown"
-        return _failed(FailureCause.NOT_STARTED, f"Rank {rank.rank} could not be started: {why}", rank)
+        reason = f"Rank {rank.rank} could not be started: {why}"
+        return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason, rank=rank.rank)
     if end.memory_limit:
         what = f"was killed because memory ran out (its container has {end.memory_limit})"
     elif end.reason:
@@ -94,8 +76,8 @@ def _describe(rank: RankRun) -> Verdict:
     remedy = (
         ". Ask for more memory, or use less (smaller batches, fewer DataLoader workers)" if end.memory_limit else ""
     )
-    verdict = _failed(FailureCause.DIED, f"Rank {rank.rank} {what}{last}{remedy}", rank)
-    return dataclasses.replace(verdict, may_restart=not end.memory_limit)
+    reason = f"Rank {rank.rank} {what}{last}{remedy}"
+    return Verdict(StateName.FAILED, FailureCause.DIED, reason, rank=rank.rank, may_restart=not end.memory_limit)
 
 
 def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
@@ -104,12 +86,7 @@ def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
     cause, what = FailureCause.ERROR, "failed"
     if done.get("not_started"):
         cause, what = FailureCause.NOT_STARTED, "could not start"
-    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, error_type=kind)
-
-
-def _failed(cause: FailureCause, reason: str, rank: RankRun) -> Verdict:
-    tail = rank.end.tail if rank.end is not None else ()
-    return Verdict(StateName.FAILED, cause, reason, rank=rank.rank, last_line=tail[-1] if tail else "")
+    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank)
 
 
 # -- a head's last words ---------------------------------------------------------------------------------------------
@@ -128,20 +105,13 @@ def exit_code(verdict: Verdict, *, told_to_end: bool) -> int:
 
 
 def termination_message(verdict: Verdict) -> bytes:
-    """The verdict as JSON of at most `MAX_BYTES`: state, cause, rank, error_type, message, last_line."""
+    """The verdict as JSON of at most `MAX_BYTES`."""
     limit = MAX_BYTES
     while True:
-        said = {
-            "state": str(verdict.state),
-            "cause": str(verdict.cause or ""),
-            "rank": verdict.rank,
-            "error_type": verdict.error_type[:200],
-            "message": _cut(verdict.reason, limit),
-            "last_line": _cut(verdict.last_line, limit // 8),
-        }
-        encoded = json.dumps(said, ensure_ascii=False).encode("utf-8", "replace")
-        if len(encoded) <= MAX_BYTES:
-            return encoded
+        reason = verdict.reason if len(verdict.reason) <= limit else verdict.reason[: limit - 3] + "..."
+        said = json.dumps({**verdict.fields(), "reason": reason}, ensure_ascii=False).encode("utf-8", "replace")
+        if len(said) <= MAX_BYTES:
+            return said
         limit = limit * 3 // 4
 
 
@@ -150,10 +120,6 @@ def write_termination(path: pathlib.Path | None, data: bytes) -> None:
     if path is not None:
         with contextlib.suppress(OSError):
             path.write_bytes(data[:MAX_BYTES])
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: max(0, limit - 3)] + "..."
 
 
 def name_ranks(ranks: list[int]) -> str:

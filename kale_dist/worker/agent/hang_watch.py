@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from kale_dist.wire import EventKind, FailureCause, RankStateName
 from kale_dist.worker.agent.ending import name_ranks
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.writer import JobWriter
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
@@ -20,6 +21,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 COLLECTIVE_FILES = (
     "/torch/distributed/",
     "/torch/nn/parallel/distributed.py",
+    "/kale_dist/worker/parallel/",
     "/kale_dist/worker/training/",
     "/kale_dist/worker/rank/group.py",
 )
@@ -67,7 +69,7 @@ class HangWatch:
 
     def __init__(
         self,
-        ranks: Sequence[RankRun],
+        ranks: Sequence[Rank],
         loop: asyncio.AbstractEventLoop,
         writer: JobWriter,
         *,
@@ -86,12 +88,9 @@ class HangWatch:
         self._moves = 0
         self._moved_at = time.monotonic()
         self._has_warned = False
-        self._last: dict[int, Sample] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._stopped = False
         self._said_waiting: list[int] = []
         self._in_first_step = False
-        self._plan_stall_check()
+        self._tasks = [loop.create_task(self._watch_progress())]
 
     def progressed(self, event: dict[str, Any]) -> None:
         """A rank has sent an event of kind progress."""
@@ -100,60 +99,46 @@ class HangWatch:
 
     def rank_done(self) -> None:
         """A rank has ended while others have not: they may wait for it."""
-        if "left" not in self._timers:
-            self._later("left", LOOKS_AFTER_S[0], lambda: self._look_for_left(LOOKS_AFTER_S[1]))
+        if len(self._tasks) == 1:
+            self._tasks.append(self._loop.create_task(self._watch_others()))
 
     def stop(self) -> None:
         """The job ends: look no more."""
-        self._stopped = True
-        for timer in self._timers.values():
-            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
 
-    def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
-        self._timers[name] = self._loop.call_later(delay_s, call)
-
-    def _unfinished(self) -> list[RankRun]:
-        return [rank for rank in self._ranks if rank.done is None and rank.end is None]
-
-    def _look(self, then: Callable[[dict[int, Sample], dict[int, bytes]], None]) -> None:
+    async def _look(self) -> dict[int, Sample]:
         """Take a sample of every rank that has not ended."""
-        ranks = self._unfinished()
+        ranks = [rank for rank in self._ranks if rank.done is None and rank.end is None]
         for rank in ranks:
             rank.ask_stacks()
-
-        def answered() -> None:
-            if not self._stopped:
-                present = [rank for rank in ranks if rank.done is None and rank.end is None]
-                then({rank.rank: self._sample_of(rank) for rank in present}, {rank.rank: rank.dump for rank in present})
-
-        self._loop.call_later(self._answer_s, answered)
-
-    def _sample_of(self, run: RankRun) -> Sample:
-        frames, moves = parse_main_thread(run.dump), self._writer.moves[run.rank]
-        return Sample(frames=frames, cpu_ticks=run.cpu_ticks, moves=moves)
+        await asyncio.sleep(self._answer_s)
+        return {
+            rank.rank: Sample(
+                frames=parse_main_thread(rank.dump), cpu_ticks=rank.cpu_ticks, moves=self._writer.moves[rank.rank],
+                dump=rank.dump,
+            )
+            for rank in ranks
+            if rank.done is None and rank.end is None
+        }  # fmt: skip
 
     # -- a rank has ended -------------------------------------------------------------------------------------------
 
-    def _look_for_left(self, next_look_s: float) -> None:
-        def judge(samples: dict[int, Sample], _stacks: dict[int, bytes]) -> None:
-            waiting = self._compare(samples)
-            self._last = samples
+    async def _watch_others(self) -> None:
+        """Look whether the ranks that have not ended wait in a collective for those that have."""
+        before: dict[int, Sample] = {}
+        for pause_s in itertools.chain(LOOKS_AFTER_S, itertools.repeat(LATER_LOOKS_S)):
+            await asyncio.sleep(pause_s)
+            samples = await self._look()
             if not samples:
                 return
+            waiting, before = who_waits(before, samples), samples
+            if waiting and (waiting != self._said_waiting or len(waiting) == len(samples)):
+                self._say_waiting(waiting, samples)
             if len(waiting) == len(samples):
                 left = [rank.rank for rank in self._ranks if rank.done is not None]
-                self._say_waiting(waiting, samples)
                 self._fail(FailureCause.LEFT, self._describe_left(left, waiting, samples))
                 return
-            if waiting and waiting != self._said_waiting:
-                self._say_waiting(waiting, samples)
-            self._later("left", next_look_s, lambda: self._look_for_left(LATER_LOOKS_S))
-
-        self._look(judge)
-
-    def _compare(self, samples: dict[int, Sample]) -> list[int]:
-        """Ranks that wait in a collective since the last look."""
-        return [n for n, sample in samples.items() if n in self._last and waits(self._last[n], sample)]
 
     def _describe_left(self, left: list[int], waiting: list[int], samples: dict[int, Sample]) -> str:
         frame = samples[waiting[0]].user_frame
@@ -179,36 +164,32 @@ class HangWatch:
     def _is_stalled(self) -> bool:
         return self._stall_timeout_s is not None and self._idle_s >= self._stall_timeout_s
 
-    def _plan_stall_check(self) -> None:
-        limits = [limit for limit in (self._stall_warn_s, self._stall_timeout_s) if limit is not None]
-        if limits and not self._stopped:
-            self._later("stall", min(STALL_CHECK_S, min(limits) / 4), self._check_stall)
+    async def _watch_progress(self) -> None:
+        """Say where ranks are when none of them moves, fail the job when that lasts, and look whether its disk takes its log."""
+        limits = [limit / 4 for limit in (self._stall_warn_s, self._stall_timeout_s) if limit is not None]
+        while True:
+            await asyncio.sleep(min([STALL_CHECK_S, *limits]))
+            self._writer.look_at_disk()
+            if not self._writer.has_room or any(rank.state is RankStateName.PENDING for rank in self._ranks):
+                # Ranks that wait for the disk have not stalled, nor those for which torch is still being imported.
+                self._moved_at = time.monotonic()
+            if self._is_stalled and not self._in_first_step:
+                samples = await self._look()
+                if self._is_stalled:
+                    self._fail_stalled(samples)
+                    return
+            elif self._stall_warn_s is not None and not self._has_warned and self._idle_s >= self._stall_warn_s:
+                self._has_warned = True
+                before = await self._look()
+                self._write_stacks(
+                    f"No rank has made progress for {self._idle_s:.0f} s. Where each of them is:", before
+                )
+                await asyncio.sleep(BETWEEN_LOOKS_S)
+                samples = await self._look()
+                self._say_waiting(who_waits(before, samples), samples)
 
-    def _check_stall(self) -> None:
-        if any(rank.state is RankStateName.PENDING for rank in self._ranks):
-            # Torch is still being imported for them, which may take long on a fresh node and is no stall.
-            self._moved_at = time.monotonic()
-        if self._is_stalled and not self._in_first_step:
-            self._look(self._fail_stalled)
-            return
-        if self._stall_warn_s is not None and not self._has_warned and self._idle_s >= self._stall_warn_s:
-            self._has_warned = True
-            self._look(self._warn)
-        self._plan_stall_check()
-
-    def _warn(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
-        self._write_stacks(f"No rank has made progress for {self._idle_s:.0f} s. Where each of them is:", stacks)
-        self._last = samples
-        self._later("warn", BETWEEN_LOOKS_S, lambda: self._look(self._name_waiting))
-
-    def _name_waiting(self, samples: dict[int, Sample], _stacks: dict[int, bytes]) -> None:
-        self._say_waiting(self._compare(samples), samples)
-
-    def _fail_stalled(self, samples: dict[int, Sample], stacks: dict[int, bytes]) -> None:
-        if not self._is_stalled:
-            self._plan_stall_check()
-            return
-        self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", stacks)
+    def _fail_stalled(self, samples: dict[int, Sample]) -> None:
+        self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", samples)
         waiting = [number for number, sample in samples.items() if sample.may_wait]
         busy = [number for number in samples if number not in waiting]
         detail = ""
@@ -222,11 +203,11 @@ class HangWatch:
             "The stacks of all ranks are in the log",
         )
 
-    def _write_stacks(self, title: str, stacks: dict[int, bytes]) -> None:
+    def _write_stacks(self, title: str, samples: dict[int, Sample]) -> None:
         self._writer.say(title)
-        for number, dump in stacks.items():
-            text = dump.decode("utf-8", "backslashreplace") or "(it does not answer: it is starting, or was stopped)"
-            self._writer.say(f"Rank {number}:\n{text}")
+        for number, sample in samples.items():
+            text = sample.dump.decode("utf-8", "backslashreplace")
+            self._writer.say(f"Rank {number}:\n{text or '(it does not answer: it is starting, or was stopped)'}")
 
     def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
         self._said_waiting = waiting
@@ -268,6 +249,8 @@ class Sample:
     """Processor time that the rank has used so far, in clock ticks."""
     moves: int
     """Signs of progress that the rank has given so far."""
+    dump: bytes = b""
+    """The stacks of all its threads, as faulthandler writes them."""
 
     @property
     def may_wait(self) -> bool:
@@ -300,6 +283,11 @@ def parse_main_thread(dump: bytes) -> tuple[Frame, ...]:
         elif found := _FRAME.match(line):
             frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
     return tuple(frames)
+
+
+def who_waits(before: dict[int, Sample], after: dict[int, Sample]) -> list[int]:
+    """Ranks that waited in a collective from one look to the next."""
+    return [number for number, sample in after.items() if number in before and waits(before[number], sample)]
 
 
 def waits(before: Sample, after: Sample) -> bool:

@@ -15,15 +15,13 @@ from typing import Any, Protocol
 from kale_dist import wire
 from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream
 from kale_dist.worker.agent import processes, usage
-from kale_dist.worker.agent.output import RankOutput, read_all, read_some
+from kale_dist.worker.agent.output import RankOutput, Sink, read_some
 
 PIPE_BYTES = 1 << 18
 """Room in each pipe, so that a rank seldom waits for the agent."""
 
 ANSWER_S = 0.15
 """Time a rank has to write its stacks; it takes a few milliseconds even with the GIL held."""
-
-_LOOK_AGAIN_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,24 +38,11 @@ class End:
     """Its last lines: of stderr if there are any, else of stdout."""
 
 
-class Listener(Protocol):
-    """Who hears what a rank does: the head's `RankRun`, or a relay's link to the head."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more events may come; else they stay in the rank's pipe."""
-        ...
+class Listener(Sink, Protocol):
+    """Who hears what a rank does: the head's `Rank`, or a relay's link to the head."""
 
     def forked(self, pid: int) -> None:
         """It has a process."""
-        ...
-
-    def output(self, body: bytes, count: int) -> None:
-        """It has written lines; marked as a log has them."""
-        ...
-
-    def events(self, data: bytes) -> None:
-        """It has sent events: whole JSON lines."""
         ...
 
     def message(self, message: dict[str, Any]) -> None:
@@ -91,12 +76,11 @@ class NearRank:
         self._control: socket.socket | None = None
         self._unsent = b""
         self._pending_message = b""
-        self._pending_events = b""
         self._stacks = b""
         self._readers: set[int] = set()
         self._was_signalled = False
         self._kills = 0
-        self._is_held = False
+        self._is_limited = False
         self._output: RankOutput | None = None
 
     # -- the pool's side ---------------------------------------------------------------------------------------------
@@ -141,8 +125,10 @@ class NearRank:
             if self._readers:
                 for message in self._receive() or []:
                     self._take_message(message)
-            self._read_rest()
-            tail = self._output.finish() if self._output is not None else ()
+            tail: tuple[str, ...] = ()
+            if self._output is not None:
+                self._output.read_rest()
+                tail = self._output.finish()
             # With a reason, it went with the process that forks ranks.
             was_killed = (end.signal == "SIGKILL" or end.reason) and not self._was_signalled
             if was_killed and usage.kills() > self._kills:
@@ -172,7 +158,7 @@ class NearRank:
     # -- its owner's side --------------------------------------------------------------------------------------------
 
     def start(
-        self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_held: bool = False
+        self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_limited: bool = False
     ) -> None:
         """Give it its work, as soon as it has a process.
 
@@ -180,10 +166,10 @@ class NearRank:
             listener: Gets its output and events.
             assignment: What it is to do.
             port: The socket that rank 0's store listens on; closed here once it is the rank's.
-            is_held: Whether its output is held to a rate.
+            is_limited: Whether its output is rate-limited.
         """
         self._listener = listener
-        self._is_held = is_held
+        self._is_limited = is_limited
         self._assignment = (wire.encode_json(assignment.to_json()), port)
         if self.pid:
             # Not at once: the caller is still starting others.
@@ -237,8 +223,7 @@ class NearRank:
             port.close()
         stdout, stderr, events, stacks = self._own
         pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
-        self._output = RankOutput(self._loop, pipes, self._listener.output, is_held=self._is_held)
-        self._read(events, lambda: self._read_events(events))
+        self._output = RankOutput(self._loop, pipes, events, self._listener, is_limited=self._is_limited)
         self._read(stacks, lambda: self._read_stacks(stacks))
         self._read(self._control.fileno(), self._read_control)
         if sent:
@@ -267,27 +252,6 @@ class NearRank:
     def _forget(self, descriptor: int) -> None:
         self._readers.discard(descriptor)
         self._loop.remove_reader(descriptor)
-
-    def _read_events(self, descriptor: int) -> None:
-        if self._listener is not None and not self._listener.has_room:
-            self._forget(descriptor)
-            self._loop.call_later(_LOOK_AGAIN_S, self._read_events_again, descriptor)
-            return
-        data = read_some(descriptor)
-        if data is None:
-            self._forget(descriptor)
-        elif data:
-            self._take_events(data)
-
-    def _read_events_again(self, descriptor: int) -> None:
-        if descriptor in self._own:
-            self._read(descriptor, lambda: self._read_events(descriptor))
-
-    def _take_events(self, data: bytes) -> None:
-        whole, end, rest = (self._pending_events + data).rpartition(b"\n")
-        self._pending_events = rest
-        if whole and self._listener is not None:
-            self._listener.events(whole + end)
 
     def _read_stacks(self, descriptor: int) -> None:
         data = read_some(descriptor)
@@ -319,15 +283,8 @@ class NearRank:
         return list(wire.decode_json_lines(whole))
 
     def _take_message(self, message: dict[str, Any]) -> None:
-        if "done" in message:
+        if "done" in message and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
-            self._read_rest()
+            self._output.read_rest()
         if self._listener is not None:
             self._listener.message(message)
-
-    def _read_rest(self) -> None:
-        """Read what is in the pipes without waiting."""
-        if self._output is not None:
-            self._output.read_rest()
-            for data in read_all(self._own[2]):
-                self._take_events(data)

@@ -1,4 +1,4 @@
-"""Output of ranks: read from their pipes, cut into lines, made fit for a log, and held to a bearable rate.
+"""Output of ranks: read from their pipes, cut into lines, made fit for a log, and rate-limited.
 
 A carriage return ends a line too, as progress bars use it; of many such lines in a row only some are kept, the first,
 about five a second, and the last.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kale_dist.wire import MAX_LINE_BYTES, Stream, body_of, clean
 
@@ -26,14 +28,17 @@ MAX_LAST_READ_BYTES = 4 << 20
 TAIL_LINES = 3
 TAIL_LINE_BYTES = 200
 
-FLOOD_BYTES_PER_S = 2 << 20
+RATE_BYTES_PER_S = 2 << 20
 """In a pod a rank may write this much, on average."""
 
-FLOOD_IN_HAND_BYTES = 16 << 20
+BURST_BYTES = 16 << 20
 """It may write this much at once."""
 
-FLOOD_TAIL_BYTES = 64 << 10
+TAIL_BYTES = 64 << 10
 """If there is too much, the end is kept: a rank's last lines."""
+
+_LOOK_AGAIN_S = 0.1
+"""How often it is looked whether there is room again."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
@@ -43,63 +48,104 @@ Body = tuple[bytes, int]
 NOTHING: Body = (b"", 0)
 
 
+class Sink(Protocol):
+    """Where lines and events of a rank go."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may come; else they stay in the rank's pipes, which it fills and then waits for."""
+        ...
+
+    def output(self, body: bytes, count: int) -> None:
+        """It has written lines; marked as a log has them."""
+        ...
+
+    def events(self, data: bytes) -> None:
+        """It has sent events: whole JSON lines."""
+        ...
+
+
 class RankOutput:
-    """Reads what one rank writes to stdout and stderr, until each ends.
+    """Reads what one rank writes to stdout and stderr, and its events, until each ends.
 
     Args:
         loop: The agent's loop.
         pipes: Where each stream is read; they do not block.
-        put: Called with marked lines, and how many they are.
-        is_held: Whether the rank is held to a rate.
+        events: Where its events are read; it does not block either.
+        sink: Where they go.
+        is_limited: Whether the rank is rate-limited.
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        pipes: Mapping[Stream, int],
-        put: Callable[[bytes, int], None],
-        *,
-        is_held: bool,
+        self, loop: asyncio.AbstractEventLoop, pipes: Mapping[Stream, int], events: int, sink: Sink, *, is_limited: bool
     ) -> None:
         self._loop = loop
-        self._pipes = pipes
-        self._put = put
-        self._gate = FloodGate() if is_held else None
+        self._sink = sink
+        self._limit = RateLimit() if is_limited else None
         self._cutters = {stream: LineCutter(stream) for stream in pipes}
+        self._take: dict[int, Callable[[bytes], None]] = {
+            pipe: functools.partial(self._take_output, self._cutters[stream]) for stream, pipe in pipes.items()
+        }
+        self._take[events] = self._take_events
+        self._open = set(self._take)
+        self._pending_event = b""
         self._bar_timer: asyncio.TimerHandle | None = None
-        for stream, pipe in pipes.items():
-            loop.add_reader(pipe, self._read, stream)
+        self._room_timer: asyncio.TimerHandle | None = None
+        """Set while there is no room and the pipes are not read."""
+        self._resume()
 
     def read_rest(self) -> None:
         """Read what is in the pipes without waiting."""
-        for stream, pipe in self._pipes.items():
-            for data in read_all(pipe):
-                self._pass(*self._cutters[stream].feed(data))
+        for pipe, take in self._take.items():
+            for _ in range(MAX_LAST_READ_BYTES // READ_BYTES):
+                if not (data := read_some(pipe)):
+                    break
+                take(data)
 
     def finish(self) -> tuple[str, ...]:
         """The rank has ended: last lines without an end count. Gives the last ones, of stderr if there are any, else of stdout."""
         for cutter in self._cutters.values():
             self._pass(*cutter.finish())
-        if self._gate is not None:
-            body, count = self._gate.finish()
-            if count:
-                self._put(body, count)
+        if self._limit is not None:
+            self._put(*self._limit.finish())
         return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail
 
     def close(self) -> None:
         """Read no more."""
-        for pipe in self._pipes.values():
-            self._loop.remove_reader(pipe)
-        if self._bar_timer is not None:
-            self._bar_timer.cancel()
+        self._pause()
+        for timer in (self._bar_timer, self._room_timer):
+            if timer is not None:
+                timer.cancel()
 
-    def _read(self, stream: Stream) -> None:
-        data = read_some(self._pipes[stream])
+    def _resume(self) -> None:
+        """Read the pipes as they fill."""
+        for pipe in self._open:
+            self._loop.add_reader(pipe, self._read, pipe)
+
+    def _pause(self) -> None:
+        for pipe in self._open:
+            self._loop.remove_reader(pipe)
+
+    def _read(self, pipe: int) -> None:
+        if not self._sink.has_room:
+            self._pause()
+            self._room_timer = self._loop.call_later(_LOOK_AGAIN_S, self._resume)
+            return
+        data = read_some(pipe)
         if data is None:
-            self._loop.remove_reader(self._pipes[stream])
+            self._loop.remove_reader(pipe)
+            self._open.discard(pipe)
         elif data:
-            self._pass(*self._cutters[stream].feed(data))
+            self._take[pipe](data)
             self._show_bars_later()
+
+    def _take_output(self, cutter: LineCutter, data: bytes) -> None:
+        self._pass(*cutter.feed(data))
+
+    def _take_events(self, data: bytes) -> None:
+        whole, end, self._pending_event = (self._pending_event + data).rpartition(b"\n")
+        if whole:
+            self._sink.events(whole + end)
 
     def _show_bars_later(self) -> None:
         if self._bar_timer is None and any(cutter.holds_bar for cutter in self._cutters.values()):
@@ -112,10 +158,12 @@ class RankOutput:
         self._show_bars_later()
 
     def _pass(self, body: bytes, count: int) -> None:
-        if self._gate is not None and count:
-            body, count = self._gate.admit(body, count)
         if count:
-            self._put(body, count)
+            self._put(*((body, count) if self._limit is None else self._limit.admit(body, count)))
+
+    def _put(self, body: bytes, count: int) -> None:
+        if count:
+            self._sink.output(body, count)
 
 
 def read_some(pipe: int) -> bytes | None:
@@ -124,14 +172,6 @@ def read_some(pipe: int) -> bytes | None:
         return os.read(pipe, READ_BYTES) or None
     except BlockingIOError:
         return b""
-
-
-def read_all(pipe: int) -> Iterator[bytes]:
-    """What is in a pipe now, in pieces; not more than `MAX_LAST_READ_BYTES`."""
-    for _ in range(MAX_LAST_READ_BYTES // READ_BYTES):
-        if not (data := read_some(pipe)):
-            return
-        yield data
 
 
 class LineCutter:
@@ -250,8 +290,8 @@ def _boundary(line: bytes) -> int:
     return cut
 
 
-class FloodGate:
-    """Holds what one rank writes to a rate; whole lines go, and a line says how many.
+class RateLimit:
+    """Limits what one rank writes; whole lines are left out, and a line says how many. The first and the last are kept.
 
     Args:
         now: Seconds of a monotonic clock.
@@ -259,49 +299,36 @@ class FloodGate:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._in_hand = float(FLOOD_IN_HAND_BYTES)
+        self._in_hand = float(BURST_BYTES)
         self._looked_at = now()
-        self._lost = 0
-        self._held: collections.deque[Body] = collections.deque()
-        self._held_bytes = 0
+        self._missing = 0
+        self._tail = NOTHING
 
     def admit(self, body: bytes, count: int) -> Body:
         """What of some lines may pass now, after those that were held back."""
         now = self._now()
-        self._in_hand = min(FLOOD_IN_HAND_BYTES, self._in_hand + (now - self._looked_at) * FLOOD_BYTES_PER_S)
+        self._in_hand = min(BURST_BYTES, self._in_hand + (now - self._looked_at) * RATE_BYTES_PER_S)
         self._looked_at = now
+        body, count = self._tail[0] + body, self._tail[1] + count
         # While lines are missing, enough has to be in hand that the next gap is not the next line's.
-        enough = self._held_bytes + len(body) + (FLOOD_TAIL_BYTES * 16 if self._held else 0)
-        if self._in_hand < enough:
-            self._hold(body, count)
-            return NOTHING
-        before = self.finish()
-        self._in_hand -= len(body)
-        return before[0] + body, before[1] + count
+        if self._in_hand >= len(body) + (TAIL_BYTES * 16 if self._tail[1] else 0):
+            self._tail = body, count
+            return self.finish()
+        if len(body) > TAIL_BYTES:
+            start = body.find(b"\n", len(body) - TAIL_BYTES) + 1
+            body = body[start:] or body[body.rfind(b"\n", 0, -1) + 1 :]
+        kept = body.count(b"\n")
+        self._missing += count - kept
+        self._tail = body, kept
+        return NOTHING
 
     def finish(self) -> Body:
         """What was held back last, and how many lines before it are missing."""
-        lost, self._lost = self._lost, 0
-        bodies, counts = [body for body, _ in self._held], sum(count for _, count in self._held)
-        self._held.clear()
-        self._in_hand -= self._held_bytes
-        self._held_bytes = 0
-        if lost:
-            limit = f"{FLOOD_BYTES_PER_S >> 20} MiB a second"
-            text = f"{lost:,} lines of this rank are missing here: it wrote more than {limit}"
-            bodies.insert(0, body_of(Stream.AGENT, [text.encode()]))
-        return b"".join(bodies), counts + (lost > 0)
-
-    def _hold(self, body: bytes, count: int) -> None:
-        if len(body) > FLOOD_TAIL_BYTES:
-            start = body.find(b"\n", len(body) - FLOOD_TAIL_BYTES) + 1
-            kept = body[start:] or body[body.rfind(b"\n", 0, -1) + 1 :]
-            lines = kept.count(b"\n")
-            self._lost += count - lines
-            body, count = kept, lines
-        self._held.append((body, count))
-        self._held_bytes += len(body)
-        while self._held_bytes > FLOOD_TAIL_BYTES and len(self._held) > 1:
-            old = self._held.popleft()
-            self._held_bytes -= len(old[0])
-            self._lost += old[1]
+        (body, count), self._tail = self._tail, NOTHING
+        missing, self._missing = self._missing, 0
+        self._in_hand -= len(body)
+        if missing:
+            limit = f"{RATE_BYTES_PER_S >> 20} MiB a second"
+            text = f"{missing:,} lines of this rank are missing here: it wrote more than {limit}"
+            body, count = body_of(Stream.AGENT, [text.encode()]) + body, count + 1
+        return body, count

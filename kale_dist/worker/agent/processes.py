@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import signal
 import site
-import sys
 import sysconfig
 import time
 from collections.abc import Collection
@@ -181,31 +179,6 @@ def _cores_of_quota(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> int 
         quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
         return None if quota_us < 0 else -(-quota_us // int((root / "cpu/cpu.cfs_period_us").read_text()))
     return None
-
-
-def installed_torch() -> tuple[str, str]:
-    """Version of the torch that would be imported here, and its file with the time it was written.
-
-    Does not import torch. Both are empty if there is none.
-    """
-    loaded = sys.modules.get("torch")
-    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return "", ""
-    file = pathlib.Path(spec.origin).with_name("version.py")
-    try:
-        written = f"{file} {file.stat().st_mtime_ns}"
-    except OSError:
-        return "", spec.origin
-    return _torch_version(written), written
-
-
-@functools.lru_cache(maxsize=1)
-def _torch_version(_written: str) -> str:
-    """The version of this installation of torch, or "". Parsing torch's metadata takes 2 ms."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch")
-    return ""
 
 
 def import_folders() -> list[pathlib.Path]:

@@ -1,4 +1,4 @@
-"""One rank of a running job, as the head sees it, in its own pod or in another: records its events, and how it ended."""
+"""One rank of an attempt, as the head sees it, in its own pod or in another: records its events, and how it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Process(Protocol):
         ...
 
 
-class RankRun:
+class Rank:
     """Records what a rank says and keeps what is known of it.
 
     Args:
@@ -43,7 +43,7 @@ class RankRun:
         self,
         rank: int,
         writer: JobWriter,
-        on_change: Callable[[RankRun], None],
+        on_change: Callable[[Rank], None],
         on_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self.rank = rank
@@ -96,8 +96,8 @@ class RankRun:
         """It has given a sign of progress."""
         self._writer.moves[self.rank] += 1
 
-    def record_end(self, state: RankStateName) -> None:
-        """Write the rank's last event."""
+    def record(self, state: RankStateName) -> None:
+        """Write the rank's new state into an event."""
         self.state = state
         end = self.end or End()
         self._writer.event(
@@ -148,7 +148,6 @@ class RankRun:
         self._on_change(self)
 
     def _set_state(self, state: RankStateName) -> None:
-        self.state = state
         self.moved()
-        self._writer.event(EventKind.RANK, self.rank, state=str(state), pid=self.pid, exit_code=None, signal=None)
+        self.record(state)
         self._on_change(self)

@@ -1,7 +1,7 @@
 """The one writer of a job's folder: log, events, progress, and a bounded copy on stdout.
 
-A thread writes, so that the agent's loop never waits for a disk. Lines get their numbers as they are written. If a disk is
-slow or full, lines are dropped before they have numbers, and a line says how many of which rank. Events are never dropped.
+A thread writes, so that the agent's loop never waits for a disk. Lines get their numbers as they are written. Nothing is
+left out of the files: while a disk is slow, hangs or is full, lines and events wait here, and soon in their ranks' pipes.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import ctypes
 import dataclasses
+import io
 import json
+import math
 import os
 import pathlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, JobFiles, StateName, Stream
+from kale_dist.wire import EventKind, JobFiles, Stream, Verdict
 
 TICK_S = 0.02
 """What comes within this time is written together."""
@@ -31,11 +32,14 @@ PROGRESS_INTERVAL_S = 0.25
 POD_LOG_BYTES = 1 << 30
 """How much of its log a head keeps in a pod."""
 
-QUEUE_BYTES = 64 << 20
-"""Lines that wait for the disk; what comes beyond is dropped and counted."""
+QUEUE_BYTES = 8 << 20
+"""While more than this waits for the disk, no rank's pipes are read."""
 
-EVENTS_IN_HAND_BYTES = 8 << 20
-"""While more than this waits, ranks' events are not read."""
+QUEUED_EVENTS = 10_000
+"""The same for events."""
+
+SLOW_DISK_S = 5.0
+"""A disk that takes nothing for so long is said to be why the ranks wait."""
 
 RECORD_BYTES = 64 << 10
 """Lines of one rank that come together make one record up to this size."""
@@ -45,19 +49,24 @@ STDOUT_IN_HAND_BYTES = 4 << 20
 
 _RETRY_S = 0.5
 _CLOSE_LIMIT_S = 5.0
-_PUNCH_HOLE = 3
-"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
 
-_FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LogFile:
+    """One of the files that a log consists of."""
+
+    first: int
+    """Number of its first line."""
+    bytes: int = 0
+    """Whole blocks only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What the files hold, whole blocks only: who reads no further never sees half of one."""
+    """What the files hold, whole blocks only: a reader that stops there never sees half of one."""
 
-    log_bytes: int = 0
-    log_start: int = 0
-    """Offset of the first record that is kept."""
+    log: tuple[LogFile, ...] = (LogFile(first=0),)
+    """The files that are kept, oldest first."""
     next_line: int = 0
     event_bytes: int = 0
     events: int = 0
@@ -80,8 +89,8 @@ class JobWriter:
     Args:
         files: Names of the files; the folder has to be there.
         loop: The agent's loop.
-        on_change: Called in the loop after anything was written.
-        limit_bytes: How much of the log is kept; None: all of it.
+        on_change: Called in the loop after anything was written, and when `disk_problem` has changed.
+        limit_bytes: How much of the log is kept, at least half of it; None: all of it.
         stdout: Where a copy goes; None: nowhere.
         observe: Called with each event, in the loop's thread.
 
@@ -105,40 +114,41 @@ class JobWriter:
         self.progress: dict[str, bytes] = {}
         """The last progress and usage of each rank, as JSON; replaced as a whole."""
         self.moves: collections.Counter[int] = collections.Counter()
-        """Signs of progress that each rank has given so far: its lines, and what `RankRun` counts."""
+        """Signs of progress that each rank has given so far: its lines, and what `Rank` counts."""
+        self.disk_problem = ""
+        """Why ranks wait for the disk, as a sentence; empty if they do not."""
         self._files = files
         self._loop = loop
         self._on_change = on_change
         self._limit_bytes = limit_bytes
         self._stdout = stdout
         self._observe = observe
-        self._log = _open(files.log)
-        self._events = _open(files.events)
-        self._log_bytes = os.fstat(self._log).st_size
-        self._log_start = 0
-        self._next_line = 0
-        self._event_count = 0
-        self._event_bytes = os.fstat(self._events).st_size
+        self._log = open_to_append(files.log)
+        self._events = open_to_append(files.events)
+        self._names = threading.Lock()
+        """Held while the log's files are renamed or opened."""
         # Shared by the two threads, under the condition's lock.
         self._condition = threading.Condition()
         self._lines: list[_Lines] = []
         self._queued = 0
-        self._lost: collections.Counter[int | None] = collections.Counter()
         self._new_events: list[dict[str, Any]] = []
-        self._events_waiting = 0
         self._latest: dict[str, dict[str, Any]] = {}
         self._has_progress = False
         self._then: Callable[[], None] | None = None
-        self._unwritten: list[bytes] = []
+        self._give_up_at = math.inf
         self._progress_at = -1.0
+        self._began_at: float | None = None
+        """Since when the disk has what it has not finished yet."""
+        self._refusal = ""
+        """Why the disk refuses that write; empty where it only does not answer."""
         threading.Thread(target=self._serve, name="writer", daemon=True).start()
 
     # -- for the loop ------------------------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
-        """Whether more events may come; where a full disk keeps them waiting they stay with their ranks."""
-        return self._events_waiting < EVENTS_IN_HAND_BYTES
+        """Whether more lines and events may come; where the disk takes none they stay in their ranks' pipes."""
+        return self._queued < QUEUE_BYTES and len(self._new_events) < QUEUED_EVENTS
 
     def begin_attempt(self, attempt: int) -> None:
         """What comes from here on belongs to another attempt."""
@@ -153,9 +163,6 @@ class JobWriter:
         if rank is not None:
             self.moves[rank] += 1
         with self._condition:
-            if self._queued + len(body) > QUEUE_BYTES:
-                self._lost[rank] += count
-                return
             self._queued += len(body)
             last = self._lines[-1] if self._lines else None
             if last is not None and last.rank == rank and len(last.body) + len(body) <= RECORD_BYTES:
@@ -167,8 +174,7 @@ class JobWriter:
 
     def say(self, text: str) -> None:
         """Append lines of the agent's own."""
-        lines = [part for line in text.splitlines() for part in _short(wire.clean(line.encode("utf-8", "replace")))]
-        self.lines(None, wire.body_of(Stream.AGENT, lines), len(lines))
+        self.lines(None, *_own_lines(text))
 
     def event(self, kind: EventKind, rank: int | None = None, **fields: Any) -> None:
         """Record an event of the agent's own."""
@@ -186,118 +192,154 @@ class JobWriter:
                 self._new_events.append(event)
             self._condition.notify()
 
+    def look_at_disk(self) -> None:
+        """Say it if the disk has taken nothing for long, past the disk: by `progress`, stdout and `disk_problem`."""
+        began_at, problem = self._began_at, ""
+        if began_at is not None and time.monotonic() - began_at >= SLOW_DISK_S:
+            why = self._refusal or "its disk is too slow, or does not answer"
+            problem = f"The job's folder {self._files.folder} cannot be written: {why}. Ranks that write lines wait until it can"
+        if problem == self.disk_problem:
+            return
+        if self.disk_problem and not problem:
+            self.say("The job's folder can be written again. Until then ranks that wrote lines had to wait")
+        self.disk_problem = problem
+        self.event(EventKind.DISK, problem=problem)
+        if problem:
+            told = json.dumps(self._latest[EventKind.DISK]).encode()
+            self.progress = {**self.progress, EventKind.DISK: told}
+            if self._stdout is not None:
+                self._stdout.offer(wire.encode_progress(told), always=True)
+                self._stdout.say(problem)
+        self._on_change()
+
     def close(self, then: Callable[[], None]) -> None:
         """Write what is left, if that can be, and close; then call in the loop."""
         with self._condition:
+            self._give_up_at = time.monotonic() + _CLOSE_LIMIT_S
             self._then = then
             self._condition.notify()
+
+    # -- for readers, in any thread -----------------------------------------------------------------------------------
+
+    def open_log(self, first: int) -> BinaryIO:
+        """Open one of the log's files.
+
+        Args:
+            first: Number of its first line.
+
+        Raises:
+            FileNotFoundError: It is no longer kept.
+        """
+        with self._names:
+            kept = [file.first for file in self.written.log]
+            if first not in kept:
+                raise FileNotFoundError
+            return (self._files.log if first == kept[-1] else self._files.older_log).open("rb")
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        close_by = None
         while True:
             with self._condition:
-                while not (self._lines or self._new_events or self._lost or self._then):
-                    due_s = self._due_s()
-                    if due_s == 0 or not self._condition.wait(due_s):
+                while not (self._lines or self._new_events or self._then):
+                    due_s = self._progress_at + PROGRESS_INTERVAL_S - time.monotonic() if self._has_progress else None
+                    if (due_s is not None and due_s <= 0) or not self._condition.wait(due_s):
                         break
                 then = self._then
                 lines, self._lines, self._queued = self._lines, [], 0
-                lost, self._lost = self._lost, collections.Counter()
                 events, self._new_events = self._new_events, []
                 latest = dict(self._latest) if self._has_progress else None
+            self._began_at = time.monotonic()
             if latest is not None and (then or events or self._progress_at + PROGRESS_INTERVAL_S <= time.monotonic()):
                 self._write_progress(latest)
-            self._write_log(lost, lines)
+            self._write_log(lines)
             self._write_events(events)
+            self._began_at = None
             if then is not None:
-                close_by = close_by or time.monotonic() + _CLOSE_LIMIT_S
-                if not self._unwritten or time.monotonic() > close_by:
-                    self._publish(is_last=True)
-                    self._close_files()
-                    self._call(then)
-                    return
-            self._publish()
-            time.sleep(TICK_S if then is None or self._unwritten else 0.0)
-
-    def _due_s(self) -> float | None:
-        """Seconds until there is something to do without news; None for never."""
-        waits = []
-        if self._has_progress:
-            waits.append(max(0.0, self._progress_at + PROGRESS_INTERVAL_S - time.monotonic()))
-        if self._unwritten:
-            waits.append(_RETRY_S)
-        return min(waits, default=None)
-
-    def _publish(self, *, is_last: bool = False) -> None:
-        self.written = Written(
-            log_bytes=self._log_bytes, log_start=self._log_start, next_line=self._next_line,
-            event_bytes=self._event_bytes, events=self._event_count, is_last=is_last,
-        )  # fmt: skip
-        self._call(self._on_change)
+                self.written = dataclasses.replace(self.written, is_last=True)
+                self._log.close()
+                self._events.close()
+                self._call(self._on_change)
+                self._call(then)
+                return
+            self._call(self._on_change)
+            time.sleep(TICK_S)
 
     def _call(self, function: Callable[[], None]) -> None:
         # The loop has ended where an agent received SIGTERM.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
-    def _write_log(self, lost: collections.Counter[int | None], lines: list[_Lines]) -> None:
-        if lost:
-            gap = "\n".join(
-                f"{count:,} lines of {'the agent' if rank is None else f'rank {rank}'} are missing here: the disk was "
-                "full or too slow"
-                for rank, count in lost.items()
-            ).encode()
-            body = wire.body_of(Stream.AGENT, gap.split(b"\n"))
-            lines.insert(0, _Lines(None, self.attempt, time.time_ns() // 1_000_000, body, len(lost)))
+    def _append(self, file: io.FileIO, data: bytes, size: int) -> bool:
+        """Append all of it, however long the disk takes; not, if the job ends meanwhile and the disk still refuses it.
+
+        Args:
+            file: Where to.
+            data: What.
+            size: What the file holds so far, which stays if this gives up.
+        """
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[file.write(view) :]
+                self._refusal = ""
+            except OSError as error:
+                self._refusal = error.strerror or f"{error}"
+                if time.monotonic() > self._give_up_at:
+                    with contextlib.suppress(OSError):
+                        file.truncate(size)
+                    break
+                time.sleep(_RETRY_S)
+        return not view
+
+    def _write_log(self, lines: list[_Lines]) -> None:
         if not lines:
             return
-        number, offset = self._next_line, self._log_bytes
-        blocks = []
+        *older, file = self.written.log
+        number, blocks = self.written.next_line, []
         for one in lines:
             blocks.append(wire.encode_lines(number, one.ms, one.attempt, one.rank, one.body, one.count))
             number += one.count
-            offset += len(blocks[-1])
-        if not _append(self._log, b"".join(blocks), self._log_bytes):
-            with self._condition:
-                self._lost.update(lost)
-                for one in lines[bool(lost) :]:
-                    self._lost[one.rank] += one.count
-            time.sleep(_RETRY_S)
+        data = b"".join(blocks)
+        if not self._append(self._log, data, file.bytes):
             return
-        self._next_line, self._log_bytes = number, offset
+        log = (*older, dataclasses.replace(file, bytes=file.bytes + len(data)))
+        self.written = dataclasses.replace(self.written, log=log, next_line=number)
         if self._stdout is not None:
             for one, block in zip(lines, blocks, strict=True):
                 self._stdout.offer(block, always=one.rank is None)
-        if self._limit_bytes is not None and self._log_bytes - self._log_start > self._limit_bytes:
-            self._forget_oldest(self._limit_bytes // 2)
+        if self._limit_bytes is not None and log[-1].bytes > self._limit_bytes // 2:
+            self._begin_file()
 
-    def _forget_oldest(self, keep_bytes: int) -> None:
-        """Give the disk back what the oldest records take; the offsets of the others stay as they are."""
-        start = self._log_start
-        with contextlib.suppress(OSError), self._files.log.open("rb") as log:
-            start, _ = wire.lines_after(log, self._log_bytes - keep_bytes) or (start, 0)
-        libc = ctypes.CDLL(None, use_errno=True)
-        size = ctypes.c_long(start - self._log_start)
-        if start > self._log_start and not libc.fallocate(self._log, _PUNCH_HOLE, ctypes.c_long(self._log_start), size):
-            self._log_start = start
+    def _begin_file(self) -> None:
+        """Put the log's file aside, in the place of the one before it, and begin another one."""
+        with self._names:
+            try:
+                self._files.log.replace(self._files.older_log)
+                fresh = open_to_append(self._files.log)
+            except OSError:
+                # Lines go into the same file; the next ones are another chance.
+                with contextlib.suppress(OSError):
+                    self._files.older_log.replace(self._files.log)
+                return
+            self._log.close()
+            self._log = fresh
+            log = (self.written.log[-1], LogFile(first=self.written.next_line))
+            self.written = dataclasses.replace(self.written, log=log)
 
     def _write_events(self, events: list[dict[str, Any]]) -> None:
+        written, encoded = self.written, []
         for event in events:
-            if event.get("event") == EventKind.STATE and event.get("state") in _FINAL:
-                event = {**event, "next_line": self._next_line}  # noqa: PLW2901 - as it is written
-            self._unwritten.append(wire.encode_json(event))
+            if event.get("event") == EventKind.STATE and Verdict.read(event) is not None:
+                event = {**event, "next_line": written.next_line}  # noqa: PLW2901 - as it is written
+            encoded.append(wire.encode_json(event))
             if self._stdout is not None:
-                number = self._event_count + len(self._unwritten) - 1
-                self._stdout.offer(wire.encode_event(number, self._unwritten[-1]), always=True)
-        data = b"".join(self._unwritten)
-        if data and _append(self._events, data, self._event_bytes):
-            self._event_count += len(self._unwritten)
-            self._event_bytes += len(data)
-            self._unwritten.clear()
-            data = b""
-        self._events_waiting = len(data)
+                number = written.events + len(encoded) - 1
+                self._stdout.offer(wire.encode_event(number, encoded[-1]), always=True)
+        data = b"".join(encoded)
+        if self._append(self._events, data, written.event_bytes):
+            event_bytes, count = written.event_bytes + len(data), written.events + len(encoded)
+            self.written = dataclasses.replace(written, event_bytes=event_bytes, events=count)
 
     def _write_progress(self, latest: dict[str, dict[str, Any]]) -> None:
         with self._condition:
@@ -314,10 +356,6 @@ class JobWriter:
         with contextlib.suppress(OSError):
             temporary.write_bytes(wire.encode_json(latest))
             temporary.replace(self._files.progress)
-
-    def _close_files(self) -> None:
-        os.close(self._log)
-        os.close(self._events)
 
 
 class StdoutCopy:
@@ -356,6 +394,11 @@ class StdoutCopy:
             self._blocks.append(block)
             self._condition.notify_all()
 
+    def say(self, text: str) -> None:
+        """Write lines of the agent's own that stand in no file, and so have no number."""
+        body, count = _own_lines(text)
+        self.offer(wire.encode_lines(None, time.time_ns() // 1_000_000, 0, None, body, count), always=True)
+
     def drain(self, limit_s: float) -> None:
         """Wait until all is written."""
         with self._condition:
@@ -378,24 +421,14 @@ class StdoutCopy:
                 self._condition.notify_all()
 
 
-def _open(path: pathlib.Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def open_to_append(path: pathlib.Path) -> io.FileIO:
+    """Open a file of the job's; tests put a disk that hangs in its place."""
+    return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb")
 
 
-def _append(descriptor: int, data: bytes, size: int) -> bool:
-    """Append all or nothing; whether it was all."""
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[os.write(descriptor, view) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, size)
-        return False
-    return True
-
-
-def _short(line: bytes) -> list[bytes]:
-    """A line of the agent's own, in parts that a log may hold."""
-    limit = wire.MAX_LINE_BYTES
-    return [line[at : at + limit] for at in range(0, len(line), limit)] or [b""]
+def _own_lines(text: str) -> tuple[bytes, int]:
+    """Lines of the agent's own as a log holds them, and how many they are."""
+    limit, lines = wire.MAX_LINE_BYTES, list[bytes]()
+    for line in (wire.clean(line.encode("utf-8", "replace")) for line in text.splitlines()):
+        lines += [line[at : at + limit] for at in range(0, len(line), limit)] or [b""]
+    return wire.body_of(Stream.AGENT, lines), len(lines)

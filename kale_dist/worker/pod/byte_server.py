@@ -3,12 +3,10 @@
 Every request bears `contract.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
 but for bytes. What fails for another reason comes back as `{"error": sentence}`.
 
-    GET  /stream?line=N&event=M   blocks (`contract`) from line N and event M on, as they come, and empty lines
-                                  where none comes for long; ends after the last one of a job that has ended.
+    GET  /stream?line=N&event=M   blocks (`contract`) from the record with line N (or an older one) and from event M on, as
+                                  they come, and empty lines where none comes for long; ends after the last one of a job that has ended.
                                   No Content-Length
-    GET  /status                  state ("waiting-for-input", "running" or "ended"), missing (digests that have to come),
-                                  verdict ({state, reason} or None), outcomes (bytes by "attempt-rank"), checkpoint
-                                  (bytes or None), next_line, next_event
+    GET  /missing                 digests of the blobs that the notebook has to send
     GET  /blobs/<digest>          the bytes
     GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
     PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come. 409 with
@@ -33,15 +31,15 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from kale_dist import wire
 from kale_dist.errors import StoreError
-from kale_dist.wire import MAC_HEADER, SIZE_HEADER, BlockReader, JobFiles, LineBlock, check_request
+from kale_dist.wire import MAC_HEADER, SIZE_HEADER, JobFiles, check_request
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.worker.agent.job_run import open_port
-from kale_dist.worker.agent.writer import JobWriter
+from kale_dist.worker.agent.writer import JobWriter, LogFile
 
 SILENCE_LIMIT_S = 60.0
 """A connection on which nothing moves for so long is closed."""
@@ -51,7 +49,7 @@ GATHER_S = 0.02
 
 _MAX_BODY_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
-_OUTCOME = re.compile(r"outcome-(\d{1,6}-\d{1,6})", re.ASCII)
+_OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
 
 class ByteServer:
@@ -64,7 +62,7 @@ class ByteServer:
         files: The job's folder.
         store: Where blobs go and come from.
         writer: What writes that folder.
-        status: Gives what the head says of itself: state, missing, verdict.
+        missing: Gives the digests of the blobs that the notebook has to send.
         cancel: Ends the job, with a grace in seconds.
         acknowledge: The notebook has all it wants.
 
@@ -81,7 +79,7 @@ class ByteServer:
         files: JobFiles,
         store: FolderStore,
         writer: JobWriter,
-        status: Callable[[], dict[str, Any]],
+        missing: Callable[[], list[str]],
         cancel: Callable[[float], None],
         acknowledge: Callable[[], None],
     ) -> None:
@@ -91,7 +89,7 @@ class ByteServer:
         self.writer = writer
         self.cancel = cancel
         self.acknowledge = acknowledge
-        self._status = status
+        self.missing = missing
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
         self.upload_locks: dict[str, threading.Lock] = {}
@@ -110,21 +108,6 @@ class ByteServer:
         with contextlib.suppress(OSError):
             return _part(self.store.path(digest)).stat().st_size
         return 0
-
-    def status(self) -> dict[str, Any]:
-        """What `GET /status` answers."""
-        outcomes = {}
-        for path in self.files.folder.glob("outcome-*"):
-            if (named := _OUTCOME.fullmatch(path.name)) is not None:
-                outcomes[named[1]] = path.stat().st_size
-        checkpoint, written = self.files.checkpoint, self.writer.written
-        return {
-            "outcomes": outcomes,
-            "checkpoint": checkpoint.stat().st_size if checkpoint.exists() else None,
-            "next_line": written.next_line,
-            "next_event": written.events,
-            **self._status(),
-        }
 
     def close(self) -> None:
         """Stop listening. Replies under way are cut when the process ends."""
@@ -230,8 +213,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 self._reply(200, {"received": received, "complete": is_whole})
             case "GET", "stream":
                 self._stream(owner.writer, int(query.get("line", "0")), int(query.get("event", "0")))
-            case "GET", "status":
-                self._reply(200, owner.status())
+            case "GET", "missing":
+                self._reply(200, owner.missing())
             case "PUT", "blobs", digest:
                 self._take(digest, int(query.get("offset", "0")))
             case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
@@ -259,28 +242,14 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self.send_response_only(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        with owner.files.log.open("rb") as log, owner.files.events.open("rb") as events:
-            written = writer.written
-            log.seek(_offset_of(log, line, written.log_start, written.log_bytes))
-            # The first record may begin before the line that is wanted.
-            first: BlockReader | None = BlockReader()
+        with contextlib.closing(_LogSender(writer, line)) as log, owner.files.events.open("rb") as events:
             for _ in range(event):
                 if not events.readline().endswith(b"\n"):
                     break
             number, sent_progress = event, dict[str, bytes]()
             while True:
                 written = writer.written
-                while log.tell() < written.log_bytes:
-                    if log.tell() < written.log_start:
-                        log.seek(written.log_start)
-                    data = log.read(min(_PIECE_BYTES, written.log_bytes - log.tell()))
-                    if first is not None:
-                        records = [block for block in first.feed(data) if isinstance(block, LineBlock)]
-                        records = [record for record in records if (record.next or 0) > line]
-                        data = b"".join(record.since(line).encode() for record in records)
-                        if records:
-                            data += first.rest
-                            first = None
+                for data in log.pieces(written.log):
                     self.wfile.write(data)
                 while events.tell() < written.event_bytes:
                     self.wfile.write(wire.encode_event(number, events.readline()))
@@ -347,7 +316,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             self.connection.sendfile(file)
 
-    def _reply(self, code: int, answer: dict[str, Any]) -> None:
+    def _reply(self, code: int, answer: Any) -> None:
         data = json.dumps(answer).encode()
         self._head(code, len(data))
         self.wfile.write(data)
@@ -363,17 +332,52 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-def _offset_of(log: BinaryIO, line: int, start: int, stop: int) -> int:
-    """Where the record with a line begins, or one before it, among the records from `start` to `stop`."""
-    found, low, high = start, start, stop
-    while low < high:
-        middle = (low + high) // 2
-        after = wire.lines_after(log, middle)
-        if after is None or after[0] >= stop or after[1] > line:
-            high = middle
-        else:
-            found, low = after[0], after[0] + 1
-    return found
+class _LogSender:
+    """Reads a head's log across its files, from the record with a line on.
+
+    Args:
+        writer: What writes it.
+        line: Its number.
+    """
+
+    def __init__(self, writer: JobWriter, line: int) -> None:
+        self._writer = writer
+        self._line = line
+        self._first = -1
+        self._file: BinaryIO | None = None
+
+    def pieces(self, log: tuple[LogFile, ...]) -> Iterator[bytes]:
+        """What there is since the last call.
+
+        Args:
+            log: The log's files, as far as they are written.
+        """
+        for at, file in enumerate(log):
+            if file.first > self._first and (at + 1 == len(log) or log[at + 1].first > self._line):
+                # One that is deleted in this moment was too old.
+                with contextlib.suppress(FileNotFoundError):
+                    self._open(file)
+            while file.first == self._first and self._file is not None and self._file.tell() < file.bytes:
+                yield self._file.read(min(_PIECE_BYTES, file.bytes - self._file.tell()))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, file: LogFile) -> None:
+        fresh = self._writer.open_log(file.first)
+        self.close()
+        self._first, self._file = file.first, fresh
+        low, high = 0, file.bytes
+        while low < high:
+            middle = (low + high) // 2
+            after = wire.lines_after(fresh, middle)
+            if after is None or after[0] >= file.bytes or after[1] > self._line:
+                high = middle
+            else:
+                low = after[0] + 1
+        fresh.seek(max(0, low - 1))
 
 
 def _blob(store: FolderStore, digest: str) -> pathlib.Path:

@@ -12,14 +12,14 @@ from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import KaleDistError, StoreError
-from kale_dist.wire import FailureCause, Source, StateName
+from kale_dist.wire import FailureCause, Source, StateName, Verdict
 from kale_dist.worker.agent import ending
-from kale_dist.worker.agent.ending import Verdict
+from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
 from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
 from kale_dist.worker.pod import pod_input
 from kale_dist.worker.pod.byte_server import ByteServer
-from kale_dist.worker.pod.head_relays import HeadsRelays, waited_text
+from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
@@ -67,7 +67,7 @@ class Head:
         self._pod = pod
         self._stdout = StdoutCopy()
         order = pod.order
-        self._gauges = Gauges(order.job, order.world_size, order.run - 1) if order.metrics_port else None
+        self._gauges = Gauges(order.job, order.number_of_processes, order.run - 1) if order.metrics_port else None
         self.writer = JobWriter(
             pod.files,
             pod.loop,
@@ -83,7 +83,7 @@ class Head:
             files=pod.files,
             store=pod.store,
             writer=self.writer,
-            status=self._status,
+            missing=self._missing,
             cancel=self._cancel,
             acknowledge=self._acknowledged,
         )
@@ -94,30 +94,20 @@ class Head:
                 pod.key,
                 pod.files,
                 open_port(pod.place.listen, order.port + 1, 1024),
-                on_ready=self._start_if_complete,
                 fail=self._fail,
                 say=self.writer.say,
             )
         self._written: asyncio.Future[None] = pod.loop.create_future()
         mpirun = None
         if order.mpi:
-            relays = self._relays
-            hosts, run = (list[str], lambda *_: None) if relays is None else (relays.hosts, relays.run)
-            mpirun = Mpirun(order, pod.place.work, hosts, run, self._fail)
-        self._job = JobRun(
-            pod.own_order,
-            pod.loop,
-            pod.pool,
-            self.writer,
-            self._ended,
-            relays=self._relays,
-            holds_floods=True,
-            before_end=self._copy_outcomes,
+            mpirun = Mpirun(pod.place.work, self._relays, self._fail)
+        site = Site(
+            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, relays=self._relays, is_limited=True,
             mpirun=mpirun,
-        )
+        )  # fmt: skip
+        self._job = JobRun(site)
         self._began_at = time.monotonic()
         self._has_blobs = False
-        self._is_started = False
         self._is_acknowledged = False
         self._is_told_to_end = False
         self._on_stdout = False
@@ -130,6 +120,8 @@ class Head:
 
     def _notify(self) -> None:
         self._server.notify()
+        if self._relays is not None:
+            self._relays.limit(has_room=self.writer.has_room)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -138,11 +130,13 @@ class Head:
         if self._relays is not None:
             await self._relays.serve()
         self._serve_metrics()
-        tasks = [asyncio.ensure_future(self._bring()), asyncio.ensure_future(self._say_missing())]
+        preparing = asyncio.ensure_future(self._prepare())
+        verdict = await self._job.run()
+        self._copy_outcomes()
+        self._job.write_end(verdict)
+        self.writer.close(lambda: self._written.set_result(None))
         await self._written
-        verdict = self._job.verdict or Verdict(StateName.FAILED, None, "")
-        for task in tasks:
-            task.cancel()
+        preparing.cancel()
         # The pod ends even if something hangs from here on.
         signal.alarm(int(self._pod.order.collect_wait_s + STRAGGLER_LIMIT_S + DRAIN_LIMIT_S + 60))
         message = ending.termination_message(verdict)
@@ -179,7 +173,8 @@ class Head:
         )
         self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S)
 
-    async def _bring(self) -> None:
+    async def _prepare(self) -> None:
+        """Bring the input, let the ranks start once all pods are ready, then put each checkpoint into the store."""
         try:
             await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
@@ -194,43 +189,34 @@ class Head:
         self._pod.pool.wanted_spares = 0
         if self._relays is not None:
             self._relays.deal_blobs()
-        self._start_if_complete()
+            await self._wait_for_pods(self._relays)
+        self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
             await asyncio.to_thread(self._keep_checkpoint)
 
-    def _start_if_complete(self) -> None:
-        if self._is_started or not self._has_blobs or self._job.verdict is not None:
-            return
-        if self._relays is None or not self._relays.missing:
-            self._is_started = True
-            self._job.start()
-
-    async def _say_missing(self) -> None:
+    async def _wait_for_pods(self, relays: HeadsRelays) -> None:
+        """Wait until all pods are ready, and log which are not. If that takes too long, the job fails."""
         limit_s = self._pod.order.start_wait_s
-        while self._relays is not None and not self._is_started:
+        while missing := ", ".join(relays.missing):
             left_s = limit_s - (time.monotonic() - self._began_at)
-            await asyncio.sleep(min(SAY_MISSING_EACH_S, max(0.1, left_s)))
-            missing = self._relays.missing
-            if missing and not self._is_started:
-                text, is_too_long = waited_text(missing, self._began_at, limit_s)
-                if is_too_long:
-                    self._job.fail(FailureCause.NOT_STARTED, text)
-                    return
-                self.writer.say(text)
+            if left_s <= 0:
+                self._job.fail(
+                    FailureCause.NOT_STARTED,
+                    f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {missing}. "
+                    "Look at their state: they may be waiting for a node, a GPU or their image",
+                )
+                return
+            try:
+                await asyncio.wait_for(relays.all_ready.wait(), min(SAY_MISSING_EACH_S, left_s))
+            except TimeoutError:
+                self.writer.say(f"Waiting for pods: {', '.join(relays.missing)}")
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
-    def _status(self) -> dict[str, Any]:
-        """What the server says of this run."""
-        verdict = self._job.verdict if self._written.done() else None
-        state = "ended" if verdict is not None else "running" if self._has_blobs else "waiting-for-input"
-        is_streamed = self._pod.order.source is Source.STREAM and not self._has_blobs
-        return {
-            "state": state,
-            "missing": pod_input.missing(self._pod) if is_streamed else [],
-            "verdict": None if verdict is None else {"state": str(verdict.state), "reason": verdict.reason},
-        }
+    def _missing(self) -> list[str]:
+        """Digests of the blobs that the notebook has to send."""
+        return pod_input.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
     def _cancel(self, grace_s: float) -> None:
         """The notebook wants the job to end."""
@@ -257,10 +243,6 @@ class Head:
             _, attempt, rank = path.name.split("-")
             for block in wire.encode_outcome(int(attempt), int(rank), path.read_bytes()):
                 self._stdout.offer(block, always=True)
-
-    def _ended(self) -> None:
-        """The last event is on its way into the files."""
-        self.writer.close(lambda: self._written.set_result(None))
 
     async def _wait_for_relays(self, ended_at: float) -> None:
         """Stay while relays are leaving, or may still come and have to learn of the end."""
@@ -289,9 +271,7 @@ class Head:
                     else ("They are lost; give a store with store='pvc://...' to keep them")
                 )
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
-                body = wire.body_of(wire.Stream.AGENT, [text.encode()])
-                now = time.time_ns() // 1_000_000
-                self._stdout.offer(wire.encode_lines(None, now, 0, None, body, 1), always=True)
+                self._stdout.say(text)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import pathlib
 import secrets
 import signal
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist import wire
-from kale_dist.wire import FailureCause, JobFiles, Order
+from kale_dist.wire import Attempt, FailureCause, JobFiles, Order
 from kale_dist.worker.agent.ending import name_ranks
 from kale_dist.worker.agent.near_rank import End
-from kale_dist.worker.agent.rank_run import RankRun
+from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.pod.relay_protocol import COUNT, READ_BYTES, TICKS, Channel, Op, is_signed, sign
 
 LOST_AFTER_S = 1.0
@@ -25,7 +25,6 @@ LOST_AFTER_S = 1.0
 
 _PROOF_LIMIT_S = 10.0
 _MAX_REFUSALS_SAID = 10
-_LOOK_AGAIN_S = 0.1
 
 _GONE = (
     "its agent has ended, or can no longer be reached. The pod may have been deleted, evicted or killed (often because "
@@ -36,8 +35,8 @@ _GONE = (
 class _FarRank:
     """What can be done to a rank behind a relay."""
 
-    def __init__(self, channel: Channel, run: RankRun, outcome: pathlib.Path) -> None:
-        self.run = run
+    def __init__(self, channel: Channel, rank: Rank, outcome: pathlib.Path) -> None:
+        self.rank = rank
         self.outcome = outcome
         """Where its outcome goes."""
         self._channel = channel
@@ -48,30 +47,30 @@ class _FarRank:
         return self.outcome.with_name(f".{self.outcome.name}.part")
 
     def let_go(self) -> None:
-        self._channel.say(Op.LET_GO, self.run.rank)
+        self._channel.say(Op.LET_GO, self.rank.rank)
 
     def signal(self, number: signal.Signals) -> None:
-        self._channel.say(Op.SIGNAL, self.run.rank, number=int(number))
+        self._channel.say(Op.SIGNAL, self.rank.rank, number=int(number))
 
     def ask_stacks(self) -> None:
-        self._channel.say(Op.STACKS, self.run.rank)
+        self._channel.say(Op.STACKS, self.rank.rank)
 
 
 class _Relay:
     """One other pod."""
 
-    def __init__(self, agent: int, name: str, ranks: range) -> None:
+    def __init__(self, agent: int, name: str) -> None:
         self.agent = agent
         self.name = name
-        self.ranks = ranks
         self.channel: Channel | None = None
         self.has_joined = False
         self.is_ready = False
         self.far: dict[int, _FarRank] = {}
+        """Its ranks in the newest attempt."""
 
     def describe(self) -> str:
-        """Its name and ranks."""
-        return f"Pod {self.name} ({name_ranks(list(self.ranks))})"
+        """Its name, and its ranks if it has any yet."""
+        return f"Pod {self.name} ({name_ranks(list(self.far))})" if self.far else f"Pod {self.name}"
 
 
 class HeadsRelays:
@@ -82,7 +81,6 @@ class HeadsRelays:
         key: Its secret.
         files: The job's folder.
         listener: Where relays connect to.
-        on_ready: Called when all relays have what they need.
         fail: Ends the job, with the cause and a sentence: a relay cannot run its ranks, or is lost.
         say: Writes a line into the log.
     """
@@ -94,23 +92,21 @@ class HeadsRelays:
         files: JobFiles,
         listener: socket.socket,
         *,
-        on_ready: Callable[[], None],
         fail: Callable[[FailureCause, str], None],
         say: Callable[[str], None],
     ) -> None:
-        self._order = order
+        self.all_ready = asyncio.Event()
+        """Set once all relays have had what they need."""
         self._key = key
         self._files = files
         self._listener = listener
-        self._on_ready = on_ready
         self._fail = fail
         self._say = say
         self._refusals = 0
         self._has_blobs = False
+        self._has_room = True
         self._is_over = False
-        self._relays = {
-            agent: _Relay(agent, pod_name(order, agent), order.ranks_of(agent)) for agent in range(1, order.agents)
-        }
+        self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
         self._server: asyncio.Server | None = None
 
     async def serve(self) -> None:
@@ -122,6 +118,11 @@ class HeadsRelays:
     def missing(self) -> list[str]:
         """Names of the pods that have not joined, or are not ready."""
         return [relay.name for relay in self._relays.values() if not relay.is_ready]
+
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of the agents that have what they need."""
+        return [relay.agent for relay in self._relays.values() if relay.is_ready]
 
     @property
     def connected(self) -> int:
@@ -147,13 +148,26 @@ class HeadsRelays:
             if relay.channel is not None:
                 relay.channel.say(Op.FETCH)
 
-    def spawn(self, run: RankRun, attempt: int, port: int, seed: int) -> None:
-        """Have the rank's relay start it."""
-        relay = self._relays[run.rank // self._order.processes_per_agent]
-        if relay.channel is None:
-            return
-        run.process = relay.far[run.rank] = _FarRank(relay.channel, run, self._files.outcome(attempt, run.rank))
-        relay.channel.say(Op.SPAWN, run.rank, attempt=attempt, port=port, seed=seed)
+    def limit(self, *, has_room: bool) -> None:
+        """Have relays send lines and events only while there is room for them."""
+        if has_room != self._has_room:
+            self._has_room = has_room
+            for relay in self._relays.values():
+                if relay.channel is not None:
+                    relay.channel.say(Op.ROOM, is_there=has_room)
+
+    def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
+        """Have relays start those ranks of an attempt that are theirs."""
+        for member in attempt.members[1:]:
+            relay = self._relays[member.agent]
+            if relay.channel is not None:
+                relay.far = {
+                    number: _FarRank(relay.channel, ranks[number], self._files.outcome(attempt.number, number))
+                    for number in member.ranks
+                }
+                for number, far in relay.far.items():
+                    ranks[number].process = far
+                relay.channel.say(Op.SPAWN, attempt=dataclasses.asdict(attempt))
 
     def hosts(self) -> list[str]:
         """Addresses of the other pods, by their number."""
@@ -216,6 +230,8 @@ class HeadsRelays:
             return None
         relay.has_joined, relay.channel = True, channel
         channel.say(Op.WELCOME)
+        if not self._has_room:
+            channel.say(Op.ROOM, is_there=False)
         if self._has_blobs:
             channel.say(Op.FETCH)
         return relay
@@ -230,8 +246,8 @@ class HeadsRelays:
             if not self._is_over:
                 self._fail(FailureCause.LOST, f"{relay.describe()} is gone: {_GONE}")
             for far in relay.far.values():
-                if far.run.end is None:
-                    far.run.ended(End(reason="its pod was lost"))
+                if far.rank.end is None:
+                    far.rank.ended(End(reason="its pod was lost"))
 
     async def _take(self, relay: _Relay, kind: bytes, rank: int, payload: bytes) -> None:
         far = relay.far.get(rank)
@@ -240,17 +256,16 @@ class HeadsRelays:
         elif far is None:
             return
         elif kind == b"O":
-            far.run.output(payload[COUNT.size :], COUNT.unpack_from(payload)[0])
+            far.rank.output(payload[COUNT.size :], COUNT.unpack_from(payload)[0])
+            self.limit(has_room=far.rank.has_room)
         elif kind == b"E":
-            far.run.events(payload)
-            # What it sends meanwhile waits there.
-            while not far.run.has_room:  # noqa: ASYNC110 - a disk that has room again has no event
-                await asyncio.sleep(_LOOK_AGAIN_S)
+            far.rank.events(payload)
+            self.limit(has_room=far.rank.has_room)
         elif kind == b"S":
-            far.run.stacks(payload[TICKS.size :], TICKS.unpack_from(payload)[0])
+            far.rank.stacks(payload[TICKS.size :], TICKS.unpack_from(payload)[0])
         elif kind == b"F":
             # The rank is done when all of it is here: a large value may take longer than a job may stand still.
-            far.run.moved()
+            far.rank.moved()
             await asyncio.to_thread(_append, far.part, payload)
 
     async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:
@@ -258,7 +273,7 @@ class HeadsRelays:
         if op == Op.READY:
             relay.is_ready = True
             if not self.missing:
-                self._on_ready()
+                self.all_ready.set()
         elif op == Op.REFUSED:
             told = f"{relay.describe()} cannot run its part: {message['reason']}"
             self._fail(FailureCause.NOT_STARTED, told)
@@ -268,14 +283,14 @@ class HeadsRelays:
         elif far is None:
             return
         elif op == Op.FORKED:
-            far.run.forked(int(message["pid"]))
+            far.rank.forked(int(message["pid"]))
         elif op == Op.SAID:
             if "bytes" in message:
                 await asyncio.to_thread(_complete, far.part, far.outcome, int(message["bytes"]))
-            far.run.message(message["message"])
+            far.rank.message(message["message"])
         elif op == Op.ENDED:
             end = message["end"]
-            far.run.ended(End(**{**end, "tail": tuple(end["tail"])}))
+            far.rank.ended(End(**{**end, "tail": tuple(end["tail"])}))
 
 
 def pod_name(order: Order, agent: int) -> str:
@@ -308,14 +323,3 @@ def _complete(part: pathlib.Path, outcome: pathlib.Path, size: int) -> None:
     with contextlib.suppress(OSError):
         if part.stat().st_size == size:
             part.replace(outcome)
-
-
-def waited_text(missing: list[str], began_at: float, limit_s: float) -> tuple[str, bool]:
-    """What to say of pods that have not joined, and whether they have been waited for too long."""
-    names = ", ".join(missing)
-    if time.monotonic() - began_at < limit_s:
-        return f"Waiting for pods: {names}", False
-    return (
-        f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {names}. "
-        "Look at their state: they may be waiting for a node, a GPU or their image"
-    ), True

@@ -26,10 +26,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kale_dist.wire import FailureCause, Order, PodVariable
+from kale_dist.wire import Attempt, FailureCause, Order, PodVariable
 from kale_dist.worker.agent import processes
+
+if TYPE_CHECKING:
+    from kale_dist.worker.pod.head_relays import HeadsRelays
 
 _LIBRARY = "libmpi.so.40"
 _LAUNCHER = "prterun"
@@ -158,43 +161,38 @@ class Mpirun:
     """The `mpirun` of a job's ranks.
 
     Args:
-        order: The job.
         work: The head's folder.
-        hosts: Addresses of the other pods by their number, from 1.
-        run: Has the pod at an address run a command for an attempt.
+        relays: The other pods; None if there are none.
         fail: Ends the job.
     """
 
     def __init__(
         self,
-        order: Order,
         work: pathlib.Path,
-        hosts: Callable[[], list[str]],
-        run: Callable[[str, str, int], None],
+        relays: HeadsRelays | None,
         fail: Callable[[FailureCause, str], None],
     ) -> None:
-        self._order = order
         self._work = work
-        self._hosts = hosts
-        self._run = run
+        self._relays = relays
         self._fail = fail
         self._loop = asyncio.get_running_loop()
         self._pid = 0
         self._requests = -1
 
-    def start(self, attempt: int) -> None:
+    def start(self, attempt: Attempt) -> None:
         """Start it; it is up when the ranks find their places."""
         installation = find(self._work)
         if installation is None:
             self._fail(FailureCause.NOT_STARTED, _ABSENT)
             return
-        pipe = self._work / f"mpi-requests-{attempt}"
+        number = attempt.number
+        pipe = self._work / f"mpi-requests-{number}"
         try:
             os.mkfifo(pipe, 0o600)
             agent = _make_agent(self._work)
             self._requests = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._loop.add_reader(self._requests, self._read, attempt)
-            output = self._work / f"mpi-{attempt}.log"
+            self._loop.add_reader(self._requests, self._read, number)
+            output = self._work / f"mpi-{number}.log"
             command = self._command(installation.launcher, attempt)
             environment = {name: value for name, value in os.environ.items() if name not in _OF_OPERATOR}
             environment |= {
@@ -231,12 +229,12 @@ class Mpirun:
             os.close(self._requests)
             self._requests = -1
 
-    def _command(self, launcher: str, attempt: int) -> list[str]:
-        places = zip([socket.gethostname(), *self._hosts()], range(self._order.agents), strict=False)
-        slots = ",".join(f"{host}:{len(self._order.ranks_of(agent))}" for host, agent in places)
+    def _command(self, launcher: str, attempt: Attempt) -> list[str]:
+        hosts = [socket.gethostname(), *(self._relays.hosts() if self._relays is not None else ())]
+        slots = ",".join(f"{hosts[member.agent]}:{member.processes}" for member in attempt.members)
         return [
             launcher, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--bind-to", "none", "--host", slots,
-            "-n", str(self._order.world_size), sys.executable, "-S", "-E", "-c", _HOLDER, str(attempt),
+            "-n", str(attempt.world_size), sys.executable, "-S", "-E", "-c", _HOLDER, str(attempt.number),
         ]  # fmt: skip
 
     def _read(self, attempt: int) -> None:
@@ -244,7 +242,8 @@ class Mpirun:
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._requests, 1 << 16).decode(errors="replace").splitlines():
                 host, _, command = line.partition(" ")
-                self._run(host, command, attempt)
+                if self._relays is not None:
+                    self._relays.run(host, command, attempt)
 
 
 def _make_agent(work: pathlib.Path) -> pathlib.Path:

@@ -157,7 +157,8 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
         raise Problem(
             "this pod's container was started a second time, and its job cannot continue in it: an agent serves one job once"
         ) from None
-    pool.wanted_spares = len(order.ranks_of(place.pod))
+    per_pod = order.processes_per_agent
+    pool.wanted_spares = min(per_pod, order.number_of_processes - place.pod * per_pod)
     pool.refill()
     role = Head(pod) if place.pod == 0 else Relay(pod)
     broken: asyncio.Future[BaseException] = loop.create_future()

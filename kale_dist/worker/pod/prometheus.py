@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist.wire import EventKind, RankStateName
+from kale_dist.wire import EventKind, Member, RankStateName
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.pod.byte_server import HttpServer
 
@@ -33,17 +33,16 @@ class Gauges:
 
     Args:
         name: The job's name.
-        world_size: Its ranks.
+        ranks: How many ranks were asked for. As many are pending until the first attempt says how many it has.
         earlier_runs: Runs before this one.
     """
 
-    def __init__(self, name: str, world_size: int, earlier_runs: int = 0) -> None:
+    def __init__(self, name: str, ranks: int, earlier_runs: int = 0) -> None:
         self._name = name
-        self._world_size = world_size
         self._earlier_runs = earlier_runs
         self._lock = threading.Lock()
         self._attempt = 0
-        self._states: dict[int, str] = {}
+        self._states: dict[int, str] = dict.fromkeys(range(ranks), str(RankStateName.PENDING))
         self._progress: dict[int, dict[str, Any]] = {}
         self._usage: dict[int, dict[str, Any]] = {}
         self._samples: collections.Counter[int] = collections.Counter()
@@ -55,8 +54,12 @@ class Gauges:
             attempt, rank = int(event.get("attempt") or 0), event.get("rank")
             if attempt > self._attempt:
                 self._attempt = attempt
-                self._states, self._progress, self._usage = {}, {}, {}
+                self._states = dict.fromkeys(self._states, str(RankStateName.PENDING))
+                self._progress, self._usage = {}, {}
             match event.get("event"):
+                case EventKind.ATTEMPT:
+                    ranks = [rank for member in event["members"] for rank in Member(**member).ranks]
+                    self._states = dict.fromkeys(ranks, str(RankStateName.PENDING))
                 case EventKind.RANK:
                     self._states[int(event["rank"])] = str(RankStateName(event["state"]))
                 case EventKind.PROGRESS:
@@ -68,7 +71,7 @@ class Gauges:
                         self._metrics[str(event["source"]), str(name), "" if rank is None else str(rank)] = float(value)
 
     def _note_progress(self, rank: int, event: dict[str, Any]) -> None:
-        if event.get("phase") == "train":
+        if event.get("phase") == "train" and event["samples"] is not None:
             before = self._progress.get(rank, {})
             is_same = (before.get("phase"), before.get("epoch")) == ("train", event.get("epoch"))
             samples = int(event["samples"])
@@ -82,7 +85,7 @@ class Gauges:
 
     def _lines(self) -> Iterator[str]:
         yield from _family("job_info", "The job", "gauge", [({"name": self._name}, 1)])
-        counts = collections.Counter(self._states.get(rank, "pending") for rank in range(self._world_size))
+        counts = collections.Counter(self._states.values())
         states: list[tuple[dict[str, Any], Any]] = [({"state": str(s)}, counts[str(s)]) for s in RankStateName]
         yield from _family("ranks", "Ranks in each state", "gauge", states)
         restarts = self._earlier_runs + self._attempt

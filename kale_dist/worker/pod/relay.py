@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import EXIT_TOLD_TO_END, Assignment, EventKind, Source, Stream, body_of
+from kale_dist.wire import EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, pod_input
@@ -32,8 +32,8 @@ BODY_BYTES = 64 << 10
 BODY_S = 0.03
 """After some lines were sent, the next ones wait so long for each other."""
 
-HELD_BYTES = 16 << 20
-"""This much waits for a head that does not read; then lines go, and a count takes their place, and ranks keep their events."""
+HELD_BYTES = 1 << 20
+"""This much may wait for the connection; then lines and events stay in their ranks' pipes."""
 
 _ANSWER_S = 20.0
 _PART_BYTES = 256 << 10
@@ -147,8 +147,10 @@ class Relay:
         op = message["op"]
         if op == Op.FETCH:
             self._may_fetch.set()
+        elif op == Op.ROOM:
+            head.may_send = bool(message["is_there"])
         elif op == Op.SPAWN:
-            self._spawn(head, rank, int(message["attempt"]), int(message["port"]), int(message["seed"]))
+            self._spawn(head, Attempt.from_json(message["attempt"]))
         elif op == Op.RUN:
             refuse = functools.partial(_refuse, head)
             mpi.run_daemon(str(message["command"]), self._pod.place.work, int(message["attempt"]), refuse)
@@ -176,18 +178,19 @@ class Relay:
         self._pod.pool.wanted_spares = 0
         head.say(Op.READY)
 
-    def _spawn(self, head: Channel, rank: int, attempt: int, port: int, seed: int) -> None:
+    def _spawn(self, head: Channel, attempt: Attempt) -> None:
         order = self._pod.own_order
         if not self._is_staged:
             self._is_staged = True
             loading.stage_modules(self._pod.store, order.snapshot, self._pod.files.modules)
             self._usage = UsageWatch(order, self._pod.loop, self._pids, functools.partial(self._tell_usage, head))
             self._usage.start()
-        assignment = Assignment(order=order, rank=rank, attempt=attempt, port=port, seed=seed)
-        process = self._pod.pool.take()
-        outcome = self._pod.files.outcome(attempt, rank)
-        self._ranks[rank] = forwarder = _Forwarder(rank, attempt, process, head, outcome, self._pod.loop)
-        process.start(forwarder, assignment, None, is_held=True)
+        mine = next(member for member in attempt.members if member.agent == self._pod.place.pod)
+        for rank in mine.ranks:
+            process, number = self._pod.pool.take(), attempt.number
+            outcome = self._pod.files.outcome(number, rank)
+            self._ranks[rank] = forwarder = _Forwarder(rank, number, process, head, outcome, self._pod.loop)
+            process.start(forwarder, Assignment(order=order, attempt=attempt, rank=rank), None, is_limited=True)
 
     def _pids(self) -> Mapping[int, int]:
         return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}
@@ -221,27 +224,24 @@ class _Forwarder:
         self._outcome = outcome
         self._loop = loop
         self._bodies: list[bytes] = []
-        self._count = self._bytes = self._lost = 0
+        self._count = self._bytes = 0
         self._is_gathering = False
         self._sending: asyncio.Task[None] | None = None
 
     @property
     def has_room(self) -> bool:
-        """Whether more events may come."""
-        return self._head.unsent_bytes < HELD_BYTES
+        """Whether more lines and events may come."""
+        return self._head.may_send and self._head.unsent_bytes < HELD_BYTES
 
     def forked(self, pid: int) -> None:
         """It has a process."""
         self._head.say(Op.FORKED, self.rank, pid=pid)
 
     def output(self, body: bytes, count: int) -> None:
-        """It has written lines: sent at once, or with others a moment later, unless the head has not read too many before."""
-        if not self.has_room:
-            self._lost += count
-            return
-        if self._lost:
-            self._add(*self._gap())
-        self._add(body, count)
+        """It has written lines: they are sent at once, or with others a moment later."""
+        self._bodies.append(body)
+        self._bytes += len(body)
+        self._count += count
         if self._bytes >= BODY_BYTES or not self._is_gathering:
             self._flush()
 
@@ -268,20 +268,8 @@ class _Forwarder:
         if self._sending is not None and not self._sending.done():
             self._sending.add_done_callback(lambda _: self.ended(end))
             return
-        if self._lost:
-            self._add(*self._gap())
         self._flush()
         self._head.say(Op.ENDED, self.rank, end=dataclasses.asdict(end))
-
-    def _add(self, body: bytes, count: int) -> None:
-        self._bodies.append(body)
-        self._bytes += len(body)
-        self._count += count
-
-    def _gap(self) -> tuple[bytes, int]:
-        lost, self._lost = self._lost, 0
-        text = f"{lost:,} lines of this rank are missing here: the first pod's agent did not take them in time"
-        return body_of(Stream.AGENT, [text.encode()]), 1
 
     def _flush(self) -> None:
         """Send the lines there are."""

@@ -55,11 +55,14 @@ class Op(enum.StrEnum):
     LEAVING = "leaving"
     """Relay to head: its pod got SIGTERM; `reason`."""
     SPAWN = "spawn"
-    """Head to relay: start a rank; `attempt`, `port`, `seed`."""
+    """Head to relay: start its ranks of the `attempt`."""
     SIGNAL = "signal"
     """Head to relay: send a rank the signal `number`."""
     STACKS = "stacks"
     """Head to relay: ask a rank for its stacks."""
+    ROOM = "room"
+    """Head to relay: whether there is room for lines and events (`is_there`); else they stay with their ranks. The connection
+    itself is always read: TCP would take one that is not for broken after `GONE_AFTER_S`."""
     LET_GO = "let-go"
     """Head to relay: a rank that is done may end."""
     RUN = "run"
@@ -87,6 +90,8 @@ class Channel:
         self._reader = reader
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=1 << 20)
+        self.may_send = True
+        """Whether the head has room for lines and events, as it has said."""
         self.peer_host = str(writer.get_extra_info("peername")[0])
         connection: socket.socket = writer.get_extra_info("socket")
         for level, name, value in (

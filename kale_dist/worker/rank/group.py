@@ -34,10 +34,11 @@ class KeptGroup:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
-        order, rank = assignment.order, assignment.rank
-        self._order = order
-        self._rank = rank
-        self.backend = "cpu:gloo,cuda:nccl" if order.cuda else "gloo"
+        self._attempt = assignment.attempt
+        self._world_size = assignment.attempt.world_size
+        self._rank = assignment.rank
+        self._cuda = assignment.order.cuda
+        self.backend = "cpu:gloo,cuda:nccl" if self._cuda else "gloo"
         self.store: Any = None
         self.world: Any = None
         self._subgroups: list[Any] = []
@@ -55,10 +56,9 @@ class KeptGroup:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        order = self._order
         self.store = TCPStore(
             self._assignment.master_addr,
-            self._assignment.port,
+            self._attempt.port,
             is_master=listener is not None,
             timeout=_TIMEOUT,
             wait_for_workers=False,
@@ -66,9 +66,9 @@ class KeptGroup:
         )
         self._init(
             self.backend,
-            store=PrefixStore(f"kale_dist/{self._assignment.attempt}", self.store),
+            store=PrefixStore(f"kale_dist/{self._attempt.number}", self.store),
             rank=self._rank,
-            world_size=order.world_size,
+            world_size=self._world_size,
             timeout=_TIMEOUT,
         )
         self.world = dist.group.WORLD
@@ -85,20 +85,20 @@ class KeptGroup:
         from torch.distributed import distributed_c10d as c10d
 
         found = len(c10d._world.pg_map) + self._has_other_store  # noqa: SLF001 - there is no public list of groups
-        for device in ("cpu", "cuda") if self._order.cuda else ("cpu",):
+        for device in ("cpu", "cuda") if self._cuda else ("cpu",):
             backend = self.world._get_backend(torch.device(device))  # noqa: SLF001 - nor of a group's backends
             found += backend._get_sequence_number_for_group()  # noqa: SLF001
         return int(found)
 
     def advise(self) -> None:
         """After the user's function: say so if the ranks have trained and never exchanged anything."""
-        world = self._order.world_size
+        world = self._world_size
         if self._rank or world == 1 or not self._steps or self._count_exchanges() != self._exchanges:
             return
         text = (
             f"The ranks made {self._steps:,} optimizer steps and exchanged nothing: has each of the {world} processes"
             " trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
-            f" Trainer devices={self._order.processes_per_agent} and num_nodes={-(-world // self._order.processes_per_agent)}."
+            f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}."
         )
         print(text)  # noqa: T201 - the rank's output is the job's log
         context.emit(EventKind.NOTE, text=text)
@@ -127,7 +127,7 @@ class KeptGroup:
 
         @functools.wraps(original)
         def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-            module._torchelastic_use_agent_store = lambda: port == self._assignment.port  # noqa: SLF001 - read by the original
+            module._torchelastic_use_agent_store = lambda: port == self._attempt.port  # noqa: SLF001 - read by the original
             self._has_other_store = True
             return original(hostname, port, *args, **kwargs)
 
@@ -149,14 +149,14 @@ class KeptGroup:
             from torch.distributed import distributed_c10d as c10d
 
             del init_method, timeout
-            self._check("world_size", world_size, self._order.world_size)
+            self._check("world_size", world_size, self._world_size)
             self._check("rank", rank, self._rank)
             c10d._update_default_pg(self.world)  # noqa: SLF001 - there is no public way to show a group again
             if self._rank == 0:
                 asked = f" (not {backend})" if backend and str(backend) not in self.backend else ""
                 print(  # noqa: T201 - the rank's output is the job's log
                     f"kale_dist: init_process_group keeps the group that every rank has: {self.backend}{asked}, "
-                    f"{self._order.world_size} ranks",
+                    f"{self._world_size} ranks",
                     file=sys.stderr,
                 )
 

@@ -111,23 +111,23 @@ def set_torchrun_environment(assignment: Assignment) -> None:
     Args:
         assignment: The rank's.
     """
-    order, rank = assignment.order, assignment.rank
+    order, attempt, rank = assignment.order, assignment.attempt, assignment.rank
     os.environ.update(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(assignment.local_rank),
-            "WORLD_SIZE": str(order.world_size),
+            "WORLD_SIZE": str(attempt.world_size),
             "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
-            "GROUP_RANK": str(assignment.agent),
-            "GROUP_WORLD_SIZE": str(order.agents),
+            "GROUP_RANK": str(assignment.group_rank),
+            "GROUP_WORLD_SIZE": str(len(attempt.members)),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(order.world_size),
+            "ROLE_WORLD_SIZE": str(attempt.world_size),
             "MASTER_ADDR": assignment.master_addr,
-            "MASTER_PORT": str(assignment.port),
+            "MASTER_PORT": str(attempt.port),
             "TORCHELASTIC_RUN_ID": order.job,
-            "TORCHELASTIC_RESTART_COUNT": str(assignment.attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
+            "TORCHELASTIC_MAX_RESTARTS": str(order.policy.max_restarts),
             # Code that makes a store from the environment must join rank 0's, not open another at the same port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -135,7 +135,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
     if not order.cuda:
         # Accelerate leaves ranks without an accelerator alone, each with all data, unless it is told that this is meant.
         os.environ.setdefault("ACCELERATE_USE_CPU", "True")
-    if order.agents == 1:
+    if len(attempt.members) == 1:
         # The machine's name may resolve to an address that is not listened on.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

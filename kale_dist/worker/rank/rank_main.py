@@ -69,7 +69,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     from kale_dist.snapshot import loading, outcome
     from kale_dist.worker.rank import group
 
-    order, rank, attempt = assignment.order, assignment.rank, assignment.attempt
+    order, rank, attempt = assignment.order, assignment.rank, assignment.attempt.number
     files = JobFiles(order.folder)
     path = files.outcome(attempt, rank)
     signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.job, attempt=attempt, rank=rank)
@@ -126,9 +126,9 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
         sys.path.insert(0, str(files.modules))
     process_state.set_torchrun_environment(assignment)
     if order.mpi:
-        mpi.join(order, assignment.attempt, rank)
+        mpi.join(order, assignment.attempt.number, rank)
     process_state.set_threads(assignment)
-    process_state.set_seeds(assignment.seed + rank)
+    process_state.set_seeds(assignment.attempt.seed + rank)
     device = "cpu"
     if order.cuda:
         import torch
@@ -143,12 +143,12 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
     place = context.Context(
         rank=rank,
         local_rank=local_rank,
-        world_size=order.world_size,
+        world_size=assignment.attempt.world_size,
         local_world_size=assignment.local_world_size,
         device=device,
         job=order.job,
-        attempt=assignment.attempt,
-        max_restarts=order.max_restarts,
+        attempt=assignment.attempt.number,
+        max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
     )

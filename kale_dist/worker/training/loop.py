@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.strategies import DDP, Layout, Settings
+from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
@@ -40,6 +40,7 @@ from kale_dist.worker.training.result import (
     one_optimizer,
     state_of,
 )
+from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,34 +50,7 @@ _DRIFT_HINT = (
 )
 
 
-def train(
-    *,
-    model: torch.nn.Module | dict[str, torch.nn.Module],
-    train_data_loader: torch.utils.data.DataLoader[Any],
-    criterion: Any,
-    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
-    train_step: Callable[..., Any] | None = None,
-    eval_data_loader: torch.utils.data.DataLoader[Any] | None = None,
-    eval_step: Callable[..., Any] | None = None,
-    epochs: int = 1,
-    cuda: bool = False,
-    train_args: Any = None,
-    eval_args: Any = None,
-    scheduler: Any = None,
-    accumulate: int = 1,
-    precision: str | None = None,
-    clip_norm: float | None = None,
-    split_batches: bool = False,
-    shard: bool = True,
-    eval_sharding: str = "samples",
-    checkpoint_every: int | None = 1,
-    strategy: Settings | None = None,
-    seed: int | None = None,
-    state: Sequence[Any] = (),
-    callbacks: Sequence[Any] = (),
-    profile: int | None = None,
-    save_to: str | None = None,
-) -> TrainingResult:
+def train(training: Training, *, cuda: bool = False) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
 
     The objects are altered in place while this runs and are as before when it ends, but for what was learnt. For the
@@ -84,32 +58,9 @@ def train(
     that sums gives that gradient divided by the number of ranks.
 
     Args:
-        model: The model, or several by name.
-        train_data_loader: Its batch size is that of one rank, unless `split_batches`.
-        criterion: Passed to the steps.
-        optimizer: Over the model's parameters, or several by name.
-        train_step: `train_step(model, data_loader, criterion, optimizer, device, args)`, called once an epoch; None
-            for the ready-made one. Returns metrics: a number, a dict of numbers, a tuple of numbers or None.
-        eval_data_loader: Data for `eval_step`, or None.
-        eval_step: `eval_step(model, data_loader, criterion, device, args)`; None for the ready-made one.
-        epochs: Number of epochs.
-        cuda: Whether to train on this rank's GPU.
-        train_args: Passed to `train_step`.
-        eval_args: Passed to `eval_step`.
-        scheduler: A learning-rate scheduler, stepped after each epoch unless the step does it itself.
-        accumulate: Batches for one step of the optimizer.
-        precision: None, `bf16` or `fp16`.
-        clip_norm: Largest norm of the gradients, applied before each real step.
-        split_batches: Whether the loaders' batch sizes are those of all ranks together.
-        shard: Whether to divide the training data; False where the dataset does it itself.
-        eval_sharding: `samples` (each rank evaluates its share) or `none` (every rank evaluates everything).
-        checkpoint_every: Epochs between checkpoints; None or 0 for none. Without a job there are none.
-        strategy: How ranks share the training; None for `DDP()`.
-        seed: Seed of the ranks with shard 0 of the data, shard s gets seed + s; None where the rank is seeded already.
-        state: Other objects whose contents come back from rank 0: with a `state_dict`, or lists, dicts and sets.
-        callbacks: Those of `kale_dist.callbacks`, and functions of (epoch, metrics, model) that rank 0 calls after each epoch.
-        profile: Steps of which to take a profile; None for none.
-        save_to: Where rank 0 writes the trained weights: an absolute path, or a URL that fsspec opens.
+        training: What is trained, and how. With a seed, the ranks with shard s of the data get seed + s. Without a job
+            there are no checkpoints.
+        cuda: Outside a job: whether to train on the GPU.
 
     Returns:
         The metrics, and on rank 0 the states.
@@ -129,57 +80,45 @@ def train(
     place = context.context()
     device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
     group = Group(device)
-    if save_to is not None and group.rank == 0:
-        saving.check(save_to)
-    strategy = strategy or DDP()
-    layouts = [strategy.layout(rank, group.world_size) for rank in range(group.world_size)]
+    if training.save_to is not None and group.rank == 0:
+        saving.check(training.save_to)
+    layouts = [training.strategy.layout(rank, group.world_size) for rank in range(group.world_size)]
     layout = layouts[group.rank]
-    if seed is not None:
-        _seed(seed + (group.rank if layout.shard is None else layout.shard))
-    if eval_data_loader is train_data_loader:
+    if training.seed is not None:
+        _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
+    model, criterion, optimizer, epochs = training.model, training.criterion, training.optimizer, training.epochs
+    train_step, train_loader, eval_loader = training.train_step, training.train_data_loader, training.eval_data_loader
+    if eval_loader is train_loader:
         # One object cannot give two different shares.
-        eval_data_loader = copy.copy(train_data_loader)
+        eval_loader = copy.copy(train_loader)
     with contextlib.ExitStack() as stack:
-        loaders = (train_data_loader, eval_data_loader)
+        loaders = (train_loader, eval_loader)
         trained = Trained(
             model=one_model(model),
             criterion=criterion,
             optimizer=one_optimizer(optimizer),
-            scheduler=scheduler,
-            state=tuple(state),
+            scheduler=training.scheduler,
+            state=training.kept,
             loaders=tuple(data for data in loaders if data is not None),
         )
-        calls = Callbacks(callbacks, epochs, model)
-        session = Session(
-            stack,
-            group,
-            trained,
-            strategy,
-            layouts,
-            calls,
-            epochs=epochs,
-            precision=precision,
-            profile=profile,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            split=split_batches,
-            shard=shard,
-            shard_eval=eval_sharding == "samples",
-            is_ready_made=train_step is None,
-        )
+        calls = Callbacks(training.callbacks, epochs, model)
+        session = Session(stack, group, trained, training, layouts, calls)
         if layout.shard is None:
             session.strategy.serve()
             return TrainingResult(metrics={}, epochs=0)
         if train_step is None:
             scaler = session.control.scaler
             train_step = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
-        call_train = functools.partial(train_step, model, train_data_loader, criterion, optimizer, device, train_args)
+        call_train = functools.partial(
+            train_step, model, train_loader, criterion, optimizer, device, training.train_args
+        )
         call_eval = None
-        if eval_data_loader is not None:
-            step = eval_step or supervised.eval_epoch
-            call_eval = functools.partial(step, model, eval_data_loader, criterion, device, eval_args)
-        session.watch((train_step, eval_step), {"train_args": train_args, "eval_args": eval_args})
-        every = checkpoint_every or 0
+        if eval_loader is not None:
+            step = training.eval_step or supervised.eval_epoch
+            call_eval = functools.partial(step, model, eval_loader, criterion, device, training.eval_args)
+        given = {"train_args": training.train_args, "eval_args": training.eval_args}
+        session.watch((train_step, training.eval_step), given)
+        every = training.checkpoint_every or 0
         progress = session.resumption.progress
         for epoch in range(progress.epochs + 1, epochs + 1):
             if progress.stopped:
@@ -191,9 +130,9 @@ def train(
         extra = calls.results()
         final = session.strategy.full_state()
     result = session.result(progress.values, progress.epochs, final, extra, stopped=progress.stopped)
-    if save_to is not None and result.model_state is not None:
-        saving.save(save_to, result.model_state)
-        group.say(f"The model was saved to {save_to}")
+    if training.save_to is not None and result.model_state is not None:
+        saving.save(training.save_to, result.model_state)
+        group.say(f"The model was saved to {training.save_to}")
     return result
 
 
@@ -215,19 +154,9 @@ class Session:
         stack: contextlib.ExitStack,
         group: Group,
         trained: Trained,
-        settings: Settings,
+        training: Training,
         layouts: Sequence[Layout],
         callbacks: Callbacks,
-        *,
-        epochs: int,
-        precision: str | None,
-        profile: int | None,
-        accumulate: int,
-        clip_norm: float | None,
-        split: bool,
-        shard: bool,
-        shard_eval: bool,
-        is_ready_made: bool,
     ) -> None:
         self.group = group
         """All ranks; in the end those with data."""
@@ -235,7 +164,7 @@ class Session:
         self._layouts = layouts
         self.callbacks = callbacks
         self.trained = trained
-        self._precision = precision
+        self._precision = training.precision
         self._profiler: Profiler | None = None
         self._strategy_totals: dict[str, float] = {}
         self._structure = Structure.of(trained.model)
@@ -249,8 +178,8 @@ class Session:
         copy_where_differing(group, list(self.named.items()), prints, "at the start")
         self._first_print = prints[0] if prints else None
         column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
-        pace = Pace(self.layout.shards, accumulate)
-        self.strategy = _made(settings, self.layout)
+        pace = Pace(self.layout.shards, training.accumulate)
+        self.strategy = _made(training.strategy, self.layout)
         self.strategy.prepare(
             Parts(
                 model=trained.model,
@@ -264,7 +193,7 @@ class Session:
             ),
             stack,
         )
-        if (dispensable := settings.dispensable(group.world_size)) and group.rank == 0:
+        if (dispensable := training.strategy.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
             context.may_lose(dispensable)
         if self.layout.shard is None:
@@ -273,8 +202,9 @@ class Session:
             self.group = group = column
         self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
         _follow_lazy_modules((trained.model, trained.criterion), self.strategy)
-        scaler = torch.amp.GradScaler(device.type) if is_ready_made and precision == "fp16" else None
-        schedules = Schedules(group=group, pace=pace, epochs=epochs, alone=loader.length(train_loader))
+        needs_scaler = training.train_step is None and training.precision == "fp16"
+        scaler = torch.amp.GradScaler(device.type) if needs_scaler else None
+        schedules = Schedules(group=group, pace=pace, epochs=training.epochs, alone=loader.length(train_loader))
         schedules.samples = lambda: self._running.samples
         several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
         self.control = OptimizerControl(
@@ -284,16 +214,16 @@ class Session:
             pace,
             self.strategy,
             schedules,
-            clip_norm=clip_norm,
-            precision=precision,
+            clip_norm=training.clip_norm,
+            precision=training.precision,
             scaler=scaler,
             stepped=callbacks.stepped,
         )
         stack.enter_context(self.control.installed())
         losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
         stack.enter_context(losses.watched(trained.criterion))
-        if profile:
-            self._profiler = Profiler(profile, device, self.strategy)
+        if training.profile:
+            self._profiler = Profiler(training.profile, device, self.strategy)
         self._running = self.train_feed = Feed(
             name="train",
             group=column,
@@ -302,18 +232,23 @@ class Session:
             strategy=self.strategy,
             profiler=self._profiler,
             loss=losses.latest,
-            epochs=epochs,
+            epochs=training.epochs,
         )
-        self.eval_feed = Feed(name="eval", group=column, row=row, loss=losses.latest, epochs=epochs)
+        self.eval_feed = Feed(name="eval", group=column, row=row, loss=losses.latest, epochs=training.epochs)
         divided = stack.enter_context(contextlib.ExitStack())
 
         def divide() -> None:
             divided.close()
             pace.world_size = column.world_size
-            options: dict[str, Any] = {"argument": "train_data_loader", "shard": shard, "split": split}
-            divided.callback(loader.prepare(train_loader, self.train_feed, accumulate=accumulate, **options))
+            options: dict[str, Any] = {
+                "argument": "train_data_loader",
+                "shard": training.shard,
+                "split": training.split_batches,
+            }
+            divided.callback(loader.prepare(train_loader, self.train_feed, accumulate=training.accumulate, **options))
             schedules.here = loader.length(train_loader)
             group.say(self.train_feed.sentence)
+            shard_eval = training.eval_sharding == "samples"
             for eval_loader in eval_loaders:
                 options |= {"argument": "eval_data_loader", "shard": shard_eval}
                 divided.callback(loader.prepare(eval_loader, self.eval_feed, **options))
@@ -437,7 +372,7 @@ class Session:
         if is_training and len(self._layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        extra = prints, numbers, feed.rate if feed.reads else None, self._learning_rates()
+        extra = prints, numbers, feed.rate, self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.samples, extra)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         if is_training:

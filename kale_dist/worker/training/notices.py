@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -35,6 +36,14 @@ _OF_FIELDS = (types.SimpleNamespace, argparse.Namespace)
 _PLAIN = (int, float, str, bool, type(None))
 
 
+class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
+    """Guards every entry of this module: a notice looks at objects of the user's, and may never fail a training."""
+
+
+_harmless = _Harmless(Exception)
+_differ = _harmless(operator.ne)
+
+
 class Captured:
     """The names outside of their own bodies that the functions of a training use, and may change.
 
@@ -52,18 +61,21 @@ class Captured:
         self._known = {id(value) for value in known}
         self._before = self._marks()
 
+    @_harmless
     def changed(self) -> dict[str, bool]:
         """Names of what has changed since this object was made, each with whether it is only a number or a text."""
         now = self._marks()
-        names = sorted(name for name, mark in self._before.items() if name in now and now[name] != mark)
+        names = sorted(name for name, mark in self._before.items() if name in now and _differ(mark, now[name]))
         return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
 
+    @_harmless
     def _marks(self) -> dict[str, Any]:
         found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
         found |= self._given
         return {name: _mark(value, 2, self._known) for name, value in found.items()}
 
 
+@_harmless
 def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
     """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
     if id(value) in known:
@@ -71,9 +83,9 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
-        # Those without a shape have no address, and those of inference mode do not count their changes.
-        is_counted = _is_made(value) and not value.is_inference()
-        return (value.data_ptr(), value._version) if is_counted else ()  # noqa: SLF001 - no public name
+        # Those without a shape have no address, and those of inference mode do not count their changes: the guard gives None.
+        address = value.data_ptr() if value.layout is torch.strided else id(value)
+        return address, value._version  # noqa: SLF001 - no public name
     if isinstance(value, torch.nn.Module):
         return [_mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
     if isinstance(value, list | dict | set):
@@ -102,10 +114,6 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif value.__module__ in ("__main__", function.__module__):
             yield from _used(value, depth - 1)
-
-
-def _is_made(tensor: Tensor) -> bool:
-    return not torch.nn.parameter.is_lazy(tensor)
 
 
 class Losses:
@@ -144,16 +152,19 @@ class Losses:
             if hook is not None:
                 hook.remove()
 
+    @_harmless
     def latest(self) -> float | None:
         """The latest loss that the criterion gave. Waits for a GPU, so not for every batch."""
         if self._root is not None:
             self._look(float(self._root))
         return None if self._latest is None else float(self._latest)
 
+    @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1:
             self._latest = output.detach()
 
+    @_harmless
     def _note_root(self, root: Tensor) -> None:
         if root.numel() == 1 and not self._is_told:
             self._root = root.detach()
@@ -165,7 +176,8 @@ class Losses:
             return
         self._is_told = True
         with torch.no_grad():
-            is_spread = any(bool(p.isnan().any()) for p in self._model.parameters() if _is_made(p))
+            made = [p for p in self._model.parameters() if not torch.nn.parameter.is_lazy(p)]
+            is_spread = any(bool(p.isnan().any()) for p in made)
         # By the exchange of gradients, one rank's nan is in all weights a step later.
         if is_spread and self._group.rank:
             return
@@ -174,6 +186,7 @@ class Losses:
         self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")
 
 
+@_harmless
 def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, batch: str) -> None:
     """Add to an exception which layer has raised it, and for what inputs; nothing if none has.
 
@@ -184,15 +197,13 @@ def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, bat
         batch: Which batch it was.
     """
     called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    # A layer's own repr may fail as well.
-    with contextlib.suppress(Exception):
-        layer = called[-1]["self"]
-        name = next((name for name, one in model.named_modules() if one is layer), None)
-        kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
-        where = f"layer {name!r}, {kind}" if name else "the criterion" if layer is criterion else kind
-        given = [*map(_shown, called[-1]["args"])]
-        given += [f"{key}={_shown(value)}" for key, value in called[-1]["kwargs"].items()]
-        error.add_note(f"Raised in {where}, called with {', '.join(given) or 'nothing'}, in {batch}.")
+    layer = called[-1]["self"]
+    name = next((name for name, one in model.named_modules() if one is layer), None)
+    kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"
+    where = f"layer {name!r}, {kind}" if name else "the criterion" if layer is criterion else kind
+    given = [*map(_shown, called[-1]["args"])]
+    given += [f"{key}={_shown(value)}" for key, value in called[-1]["kwargs"].items()]
+    error.add_note(f"Raised in {where}, called with {', '.join(given) or 'nothing'}, in {batch}.")
 
 
 def _shown(value: Any) -> str:

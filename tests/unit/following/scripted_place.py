@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import http.client
 import itertools
-import json
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from kale_dist import wire
 from kale_dist.errors import BackendError, JobExistsError
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Look, NoConnectionError, Part, RunHandle
-from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
+from kale_dist.job.spec.job_spec import JobSpec, Policy, Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.following.copy import Clock
 from kale_dist.wire import EventKind, FailureCause, StateName, Stream
@@ -145,8 +144,6 @@ class ScriptedHead:
                 self._answer(peer, 403, b"")
             elif path.startswith("/stream"):
                 self._stream(peer, path)
-            elif path == "/status":
-                self._answer(peer, 200, json.dumps({"state": "running"}).encode())
             elif path.startswith("/files/"):
                 data = self.files.get(path.removeprefix("/files/"))
                 self._answer(peer, 404 if data is None else 200, data or b"")
@@ -222,25 +219,25 @@ class ScriptedPlace:
 
     # -- Place ------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, spec, *, submit):
-        return spec
+    def settle(self, request, *, name, image, recipe, submit):
+        return Settled.of(request, name=name, image=image, recipe=recipe)
 
     def render(self, spec):
         return ""
 
-    def object_name(self, spec, run):
-        return spec.name if run == 1 else f"{spec.name}-{run}"
+    def object_name(self, job, run):
+        return job if run == 1 else f"{job}-{run}"
 
-    def start(self, spec, key, *, run=1, checkpoint=None):
+    def start(self, spec, key, *, run=1, checkpoint=None, used_restarts=0):
         if run in self.taken:
-            raise JobExistsError(f"{self.object_name(spec, run)} is there")
+            raise JobExistsError(f"{self.object_name(spec.name, run)} is there")
         others = [running_part(number) for number in range(1, spec.topology.number_of_pods)]
-        made = ScriptedRun([ScriptedHead()], others, max_restarts=spec.policy.max_restarts)
+        made = ScriptedRun([ScriptedHead()], others, max_restarts=max(0, spec.policy.max_restarts - used_restarts))
         made.checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
         self.runs[run] = made
         self.taken.add(run)
         return RunHandle(
-            ref=JobRef(self.name, spec.name), object=self.object_name(spec, run), run=run, spec=spec,
+            ref=JobRef(self.name, spec.name), object=self.object_name(spec.name, run), run=run, spec=spec,
             place=(("where", "here"),),
         )  # fmt: skip
 
@@ -273,7 +270,12 @@ class ScriptedPlace:
         heads = run.heads if run is not None else ()
         if not heads:
             raise BackendError("There is no such pod.")
-        yield self._output(heads[-1], follow)
+        kept = (
+            []
+            if follow
+            else [self.kept[handle.run, name] for name in ("log", "events") if (handle.run, name) in self.kept]
+        )
+        yield itertools.chain(kept, self._output(heads[-1], follow))
 
     @staticmethod
     def _output(head, follow):

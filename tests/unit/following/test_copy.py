@@ -21,7 +21,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def copy(files):
-    copy = RunCopy(files, 2, lambda: None, lambda: None)
+    copy = RunCopy(files, lambda: None, lambda: None)
     yield copy
     copy.close()
 
@@ -54,7 +54,7 @@ def test_each_line_is_appended_once(copy, files):
 
 def test_lines_alone_wake_readers_of_the_log_but_have_no_status_computed(files):
     told = []
-    copy = RunCopy(files, 1, lambda: told.append("lines"), lambda: told.append("status"))
+    copy = RunCopy(files, lambda: told.append("lines"), lambda: told.append("status"))
     copy.take(blocks(lines(0, 0, "a") + wire.encode_progress({"event": EventKind.PROGRESS, "rank": 0})))
     assert told == ["lines", "status"]
     progress = files.progress.stat()
@@ -84,7 +84,7 @@ def test_what_a_killed_follower_left_is_cut_off_and_taken_up(copy, files):
     with files.log.open("ab") as log, files.events.open("ab") as events:
         log.write(lines(2, 0, "torn")[:-3])
         events.write(b'{"event": "sta')
-    again = RunCopy(files, 2, lambda: None, lambda: None)
+    again = RunCopy(files, lambda: None, lambda: None)
     assert (again.next_line, again.next_event) == (2, 1)
     again.take(blocks(lines(2, 0, "whole") + state(1, "running", attempt=3)))
     assert read(files) == ["[0] a", "[0] b", "[0] whole"]
@@ -99,7 +99,7 @@ def test_the_next_line_is_found_behind_whatever_was_added(copy, files, size):
     for _ in range(size // 100):
         copy.say("y" * 5000)
     copy.close()
-    again = RunCopy(files, 2, lambda: None, lambda: None)
+    again = RunCopy(files, lambda: None, lambda: None)
     assert again.next_line == 21
     again.close()
     assert len(read(files)) == 21 + size // 100
@@ -120,7 +120,7 @@ def test_lines_of_no_agent_are_copied_when_stdout_is_read_for_the_last_time(copy
     for is_last in (False, False, True):
         copy.take(blocks(stdout), is_last=is_last)
     copy.close()
-    again = RunCopy(files, 2, lambda: None, lambda: None)
+    again = RunCopy(files, lambda: None, lambda: None)
     again.take(blocks(stdout))
     again.close()
     assert read(files) == ["[0] a", "[kale-dist] pod 0: Segmentation fault", "[kale-dist] pod 0: Aborted\\x00"]
@@ -138,7 +138,7 @@ def test_outcomes_ride_in_parts(copy, files):
 def test_a_folder_that_was_deleted_is_not_made_again(tmp_path):
     files = JobFiles(tmp_path / "job")
     files.folder.mkdir()
-    copy = RunCopy(files, 1, lambda: None, lambda: None)
+    copy = RunCopy(files, lambda: None, lambda: None)
     for path in list(files.folder.iterdir()):
         path.unlink()
     files.folder.rmdir()
@@ -189,7 +189,7 @@ def test_a_tail_reaches_into_earlier_runs(files):
     for number, texts in ((1, ["a", "b"]), (2, ["c"]), (3, [])):
         files.run(number).folder.mkdir(exist_ok=True)
         records.write_run(Run(number=number, files=files.run(number), first_attempt=number - 1))
-        copy = RunCopy(files.run(number), 2, lambda: None, lambda: None)
+        copy = RunCopy(files.run(number), lambda: None, lambda: None)
         if texts:
             copy.take(blocks(lines(0, 0, *texts)))
         copy.close()
@@ -208,7 +208,7 @@ def test_attempts_count_through_all_runs():
     for number, first in ((1, 0), (2, 2)):
         run = Run(number=number, files=job.run(number), first_attempt=first, object=f"{spec.name}-{number}")
         records.write_run(run)
-        copy = RunCopy(run.files, 2, lambda: None, lambda: None)
+        copy = RunCopy(run.files, lambda: None, lambda: None)
         copy.take(blocks(state(0, "running") + state(1, "running", attempt=1)))
         copy.close()
         assert reader.status().attempt == first + 1

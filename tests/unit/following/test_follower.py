@@ -102,6 +102,18 @@ def test_lines_are_here_while_the_job_runs(backend, submit):
     assert list(follow) == []
 
 
+def test_the_status_says_while_the_ranks_wait_for_the_heads_disk(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.event(EventKind.DISK, problem="The job's folder cannot be written")
+    wait_for(lambda: backend.status(ref).reason == "The job's folder cannot be written")
+    assert backend.status(ref).state is StateName.RUNNING
+    head.event(EventKind.DISK, problem="")
+    wait_for(lambda: backend.status(ref).reason == "")
+    head.succeed()
+    assert wait_for_end(backend, ref).reason == ""
+
+
 def test_the_end_is_shown_when_the_results_are_here(backend, submit):
     ref, head = submit()
     head.run()
@@ -213,7 +225,7 @@ def test_a_kept_folder_fills_what_stdout_lacks(backend, submit, place):
     head.lines(0, "two", "three", on_stdout=False)
     head.succeed(1)
     place.kept[1, "log"] = b"".join(block for kind, *_, block in head.blocks if kind == "line")
-    place.kept[1, "events"] = b"".join(block.partition(b"\n")[2] for kind, *_, block in head.blocks if kind == "event")
+    place.kept[1, "events"] = b"".join(block for kind, *_, block in head.blocks if kind == "event")
     place.kept[1, "outcome-0-0"] = b"result"
     head.end()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
@@ -226,7 +238,7 @@ def test_a_kept_folder_fills_what_stdout_lacks(backend, submit, place):
 def test_without_a_verdict_the_termination_message_counts(backend, submit):
     ref, head = submit()
     head.run()
-    head.end(1, message='{"state": "failed", "cause": "error", "message": "ValueError: boom", "rank": 1}')
+    head.end(1, message='{"state": "failed", "cause": "error", "reason": "ValueError: boom", "failed_rank": 1}')
     status = wait_for_end(backend, ref)
     assert (status.state, status.reason, status.failed_rank) == (StateName.FAILED, "ValueError: boom", 1)
     assert status.cause is FailureCause.ERROR

@@ -98,13 +98,13 @@ def client(head):
 
 
 def test_requests_are_signed(head, client):
-    head.files["/status"] = b'{"state": "running"}'
-    assert client.status() == {"state": "running"}
+    head.files["/missing"] = b'["d"]'
+    assert client.missing() == ["d"]
     client.cancel(2.5)
     client.ack()
     assert head.posts == [("/cancel", b'{"grace_s": 2.5}'), ("/ack", b"{}")]
     with pytest.raises(BackendError, match="the key of this job here is not the one"):
-        HeadClient(lambda: socket.create_connection(head.server_address), b"x" * 32).status()
+        HeadClient(lambda: socket.create_connection(head.server_address), b"x" * 32).missing()
 
 
 def test_a_file_comes_whole_or_not_at_all(head, client, tmp_path):
@@ -149,4 +149,4 @@ def test_nobody_listens(tmp_path):
         raise BackendError("no such pod", retryable=True)
 
     with pytest.raises(BackendError, match="no such pod"):
-        HeadClient(refuse, KEY).status()
+        HeadClient(refuse, KEY).missing()

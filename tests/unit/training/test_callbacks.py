@@ -5,28 +5,19 @@ import math
 
 import pytest
 import torch
+import trainings
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import labelled, net
 
 import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, FSDP, LocalSGD, ParameterServer, Pipeline, Tensor
 from kale_dist.wire import context
-from kale_dist.worker.training.loop import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
-
-
-def data(samples=32):
-    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def net():
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 class Scripted:
@@ -40,14 +31,15 @@ class Scripted:
 
 
 def fit(callbacks, scores=None, epochs=4, batch=4, strategy=None, **options):
-    model = net()
+    model = net(hidden=8)
     if scores is not None:
-        options |= {"eval_data_loader": DataLoader(data(), 8), "eval_step": Scripted(scores)}
-    return train(
-        model=model, train_data_loader=DataLoader(data(), batch), criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), epochs=epochs, callbacks=callbacks,
-        strategy=strategy, **options,
-    )  # fmt: skip
+        options |= {"eval_data_loader": DataLoader(labelled(32), 8), "eval_step": Scripted(scores)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader, given = (
+        DataLoader(labelled(32), batch),
+        {"epochs": epochs, "callbacks": callbacks, "strategy": strategy or DDP()},
+    )
+    return trainings.fit(model, loader, optimizer=optimizer, **given, **options)
 
 
 def ends_after(ranks, callback, scores):
@@ -96,11 +88,11 @@ def test_the_best_weights_are_those_of_the_best_epoch(ranks, strategy):
 
 def averaged_by_torch(after_step, batch, epochs=4):
     """AveragedModel's weights in a loop of one process over global batches."""
-    model = net()
+    model = net(hidden=8)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if after_step else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
-        for x, y in DataLoader(data(), batch):
+        for x, y in DataLoader(labelled(32), batch):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -125,7 +117,7 @@ STRATEGIES = [
     "average", [EMA(0.9, evaluate=True), pytest.param(SWA(start=3), marks=pytest.mark.nightly)], ids=["ema", "swa"]
 )
 def test_an_average_equals_torchs(ranks, strategy, world, batch, average):
-    options = {"eval_data_loader": DataLoader(data(), 8)} if average == EMA(0.9, evaluate=True) else {}
+    options = {"eval_data_loader": DataLoader(labelled(32), 8)} if average == EMA(0.9, evaluate=True) else {}
     results = ranks(world, functools.partial(fit, [average], strategy=strategy, **options))
     expected = averaged_by_torch(isinstance(average, EMA), batch)
     for name, value in results[0].averaged_state.items():
@@ -143,7 +135,9 @@ def test_averaged_weights_are_evaluated_and_can_decide(ranks, monkeypatch):
     sent = []
     monkeypatch.setattr(context, "emit", lambda kind, **fields: sent.append((str(kind), fields)))
     result = fit(
-        [EMA(0.5, evaluate=True), ModelCheckpoint("averaged/loss")], eval_data_loader=DataLoader(data(), 8), epochs=3
+        [EMA(0.5, evaluate=True), ModelCheckpoint("averaged/loss")],
+        eval_data_loader=DataLoader(labelled(32), 8),
+        epochs=3,
     )
     rows = [fields for kind, fields in sent if kind == "metrics" and fields["source"] != "pace"]
     assert [row["source"] for row in rows] == ["train", "eval", "averaged"] * 3
@@ -171,12 +165,12 @@ def test_a_function_that_calls_divided_weights_is_told(ranks):
     assert [result.epochs for result in ranks(2, functools.partial(fit, [call_model], strategy=FSDP()))] == [4, 4]
 
 
-NET = net()
+NET = net(hidden=8)
 
 
 def call(callbacks, **options):
     kd.render(
-        NET, DataLoader(data(), 4), nn.CrossEntropyLoss(), torch.optim.SGD(NET.parameters(), lr=0.1), callbacks=callbacks,
+        NET, DataLoader(labelled(32), 4), nn.CrossEntropyLoss(), torch.optim.SGD(NET.parameters(), lr=0.1), callbacks=callbacks,
         number_of_processes=2, name="try", on="local", **options,
     )  # fmt: skip
 
@@ -210,7 +204,7 @@ class NoCallback:
         (lambda: call([EMA(evaluate=True)]), "no eval_data_loader"),
         (lambda: call([SWA(start=3)], epochs=2), "after the last of 2 epochs"),
         (
-            lambda: call([EarlyStopping("averaged/loss")], eval_data_loader=DataLoader(data(), 4)),
+            lambda: call([EarlyStopping("averaged/loss")], eval_data_loader=DataLoader(labelled(32), 4)),
             "no averaged weights are evaluated",
         ),
         (lambda: call([EMA()], strategy="local-sgd"), "equal weights only after epochs.*Use SWA"),

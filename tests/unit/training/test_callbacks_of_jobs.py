@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import classifying, labelled, net
 
 import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
@@ -38,11 +39,8 @@ def score(model, loader, criterion, device, args):
 
 
 def trained(strategy, average, lost=None):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model, data = net(hidden=8), labelled(64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x = torch.randn(64, 4)
-    data = TensorDataset(x, (x.sum(1) > 0).long())
     count = {"epoch": 0}
     stop = EarlyStopping("eval/score", patience=3)
     job = kd.distribute(
@@ -83,20 +81,9 @@ def fail_late(epoch, metrics, model):
 
 
 def test_the_best_weights_of_a_failed_job_are_in_its_checkpoint():
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.zeros(16).long()), 4)
+    model, *others = classifying()
     callbacks = [ModelCheckpoint("train/loss"), fail_late]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(
-        model,
-        loader,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        epochs=4,
-        number_of_processes=1,
-        on="local",
-        callbacks=callbacks,
-    )
+    job = kd.distribute(model, *others, epochs=4, number_of_processes=1, on="local", callbacks=callbacks)
     try:
         assert "no disk" in str(job.exception())
         assert job.best_state_dict(partial=True).keys() == model.state_dict().keys()
@@ -105,10 +92,7 @@ def test_the_best_weights_of_a_failed_job_are_in_its_checkpoint():
 
 
 def test_weights_that_no_callback_has_kept_are_not_there():
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.zeros(16).long()), 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, number_of_processes=1, on="local")
+    job = kd.distribute(*classifying(), number_of_processes=1, on="local")
     try:
         job.wait()
         with pytest.raises(ResultUnavailableError, match="ModelCheckpoint"):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -42,13 +43,15 @@ def run_ranks(samples, batch, kind, epochs, accumulate):
         return losses[-1]
 
     result = train(
-        model=model,
-        train_data_loader=loader,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=OPTIMIZERS[kind](model.parameters()),
-        train_step=step,
-        epochs=epochs,
-        accumulate=accumulate,
+        Training(
+            model=model,
+            train_data_loader=loader,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=OPTIMIZERS[kind](model.parameters()),
+            train_step=step,
+            epochs=epochs,
+            accumulate=accumulate,
+        )
     )
     return result.metrics, [p.detach().clone() for p in model.parameters()]
 

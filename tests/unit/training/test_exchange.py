@@ -16,6 +16,7 @@ from kale_dist.worker.parallel.buckets import average_sparse
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 class Net(nn.Module):
@@ -52,13 +53,15 @@ def run(body, samples=22, batch=4, model=None, epochs=2, make_optimizer=None, tr
 
     loader = DataLoader(data(samples), batch, shuffle=True, generator=torch.Generator().manual_seed(2))
     train(
-        model=model,
-        train_data_loader=loader,
-        criterion=None,
-        optimizer=optimizer,
-        train_step=train_step or step,
-        epochs=epochs,
-        **options,
+        Training(
+            model=model,
+            train_data_loader=loader,
+            criterion=None,
+            optimizer=optimizer,
+            train_step=train_step or step,
+            epochs=epochs,
+            **options,
+        )
     )
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -405,12 +408,14 @@ def test_everything_is_as_before_afterwards(ranks):
         before = (dict(loader.__dict__), set(optimizer.__dict__), type(loader.dataset))
         step = nn.Module.zero_grad, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step
         train(
-            model=model,
-            train_data_loader=loader,
-            criterion=nn.MSELoss(),
-            optimizer=optimizer,
-            train_step=lambda m, d, c, o, *_: [by_method(m, x, y, o) for x, y in d] and None,
-            accumulate=2,
+            Training(
+                model=model,
+                train_data_loader=loader,
+                criterion=nn.MSELoss(),
+                optimizer=optimizer,
+                train_step=lambda m, d, c, o, *_: [by_method(m, x, y, o) for x, y in d] and None,
+                accumulate=2,
+            )
         )
         assert dict(loader.__dict__) == before[0]
         assert {"step", "zero_grad"}.isdisjoint(optimizer.__dict__)
@@ -498,10 +503,10 @@ def adversaries():
         losses.append(len(losses))
 
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return train(
+    return train(Training(
         model=models, train_data_loader=DataLoader(data(24), 12 // world), criterion=None, optimizer=optimizers,
         train_step=step, epochs=3, state=[average, losses],
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_two_models_with_two_optimizers_train_as_in_one_process(ranks):

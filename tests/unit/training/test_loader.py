@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from kale_dist.errors import ConfigError
 from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 class Numbers(Dataset):
@@ -124,15 +125,17 @@ def observe(make_loader, epochs=2, stop_after=None, use="train", **options):
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         train(
-            model=model,
-            train_data_loader=loader if use == "train" else DataLoader(Numbers(4)),
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
-            train_step=train_step,
-            eval_data_loader=loader if use == "eval" else None,
-            eval_step=eval_step if use == "eval" else None,
-            epochs=epochs,
-            **options,
+            Training(
+                model=model,
+                train_data_loader=loader if use == "train" else DataLoader(Numbers(4)),
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
+                train_step=train_step,
+                eval_data_loader=loader if use == "eval" else None,
+                eval_step=eval_step if use == "eval" else None,
+                epochs=epochs,
+                **options,
+            )
         )
     return seen, lengths, steps, log.getvalue()
 
@@ -327,11 +330,13 @@ def test_a_loader_stays_what_it_is(ranks):
 
         model = nn.Linear(1, 1)
         train(
-            model=model,
-            train_data_loader=loader,
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters()),
-            train_step=step,
+            Training(
+                model=model,
+                train_data_loader=loader,
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters()),
+                train_step=step,
+            )
         )
         return found[0]
 
@@ -350,11 +355,13 @@ def test_spawned_workers_get_the_dataset(ranks):
 
         model = nn.Linear(1, 1)
         train(
-            model=model,
-            train_data_loader=loader,
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters()),
-            train_step=step,
+            Training(
+                model=model,
+                train_data_loader=loader,
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters()),
+                train_step=step,
+            )
         )
         return seen
 
@@ -398,11 +405,15 @@ def test_a_sampler_with_a_huge_length_is_drawn_in_pieces(ranks):
 
         model = nn.Linear(1, 1)
         train(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(torch.arange(12.0)[:, None]), 2, sampler=Huge(), drop_last=True),
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-            train_step=step,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(
+                    TensorDataset(torch.arange(12.0)[:, None]), 2, sampler=Huge(), drop_last=True
+                ),
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+                train_step=step,
+            )
         )
         return taken
 
@@ -417,11 +428,13 @@ def test_single_items_on_several_ranks_are_said_to_alternate(ranks):
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             train(
-                model=model,
-                train_data_loader=DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=None),
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-                train_step=lambda model, loader, *_: [model(x).sum().backward() for (x,) in loader] and 0.0,
+                Training(
+                    model=model,
+                    train_data_loader=DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=None),
+                    criterion=None,
+                    optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+                    train_step=lambda model, loader, *_: [model(x).sum().backward() for (x,) in loader] and 0.0,
+                )
             )
         return said.getvalue()
 

@@ -7,37 +7,21 @@ import warnings
 
 import pytest
 import torch
+import trainings
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from trainings import labelled, net
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import FSDP, Pipeline, Tensor
 from kale_dist.worker.training.loop import train
-
-
-def data(samples=20):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, 3, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def net():
-    torch.manual_seed(2)
-    return nn.Linear(3, 2)
+from kale_dist.worker.training.settings import Training
 
 
 def fit(step=None, model=None, optimizer=None, loader=None, **options):
     model = model or net()
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    result = train(
-        model=model,
-        train_data_loader=DataLoader(data(), 4) if loader is None else loader,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        train_step=step,
-        **options,
-    )
-    return result, model
+    loader = DataLoader(labelled(), 4) if loader is None else loader
+    return trainings.fit(model, loader, optimizer, train_step=step, **options), model
 
 
 def zero_first(model, loader, criterion, optimizer, device, args):
@@ -72,14 +56,14 @@ def two_parts(model, loader, criterion, optimizer, device, args):
 @pytest.mark.parametrize("step", [zero_first, zero_last, zero_by_model, two_parts])
 @pytest.mark.parametrize("samples", [24, 20, 18])
 def test_accumulation_is_a_larger_batch(step, samples):
-    _, model = fit(step, loader=DataLoader(data(samples), 4), accumulate=3, epochs=2)
-    _, expected = fit(zero_first, loader=DataLoader(data(samples), 12), epochs=2)
+    _, model = fit(step, loader=DataLoader(labelled(samples), 4), accumulate=3, epochs=2)
+    _, expected = fit(zero_first, loader=DataLoader(labelled(samples), 12), epochs=2)
     torch.testing.assert_close(model.weight, expected.weight, rtol=1e-4, atol=1e-6)
 
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter(data(19))
+        return iter(labelled(19))
 
 
 def test_accumulation_over_a_stream_of_unknown_length(ranks):
@@ -87,7 +71,7 @@ def test_accumulation_over_a_stream_of_unknown_length(ranks):
         return fit(zero_first, loader=DataLoader(Stream(), 2), accumulate=3)[1].weight.detach()
 
     # Each rank takes every other item, so a global batch of 12 is the same set of samples.
-    _, expected = fit(zero_first, loader=DataLoader(data(19), 12))
+    _, expected = fit(zero_first, loader=DataLoader(labelled(19), 12))
     for weight in ranks(2, job):
         torch.testing.assert_close(weight, expected.weight.detach(), rtol=1e-4, atol=1e-6)
 
@@ -100,7 +84,7 @@ def test_a_window_left_early_is_applied():
                 break
 
     _, model = fit(leave, accumulate=4)
-    _, expected = fit(zero_first, loader=DataLoader(torch.utils.data.Subset(data(), range(8)), 8))
+    _, expected = fit(zero_first, loader=DataLoader(torch.utils.data.Subset(labelled(), range(8)), 8))
     torch.testing.assert_close(model.weight, expected.weight, rtol=1e-4, atol=1e-6)
 
 
@@ -203,7 +187,7 @@ def test_a_plateau_scheduler_gets_the_evaluations_loss():
         optimizer,
         epochs=2,
         scheduler=scheduler,
-        eval_data_loader=DataLoader(data(), 4),
+        eval_data_loader=DataLoader(labelled(), 4),
         eval_step=lambda *_: 1.0,
     )
     assert scheduler.get_last_lr() == [pytest.approx(0.1)]
@@ -229,7 +213,9 @@ def test_a_plateau_scheduler_in_a_step_sees_the_loss_of_all_ranks(ranks):
             zero_first(model, loader, criterion, optimizer, device, args)
             scheduler.step(metrics=next(given), epoch=None)
 
-        fit(step, model, optimizer, loader=DataLoader(data(3), 4), epochs=2)  # two samples for rank 0, one for rank 1
+        fit(
+            step, model, optimizer, loader=DataLoader(labelled(3), 4), epochs=2
+        )  # two samples for rank 0, one for rank 1
         return scheduler.best
 
     assert ranks(2, job) == pytest.approx([5 / 3, 5 / 3])
@@ -286,7 +272,7 @@ def test_clip_norm_holds_for_the_gradient_of_all_ranks(ranks):
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
 
-    _, expected = fit(clip, loader=DataLoader(data(), 16))
+    _, expected = fit(clip, loader=DataLoader(labelled(), 16))
     for weight in ranks(2, job):
         torch.testing.assert_close(weight, expected.weight.detach(), rtol=1e-4, atol=1e-6)
 
@@ -310,7 +296,7 @@ def test_bf16_sees_the_weights_of_each_step():
     expected = net()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for _ in range(3):
-        for x, y in DataLoader(data(), 4):
+        for x, y in DataLoader(labelled(), 4):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = nn.functional.cross_entropy(expected(x), y)
@@ -325,7 +311,7 @@ def test_fp16_with_the_ready_made_step(ranks, accumulate):
         result, model = fit(precision="fp16", clip_norm=10.0, accumulate=accumulate)
         return result.metrics["loss"], model.weight.detach()
 
-    _, expected = fit(loader=DataLoader(data(), 8 * accumulate))
+    _, expected = fit(loader=DataLoader(labelled(), 8 * accumulate))
     (loss, first), (_, second) = ranks(2, job)
     assert 0 < loss < 2
     assert first.equal(second)
@@ -372,10 +358,10 @@ def rates(make, samples, world_batch, epochs=2, **options):
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train(
+        train(Training(
             model=model, train_data_loader=loader, criterion=nn.MSELoss(), optimizer=optimizer, train_step=step,
             epochs=epochs, **options,
-        )  # fmt: skip
+        ))  # fmt: skip
     return scheduler.last_epoch, optimizer.param_groups[0]["lr"], said.getvalue()
 
 

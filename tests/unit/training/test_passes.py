@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.settings import Training
 
 
 class Stream(IterableDataset):
@@ -27,12 +28,14 @@ def fit(step, *, world, stream=False, workers=0, epochs=2):
     model = nn.Linear(3, 2)
     loader = DataLoader(Stream() if stream else data(), 4 // world, num_workers=workers)
     result = train(
-        model=model,
-        train_data_loader=loader,
-        criterion=nn.MSELoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        train_step=step,
-        epochs=epochs,
+        Training(
+            model=model,
+            train_data_loader=loader,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            train_step=step,
+            epochs=epochs,
+        )
     )
     return result.metrics, [p.detach().clone() for p in model.parameters()]
 
@@ -132,11 +135,13 @@ def test_ranks_that_do_different_things_are_told(ranks, way):
                 learn(model, nn.MSELoss(), optimizer, (x, y))
 
         train(
-            model=model,
-            train_data_loader=DataLoader(data(), 2),
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(data(), 2),
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                train_step=step,
+            )
         )
 
     problem = "left the loop over its loader" if way == "leave" else "made no backward pass in batch 2"
@@ -158,12 +163,14 @@ def test_all_ranks_may_skip_or_leave_together(ranks):
             return {"loss": 1.0}
 
         result = train(
-            model=model,
-            train_data_loader=DataLoader(data(), 2),
-            criterion=None,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            epochs=2,
+            Training(
+                model=model,
+                train_data_loader=DataLoader(data(), 2),
+                criterion=None,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                train_step=step,
+                epochs=2,
+            )
         )
         return result.metrics, model.weight.detach().clone()
 

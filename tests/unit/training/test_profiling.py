@@ -4,9 +4,7 @@ import gzip
 import json
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import classifying
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError, ResultUnavailableError
@@ -18,12 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 
 
 def start(**options):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    x = torch.randn(64, 4)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, on="local", seed=0, threads=1, **options)
+    hidden = 8 if "strategy" in options else 0
+    given = classifying(64, 4, hidden=hidden, batch_size=4)
+    return kd.distribute(*given, on="local", seed=0, threads=1, **options)
 
 
 def test_a_profile_says_where_each_rank_spends_its_time(tmp_path):
@@ -76,15 +71,7 @@ def test_without_a_profile_the_remedy_is_told():
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline", "local-sgd", "gossip", "parameter-server"])
 def test_every_strategy_is_profiled(strategy):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    x = torch.randn(64, 4)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = kd.distribute(
-        model, loader, nn.CrossEntropyLoss(), optimizer, on="local", threads=1, number_of_processes=2, profile=3,
-        strategy=strategy,
-    )  # fmt: skip
+    job = start(number_of_processes=2, profile=3, strategy=strategy)
     try:
         job.result()
         rows = job.profile().rows

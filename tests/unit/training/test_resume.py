@@ -5,21 +5,18 @@ import os
 
 import pytest
 import torch
+import trainings
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import labelled
 
 from kale_dist.wire import context
 from kale_dist.worker.training import checkpoint
-from kale_dist.worker.training.loop import train
 
 
 def fit(model, epochs=1, **options):
     torch.manual_seed(5)
-    data = TensorDataset(torch.randn(12, 3), torch.zeros(12, dtype=torch.long))
-    options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    return train(
-        model=model, train_data_loader=DataLoader(data, 4), criterion=nn.CrossEntropyLoss(), epochs=epochs, **options
-    )
+    return trainings.fit(model, DataLoader(labelled(12), 4), epochs=epochs, **options)
 
 
 def attempt(number, folder, max_restarts=3):

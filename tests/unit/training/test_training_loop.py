@@ -1,42 +1,32 @@
 """Metrics, early stop, buffers, devices, checkpoints, and what comes back."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import json
 import math
 import os
+import re
 import sys
 import time
 import types
+import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import fit, labelled, net
 
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
+from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events, values_of
+from kale_dist.job.view import facts
 from kale_dist.snapshot import sources
-from kale_dist.wire import context
+from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
+from kale_dist.wire import RankStateName, StateName, context
+from kale_dist.worker.pod.prometheus import Gauges
 from kale_dist.worker.training import checkpoint
-from kale_dist.worker.training.loop import train
-
-
-def data(samples=21):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, 3, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def net():
-    torch.manual_seed(2)
-    return nn.Linear(3, 2)
-
-
-def fit(model=None, loader=None, **options):
-    model = model or net()
-    options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    options.setdefault("criterion", nn.CrossEntropyLoss())
-    return train(model=model, train_data_loader=DataLoader(data(), 4) if loader is None else loader, **options)
 
 
 def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
@@ -56,7 +46,7 @@ def test_an_error_in_a_layer_names_it_its_inputs_and_the_batch(is_evaluation):
             return self.body(x if self.training == is_evaluation else torch.cat([x, x], 1))
 
     with pytest.raises(RuntimeError) as caught:
-        fit(Net(), eval_data_loader=DataLoader(data(), 5))
+        fit(Net(), eval_data_loader=DataLoader(labelled(21), 5))
     batch, rows = ("batch 1 of the evaluation after epoch 1", 5) if is_evaluation else ("batch 1 of epoch 1", 4)
     layer = "layer 'body.0', Linear(in_features=3, out_features=4, bias=True)"
     assert caught.value.__notes__ == [f"Raised in {layer}, called with float32 ({rows}, 6), in {batch}."]
@@ -105,20 +95,22 @@ def by_dataset(model, loader, criterion, device, args):
 def test_both_tutorial_forms_of_a_metric_equal_one_process(ranks, step, samples, world):
     def job():
         return fit(
-            loader=DataLoader(data(24), 24 // (2 * 3)),
+            loader=DataLoader(labelled(24), 24 // (2 * 3)),
             train_step=lambda *_: None,
-            eval_data_loader=DataLoader(data(samples), 4),
+            eval_data_loader=DataLoader(labelled(samples), 4),
             eval_step=step,
         ).metrics
 
-    expected = step(net(), DataLoader(data(samples), 4), nn.CrossEntropyLoss(), None, None)
+    expected = step(net(), DataLoader(labelled(samples), 4), nn.CrossEntropyLoss(), None, None)
     for metrics in ranks(world, job):
         assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 def test_ready_made_steps(ranks):
     def job():
-        return fit(loader=DataLoader(data(40), 4, shuffle=True), eval_data_loader=DataLoader(data(40), 8), epochs=15)
+        return fit(
+            loader=DataLoader(labelled(40), 4, shuffle=True), eval_data_loader=DataLoader(labelled(40), 8), epochs=15
+        )
 
     first, second = ranks(2, job)
     assert set(first.metrics) == {"loss", "accuracy", "eval_loss", "eval_accuracy"}
@@ -129,12 +121,12 @@ def test_ready_made_steps(ranks):
 
 
 def test_ready_made_steps_take_mappings_and_refuse_what_they_do_not_know():
-    items = [{"x": x, "label": y} for x, y in data()]
+    items = [{"x": x, "label": y} for x, y in labelled(21)]
     assert set(fit(loader=DataLoader(items, 4)).metrics) == {"loss", "accuracy"}
     with pytest.raises(ConfigError, match="train_step: is left out, and the loader's batches are not pairs"):
-        fit(loader=DataLoader([(x, y, y) for x, y in data()], 4))
+        fit(loader=DataLoader([(x, y, y) for x, y in labelled(21)], 4))
     with pytest.raises(ConfigError, match="dicts with 'x', 'y', of which none is 'labels' or 'target'"):
-        fit(loader=DataLoader([{"x": x, "y": y} for x, y in data()], 4))
+        fit(loader=DataLoader([{"x": x, "y": y} for x, y in labelled(21)], 4))
 
 
 @pytest.mark.parametrize(
@@ -178,9 +170,9 @@ def test_metrics_are_weighed_by_samples_and_may_be_nan(ranks):
             return {"n": samples, "bad": math.nan, **only}
 
         return fit(
-            loader=DataLoader(data(5), 2),
+            loader=DataLoader(labelled(5), 2),
             train_step=lambda *_: None,
-            eval_data_loader=DataLoader(data(5), 2),
+            eval_data_loader=DataLoader(labelled(5), 2),
             eval_step=step,
         ).metrics
 
@@ -217,7 +209,7 @@ def test_buffers_are_averaged_before_the_evaluation(ranks):
                 model(x)
             step.own = model[0].running_mean.clone()
 
-        fit(model, loader=DataLoader(data(24), 4), train_step=step)
+        fit(model, loader=DataLoader(labelled(24), 4), train_step=step)
         everyone = [torch.empty(3) for _ in range(2)]
         dist.all_gather(everyone, step.own)
         return everyone, model[0].running_mean, model[0].num_batches_tracked.item()
@@ -231,7 +223,7 @@ def test_buffers_are_averaged_before_the_evaluation(ranks):
 
 def test_one_loader_for_both(ranks):
     def job():
-        loader = DataLoader(data(24), 4)
+        loader = DataLoader(labelled(24), 4)
         given = []
         fit(
             loader=loader,
@@ -249,7 +241,7 @@ def test_steps_get_their_arguments():
     fit(
         train_step=lambda *a: seen.append((len(a), a[-2], a[-1])),
         train_args={"a": 1},
-        eval_data_loader=DataLoader(data(), 4),
+        eval_data_loader=DataLoader(labelled(21), 4),
         eval_step=lambda *a: seen.append((len(a), a[-2], a[-1])),
         eval_args="b",
     )
@@ -284,6 +276,52 @@ def test_the_optimizers_state_goes_on():
     assert set(result.model_state) == {"weight", "bias"}
 
 
+def events_of_rank(folder, **options):
+    """What one of several ranks of a job sends while it trains on 22 samples; it takes 20 ms for each batch."""
+    rank, (read, write) = torch.distributed.get_rank(), os.pipe()
+    context.activate(context.Context(job="j", in_job=True, folder=folder, rank=rank, world_size=4), write)
+    model = nn.Sequential(net(), nn.Tanh(), nn.Linear(2, 2))
+    model.register_forward_hook(lambda *_: time.sleep(0.02))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*processes share", UserWarning)
+        fit(model, DataLoader(labelled(22), 4), epochs=2, checkpoint_every=None, **options)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return [json.loads(line) for line in pipe]
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "readers"),
+    [
+        (2, DDP(), [0, 1]),
+        (2, Tensor(), [0]),
+        (2, Pipeline(micro_batches=2), [0]),
+        (4, Mesh(data=2, tensor=2), [0, 2]),
+    ],
+    ids=["ddp", "tensor", "pipeline", "mesh"],
+)
+def test_samples_that_ranks_share_count_once_in_every_sum(ranks, tmp_path, world, strategy, readers):
+    told = ranks(world, functools.partial(events_of_rank, strategy=strategy), tmp_path, keep=False)
+    events = [event for of_rank in told for event in of_rank]
+    last = {event["rank"]: event for event in events if event["event"] == "progress"}
+    assert [rank for rank in last if last[rank]["samples_per_s"]] == readers
+    rate = sum(last[rank]["samples_per_s"] for rank in readers)
+
+    status = reduce_events(JobStatus(ref="j", replicas=tuple(ReplicaStatus(rank=n) for n in range(world))), events)
+    replicas = tuple(dataclasses.replace(replica, state=RankStateName.RUNNING) for replica in status.replicas)
+    status = dataclasses.replace(status, state=StateName.RUNNING, replicas=replicas)
+    assert facts.rate(status) == f"{facts.number(rate)} samples/s"
+    assert values_of(status, "pace/samples_per_s")[-1] == pytest.approx(rate, rel=0.01)
+
+    gauges = Gauges("j", world)
+    for event in events:
+        gauges.note(event)
+    totals = re.findall(r'^kale_dist_samples_total{rank="(\d)"} (\d+)$', gauges.text(), re.MULTILINE)
+    assert [int(rank) for rank, _ in totals] == readers
+    assert sum(int(samples) for _, samples in totals) == 2 * 22
+    assert len(re.findall("^kale_dist_loss{", gauges.text(), re.MULTILINE)) == world
+
+
 def in_job(folder):
     """Make this forked process rank 0 of a job; its events are what the pipe gives."""
     read, write = os.pipe()
@@ -293,12 +331,12 @@ def in_job(folder):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     fit(
         model,
-        DataLoader(data(22), 4),
+        DataLoader(labelled(22), 4),
         optimizer=optimizer,
         scheduler=scheduler,
         epochs=3,
         checkpoint_every=2,
-        eval_data_loader=DataLoader(data(), 4),
+        eval_data_loader=DataLoader(labelled(21), 4),
     )
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -315,7 +353,7 @@ def rates_of_a_slow_step(folder, batch_size):
         for _ in data_loader:
             time.sleep(0.05)
 
-    fit(net(), DataLoader(data(12), batch_size), train_step=step, epochs=2)
+    fit(net(), DataLoader(labelled(12), batch_size), train_step=step, epochs=2)
     os.close(write)
     with os.fdopen(read) as pipe:
         events = [json.loads(line) for line in pipe]
@@ -414,7 +452,7 @@ class ItsOwnLoss(nn.Module):
 
 def test_a_model_that_gives_its_own_loss_needs_neither_criterion_nor_step(ranks):
     def job(key):
-        batches = [{"x": x, key: y} for x, y in data(16)]
+        batches = [{"x": x, key: y} for x, y in labelled(16)]
         loader = DataLoader(batches, 4)
         return fit(ItsOwnLoss(), loader, criterion=None, eval_data_loader=DataLoader(batches, 4), epochs=4).metrics
 
@@ -511,6 +549,82 @@ def test_what_a_step_notes_in_its_arguments_is_named(ranks):
     assert "left behind" not in said_by(lambda: fit(train_step=extend, **given), ranks)
 
 
+class OddList(list):
+    def __len__(self):
+        raise TypeError("not that way")
+
+
+class OddText(str):
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __ne__(self, other):
+        raise TypeError("not that way")
+
+    __eq__ = __ne__
+
+
+class OddLayer(nn.Linear):
+    def extra_repr(self):
+        raise TypeError("not that way")
+
+
+def fit_beside(odd, change=lambda odd: None, **options):
+    """Train with a step that uses an odd object, and a list whose change is to be named all the same."""
+    noted = []
+
+    def step(model, loader, criterion, optimizer, device, args):
+        change(odd)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            noted.append(len(y))
+        return 0.5
+
+    return fit(train_step=step, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: OddList([1]),
+        lambda: OddText("a"),
+    ],
+    ids=["coo", "csr", "len", "eq"],
+)
+@pytest.mark.parametrize(
+    "hold", [lambda odd: odd, lambda odd: [odd], lambda odd: {"a": odd}], ids=["bare", "list", "dict"]
+)
+def test_what_a_step_uses_may_be_odd(ranks, make, hold):
+    said = said_by(lambda: fit_beside(hold(make())), ranks)
+    assert "left behind in the ranks: noted." in said
+
+
+def test_a_sparse_tensor_that_a_step_changes_is_named(ranks):
+    job = lambda: fit_beside([torch.eye(3).to_sparse()], lambda odd: odd[0].mul_(2))  # noqa: E731
+    assert "left behind in the ranks: noted, odd." in said_by(job, ranks)
+
+
+def test_no_notice_fails_a_training():
+    def compared(args):
+        args["text"] = OddText("b")
+
+    args = {"text": OddText("a")}
+    assert fit_beside(args, compared, train_args=args).epochs == 1
+
+    def complex_root(model):
+        (model.bias.sum() * 1j).backward(torch.ones((), dtype=torch.complex64))
+
+    model = net()
+    assert fit_beside(model, complex_root, model=model).epochs == 1
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fit(OddLayer(4, 2))
+
+
 def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_others(ranks):
     """Were it rank 0's to say, and rank 0 waited in a step for this one, it would be said by the hang's stacks only."""
     said = said_by(lambda: fit(train_step=lambda *_: 0.5), ranks, 3)
@@ -520,7 +634,7 @@ def test_a_rank_that_leaves_its_loader_alone_says_so_before_it_waits_for_the_oth
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         first = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return iter([data()[i] for i in range(first, 20, 2)])
+        return iter([labelled(21)[i] for i in range(first, 20, 2)])
 
 
 def test_a_stream_that_asks_for_its_rank_is_told_of_shard(ranks):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from kale_dist.places.kubernetes.explain import table
 from kale_dist.places.kubernetes.explain.sentences import NOT_RETRIED, Found, cut, detail, facts_of, fill
 from kale_dist.places.kubernetes.explain.table import Seen
 from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, seconds
 from kale_dist.places.manifests import Kind
-from kale_dist.wire import EXIT_BROKEN
+from kale_dist.wire import EXIT_BROKEN, Verdict
 
 _DELETED_CODES = (0, 137, 143)
 """Exit codes of a container whose pod was deleted: of SIGTERM, of SIGKILL after the grace period, and of a relay that has sent its
@@ -84,14 +81,9 @@ def end(pod: PodView, view: JobView) -> Found | None:
     return None
 
 
-def verdict_of(pod: PodView | None) -> dict[str, Any] | None:
+def verdict_of(pod: PodView | None) -> Verdict | None:
     """The verdict that an agent has left in its container's termination message; None if there is none."""
-    text = "" if pod is None else pod.main.message
-    try:
-        said = json.loads(text) if text.startswith("{") else None
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) and "state" in said else None
+    return None if pod is None else Verdict.parse(pod.main.message)
 
 
 def refusal(view: JobView, kind: Kind) -> Found | None:
@@ -236,7 +228,5 @@ def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     said = lines[-1].strip() if lines else ""
-    # An agent's verdict is JSON with a sentence in it.
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        said = str(json.loads(said)["message"])
-    return cut(said)
+    verdict = Verdict.parse(said)
+    return cut(said if verdict is None else verdict.reason)

@@ -238,11 +238,18 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             heals=False,
         ),
         Entry(
-            "class-missing", _REFUSED,
-            r'(?P<kind>serviceaccount|PriorityClass|RuntimeClass) (with name )?"?(?P<object>[^" ]+)"? (was |not )found',
-            "there is no {kind} {object}",
-            "Create it, or correct service_account=, priority_class= or the runtimeClassName in patch=; 'kubectl get {kind}' lists "
-            "those that exist",
+            "service-account", _REFUSED, r'service ?account "?(?P<account>[^" ]+)"? not found',
+            "there is no service account {account} in the namespace {namespace}", "Create it, or correct service_account=",
+            needs_action=True,
+        ),
+        Entry(
+            "priority-class", _REFUSED, r"no PriorityClass with name (?P<class_name>\S+)",
+            "there is no priority class {class_name}",
+            "Correct priority_class=; 'kubectl get priorityclasses' lists them", needs_action=True,
+        ),
+        Entry(
+            "runtime-class", _REFUSED, r'RuntimeClass "(?P<class_name>[^"]+)" not found',
+            "there is no runtime class {class_name}", "Correct it in patch=; 'kubectl get runtimeclasses' lists them",
             needs_action=True,
         ),
         Entry(

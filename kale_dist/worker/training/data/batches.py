@@ -52,7 +52,7 @@ class Feed:
     samples: int = 0
     """Samples given to this rank since `begin`."""
     rate: float | None = None
-    """Samples a second of this rank, as last known."""
+    """Samples a second of this rank, as last known; None where another rank reads its batches and counts them."""
     passes: int = 0
     current: Batches | None = None
     """The pass that gave the latest batch, unless it is exhausted."""
@@ -326,7 +326,8 @@ class Batches:
         feed = self._feed
         steps = self._steps if self._steps is not None and self.index <= self._steps else None
         seconds, done = now - self._started, self._samples - in_hand
-        if done and seconds > 0:
+        # Peers have the same samples: only the rank that reads them counts them, so that every sum over ranks is right.
+        if feed.reads and done and seconds > 0:
             feed.rate = round(done / seconds, 1)
         context.emit(
             EventKind.PROGRESS,
@@ -335,7 +336,7 @@ class Batches:
             epochs=feed.epochs,
             step=self.index,
             steps=steps,
-            samples=self._samples,
+            samples=self._samples if feed.reads else None,
             samples_per_s=feed.rate,
             loss=feed.loss(),
         )

@@ -1,25 +1,29 @@
-"""Where and how a call runs, settled: the place with what is configured, its processes, what this machine has room for."""
+"""From the arguments of a verb to a `Call`: what runs on every rank, and the request for where and how, checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from kale_dist import config, places
-from kale_dist.calls import image_checks
+from kale_dist import config, places, strategies
+from kale_dist.calls import image_checks, save_to, training_checks
 from kale_dist.calls.options import Options
 from kale_dist.errors import ConfigError
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
-from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.job_spec import Request, Settled, Topology
 from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
 from kale_dist.wording import closest
+from kale_dist.worker.training.settings import Training
+
+if TYPE_CHECKING:
+    from kale_dist.snapshot.modules import Script
 
 PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes) for field in dataclasses.fields(kind)))
 """Arguments of `kd.Docker` and `kd.Kubernetes`."""
@@ -47,14 +51,25 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Where and how a call runs."""
+class Function:
+    """A function and its arguments, as `launch` gets them."""
 
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    label: str
+    """For people."""
+    script: Script | None = None
+    """A script whose files are sent along."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call of a verb, checked."""
+
+    what: Training | Function
+    request: Request
     backend: Backend
-    name: str | None
-    """The job's, if the call gave one."""
-    spec: JobSpec
-    """The job without its snapshot, and under a made-up name if the call gave none."""
     auto_packages: bool = False
     """Whether the packages that the call imports belong to the recipe, too."""
     warnings: tuple[str, ...] = ()
@@ -63,6 +78,16 @@ class Run:
     """Sentences about what was chosen."""
     track: tuple[Tracker, ...] = ()
     """Where its metrics are written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Ranks:
+    """The ranks as they are laid out, and sentences for the user about that."""
+
+    topology: Topology
+    cuda: bool
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,43 +109,73 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
 
 
-def settle(options: Options, machine: Machine | None = None, *, rank_bytes: int = 0, **what: Any) -> Run:
-    """Settle where and how a call runs. Nothing is written or started.
+def checked(given: Mapping[str, Any], function: Function | None = None, machine: Machine | None = None) -> Call:
+    """A call of `distribute`, or of `launch` with a function. Nothing is written or started.
 
     Args:
-        options: Of the call.
+        given: Arguments of the verb, by name.
+        function: What `launch` runs, checked.
         machine: In place of this one.
-        rank_bytes: Least memory that each process takes for what it is sent.
-        **what: Fields of the specification that say what runs: its label, its kind and its strategy.
 
     Raises:
         ConfigError: The first thing that is wrong.
     """
-    backend, place = _where(options.on)
-    place = place_settings.filled(place, config.load().place(place_settings.word_of(place)))
+    options = Options.of(given)
+    backend, place = where(options.on)
+    volumes = () if isinstance(place, Local) else place.volumes
+    what: Training | Function
+    if function is not None:
+        what, training, label = function, None, function.label
+    else:
+        target, volumes = save_to.find(given["save_to"], volumes, backend.name)
+        settled = {"strategy": strategies.resolve(given["strategy"]), "save_to": target}
+        what = training = Training(
+            **{**{field.name: given[field.name] for field in dataclasses.fields(Training)}, **settled}
+        )
+        training_checks.check(training)
+        model = training.model
+        label = f"train {' '.join(model) if isinstance(model, dict) else type(model).__name__}"
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
-    spec = JobSpec(
-        name=options.name or names.make("", "x" * (names.MAX_LENGTH - len("job-"))),
-        snapshot="",
-        topology=Topology(number_of_processes=1),
-        threads=options.threads,
-        seed=options.seed,
-        environment=options.environment,
-        policy=options.policy,
-        **{"label": "", "kind": "", **what},
-    )
-    run = Run(backend=backend, name=options.name, spec=spec, track=options.track)
+    wanted = image_checks.ImageWanted()
+    of_pods: dict[str, Any] = {}
     if isinstance(place, Local):
-        return _on_machine(run, options, machine or _this_machine(options.cuda), rank_bytes)
-    return _in_pods(run, options, place)
+        weights = 0 if training is None else training_checks.rank_bytes(training)
+        ranks = _on_machine(options, machine or _this_machine(options.cuda), weights)
+    else:
+        ranks = _in_pods(options, place)
+        wanted = image_checks.check(place.image, place.packages, place.requirements)
+        of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
+    if isinstance(place, Kubernetes):
+        of_pods |= {"store": place.store, "cluster": place.options}
+    request = Request(
+        name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
+        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
+        strategy=strategies.DDP() if training is None else training.strategy, **of_pods,
+    )  # fmt: skip
+    if isinstance(place, Kubernetes):
+        _check_manifest(request)
+    notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
+    return Call(
+        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
+        notes=(*ranks.notes, *notes), track=options.track,
+    )  # fmt: skip
 
 
-def _where(on: Any) -> tuple[Backend, Place]:
-    """What starts jobs, and where, before what is configured is added."""
+def where(on: Any) -> tuple[Backend, Place]:
+    """What starts jobs, and where, with what is configured of the place.
+
+    Args:
+        on: The argument of a call.
+
+    Raises:
+        ConfigError: There is no such place.
+    """
     if isinstance(on, Backend) and not isinstance(on, type):
-        return on, place_settings.KINDS.get(on.name, Local)()
-    place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
-    return places.get(place_settings.word_of(place)), place
+        backend, place = on, place_settings.KINDS.get(on.name, Local)()
+    else:
+        place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
+        backend = places.get(place_settings.word_of(place))
+    return backend, place_settings.filled(place, config.load().place(place_settings.word_of(place)))
 
 
 def _word(on: Any) -> str:
@@ -144,7 +199,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> Run:
+def _on_machine(options: Options, there: Machine, rank_bytes: int) -> _Ranks:
     """Lay the ranks out on one machine, if it has what they need."""
     asked, cuda = options.number_of_processes, options.cuda
     notes: tuple[str, ...] = ()
@@ -182,11 +237,10 @@ def _on_machine(run: Run, options: Options, there: Machine, rank_bytes: int) -> 
         )
         warnings = (*warnings, sentence)
     topology = Topology(number_of_processes=world, processes_per_pod=world)
-    spec = dataclasses.replace(run.spec, topology=topology, cuda=bool(cuda))
-    return dataclasses.replace(run, spec=spec, warnings=warnings, notes=notes)
+    return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
 
-def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:
+def _in_pods(options: Options, place: Docker | Kubernetes) -> _Ranks:
     """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
     per_pod = place.processes_per_pod or 1
     world = options.number_of_processes or max(_ELSEWHERE_PROCESSES, per_pod)
@@ -202,38 +256,26 @@ def _in_pods(run: Run, options: Options, place: Docker | Kubernetes) -> Run:
         cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {gpus}). cuda=False trains on the CPU",)
     elif gpus and not cuda:
         warnings = (f"resources.gpus: {gpus} for each process, which trains on the CPU all the same. Add cuda=True",)
-    wanted = image_checks.check(place.image, place.packages, place.requirements)
-    spec = dataclasses.replace(
-        run.spec,
-        topology=Topology(number_of_processes=world, processes_per_pod=per_pod),
-        cuda=bool(cuda),
-        volumes=place.volumes,
-        image=wanted.image,
-        recipe=wanted.recipe,
-        resources=place.resources,
-    )
-    if isinstance(place, Kubernetes):
-        if place.servers:
-            topology = Topology(number_of_processes=world + place.servers, processes_per_pod=per_pod)
-            spec = dataclasses.replace(spec, topology=topology)
-        spec = dataclasses.replace(spec, store=place.store, cluster=place.options)
-        _check_manifest(spec)
-    return dataclasses.replace(run, spec=spec, auto_packages=wanted.auto, warnings=warnings, notes=notes)
+    servers = place.servers if isinstance(place, Kubernetes) else 0
+    topology = Topology(number_of_processes=world + servers, processes_per_pod=per_pod)
+    return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
 
-def _check_manifest(spec: JobSpec) -> None:
-    """Make the manifest once, before the job is complete, so that what is wrong with it costs nothing."""
-    kind = kind_of(spec)
-    longest = max(kind.pod_names(spec), key=len)
+def _check_manifest(request: Request) -> None:
+    """Make the manifest of a job with this request, so that what is wrong with it is known before anything is asked."""
+    # The longest name that could be drawn.
+    trial = Settled.of(request, name=request.name or "x" * names.MAX_LENGTH)
+    kind = kind_of(trial)
+    longest = max(kind.pod_names(trial), key=len)
     if len(longest) > names.MAX_LABEL_LENGTH:
         problem = f"the pod's name {longest!r} has {len(longest)} characters, more than {names.MAX_LABEL_LENGTH}"
         raise ConfigError("name", problem, "Shorten the name")
-    given = {variable for variable, _ in spec.environment}
-    for variable, _, _ in spec.cluster.secret_environment:
+    given = {variable for variable, _ in request.environment}
+    for variable, _, _ in request.cluster.secret_environment:
         if variable in given:
             problem = f"{variable} is in `environment`, too"
             raise ConfigError("secret_environment", problem, "Leave it out of one of them")
-    kind.make(spec)
+    kind.make(trial)
 
 
 def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool) -> None:

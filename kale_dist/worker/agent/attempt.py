@@ -1,0 +1,280 @@
+"""One attempt at work, as the agent that judges it sees it: its ranks are started, watched, judged and ended by one task."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kale_dist.wire import (
+    Assignment,
+    Attempt,
+    EndsWith,
+    EventKind,
+    FailureCause,
+    Order,
+    RankStateName,
+    StateName,
+    Verdict,
+    context,
+)
+from kale_dist.worker.agent import ending
+from kale_dist.worker.agent.fork_pool import ForkPool
+from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.rank_run import Rank
+from kale_dist.worker.agent.usage import UsageWatch
+from kale_dist.worker.agent.writer import JobWriter
+
+if TYPE_CHECKING:
+    from kale_dist.worker.pod.head_relays import HeadsRelays
+    from kale_dist.worker.pod.mpi import Mpirun
+
+FAILURE_GRACE_S = 1.0
+"""From SIGTERM to SIGKILL when a job has failed: all its ranks are gone within 2 s."""
+
+EXIT_LIMIT_S = 7.0
+"""A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
+
+_ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """What all attempts of a run work with."""
+
+    order: Order
+    """The job, with this agent's own folder, store, key and process."""
+    loop: asyncio.AbstractEventLoop
+    pool: ForkPool
+    """Where this agent's ranks come from."""
+    writer: JobWriter
+    """The job's files."""
+    relays: HeadsRelays | None = None
+    """Who looks after the ranks of other agents; None: all ranks are this agent's."""
+    is_limited: bool = False
+    """Whether ranks' output is rate-limited."""
+    mpirun: Mpirun | None = None
+    """What runs beside the ranks; None for nothing."""
+
+
+class RunningAttempt:
+    """The ranks of one attempt, and how it ends.
+
+    Args:
+        site: What it works with.
+        attempt: Its number and members.
+        on_forked: Called once, when all ranks have a process.
+    """
+
+    def __init__(self, site: Site, attempt: Attempt, on_forked: Callable[[], None]) -> None:
+        self.ranks = [
+            Rank(number, site.writer, self._rank_changed, self._take_event) for number in range(attempt.world_size)
+        ]
+        self.lost: list[Rank] = []
+        """Ranks without which the others carry on."""
+        self.verdict: Verdict | None = None
+        """How the attempt ends, as soon as that is decided."""
+        self._site = site
+        self._attempt = attempt
+        self._on_forked: Callable[[], None] | None = on_forked
+        self._near = self.ranks[: attempt.members[0].processes]
+        self._ends_with = site.order.ends_with
+        self._failed: list[Rank] = []
+        self._dispensable: list[set[int]] = []
+        """From each set, all ranks but one may be lost: the others carry on."""
+        self._grace_s = FAILURE_GRACE_S
+        self._changed = asyncio.Event()
+        self._watch: HangWatch | None = None
+
+    async def run(self, listener: socket.socket) -> Verdict:
+        """Start the ranks, wait until it is decided how they end, and end those that are left.
+
+        Args:
+            listener: What rank 0's store listens on.
+
+        Returns:
+            How the attempt ended. No rank is left.
+        """
+        site, order = self._site, self._site.order
+        usage = UsageWatch(order, site.loop, self._near_pids, self._tell_usage)
+        self._watch = HangWatch(
+            self.ranks,
+            site.loop,
+            site.writer,
+            has_far_ranks=site.relays is not None,
+            stall_warn_s=order.policy.stall_warn_s,
+            stall_timeout_s=order.policy.stall_timeout_s,
+            fail=self.fail,
+        )
+        try:
+            usage.start()
+            self._start_ranks(listener)
+            verdict = await self._judge()
+        finally:
+            self._watch.stop()
+            await self._end_ranks()
+            usage.stop()
+            if site.mpirun is not None:
+                site.mpirun.stop()
+        # While the ranks ended for another attempt, the job may have been cancelled.
+        return self.verdict or verdict
+
+    def fail(self, cause: FailureCause, reason: str) -> None:
+        """End the attempt, and the job with it. After a stall another attempt may follow."""
+        self.end(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))
+
+    def end(self, verdict: Verdict, grace_s: float | None = None) -> None:
+        """Decide how the attempt ends. The first verdict counts, unless it leads to another attempt and this one does not.
+
+        Args:
+            verdict: How it ends.
+            grace_s: Seconds from SIGTERM to SIGKILL. If the attempt is ending already, they shorten its grace.
+        """
+        is_last = self._attempt.number >= self._site.order.policy.max_restarts
+        if self.verdict is None:
+            self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
+        elif grace_s is not None:
+            self._site.loop.call_later(grace_s, self._kill, self.ranks)
+        if self.verdict is None or (self.verdict.may_restart and not is_last):
+            self.verdict = verdict
+        self._changed.set()
+
+    # -- the task, step by step ---------------------------------------------------------------------------------------
+
+    def _start_ranks(self, listener: socket.socket) -> None:
+        site, attempt = self._site, self._attempt
+        if site.relays is not None:
+            site.relays.spawn(attempt, self.ranks)
+        for rank in self._near:
+            rank.process = process = site.pool.take()
+            assignment = Assignment(order=site.order, attempt=attempt, rank=rank.rank)
+            process.start(rank, assignment, listener if rank.rank == 0 else None, is_limited=site.is_limited)
+        if site.mpirun is not None:
+            site.mpirun.start(attempt)
+
+    async def _judge(self) -> Verdict:
+        """Wait until it is decided how the attempt ends: by what its ranks do, or by `end`."""
+        waits_for_all = self._ends_with is EndsWith.ALL
+        await self._until(lambda: self._is_over or (bool(self._failed) and not waits_for_all))
+        # Of several ranks that fail at once, the one that drew the others along may be heard of last.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ending.BLAME_AFTER_S if self._site.relays is None else ending.BLAME_FAR_AFTER_S):
+                await self._until(lambda: self._is_over or any(rank.done is None for rank in self._failed))
+        if self.verdict is None:
+            is_success = not self._failed or (self._is_over and not self._are_all_over)
+            self.verdict = Verdict(StateName.SUCCEEDED, None, "") if is_success else self._blame()
+        return self.verdict
+
+    async def _end_ranks(self) -> None:
+        """Let those go that are done, end the others by SIGTERM, and what is left later by SIGKILL."""
+        for rank in self.ranks:
+            if rank.done is not None:
+                rank.let_go()
+            else:
+                rank.terminate()
+        if not await self._are_gone_within(self._grace_s):
+            self._kill([rank for rank in self.ranks if rank.done is None])
+            if not await self._are_gone_within(EXIT_LIMIT_S - self._grace_s):
+                self._kill(self.ranks)
+                await self._are_gone_within(None)
+
+    async def _are_gone_within(self, limit_s: float | None) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not all(rank.is_gone for rank in self.ranks):
+                    self._changed.clear()
+                    await self._changed.wait()
+                return True
+        return False
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the ranks meet a condition, or the end is decided."""
+        while self.verdict is None and not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -- what ranks do ------------------------------------------------------------------------------------------------
+
+    def _rank_changed(self, rank: Rank) -> None:
+        """A rank's `state`, `done` or `end` has changed."""
+        has_failed = rank.done is not None and not rank.done["ok"]
+        if rank.end is not None and rank.state in _ALIVE:
+            if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
+                self.lost.append(rank)
+                rank.record(RankStateName.LOST)
+                self._site.writer.say(f"{ending.blame([rank]).reason}. The other ranks carry on without it")
+            else:
+                is_stopped = self.verdict is not None and not has_failed and rank not in self._failed
+                rank.record(ending.rank_state(rank, stopped=is_stopped))
+        if self._on_forked is not None and all(other.pid for other in self.ranks):
+            self._on_forked()
+            self._on_forked = None
+        if self.verdict is None:
+            self._take_change(rank, has_failed=has_failed)
+        elif rank.done is not None and rank.end is None:
+            rank.let_go()
+        self._changed.set()
+
+    def _take_change(self, rank: Rank, *, has_failed: bool) -> None:
+        """Note what a change of one rank means while the end is not decided."""
+        if has_failed or (rank.end is not None and rank.done is None and rank not in self.lost):
+            if rank not in self._failed:
+                self._failed.append(rank)
+        elif rank.done is not None:
+            if self._watch is not None and self._ends_with is EndsWith.ANY_FAILURE:
+                self._watch.rank_done()
+        elif all(other.state is RankStateName.RUNNING for other in self.ranks):
+            self._site.writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        """A rank has sent an event."""
+        if event.get("event") == context.DISPENSABLE:
+            self._dispensable = [set(ranks) for ranks in event["sets"]]
+        elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
+            self._watch.progressed(event)
+
+    @property
+    def _are_all_over(self) -> bool:
+        return all(rank.done is not None or rank.end is not None for rank in self.ranks)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the ranks are through whose end is the attempt's."""
+        first = self.ranks[0]
+        is_first_enough = self._ends_with is EndsWith.RANK_0 and first.done is not None and first.done["ok"]
+        return is_first_enough or self._are_all_over
+
+    def _can_lose(self, rank: int) -> bool:
+        """Whether the others can carry on without this rank and those that were lost before."""
+        gone = {rank, *(one.rank for one in self.lost)}
+        return (
+            0 not in gone and gone <= set().union(*self._dispensable) and all(one - gone for one in self._dispensable)
+        )
+
+    def _blame(self) -> Verdict:
+        """The verdict on the ranks that failed."""
+        relays = self._site.relays
+        # If the ranks failed only because they missed a lost one, that one is to blame.
+        are_followers = all(ending.lost_peer(rank) for rank in self._failed)
+        if relays is not None and are_followers and (sentence := relays.explain_loss()):
+            return Verdict(StateName.FAILED, FailureCause.LOST, sentence)
+        verdict = ending.blame([*self.lost, *self._failed] if are_followers else self._failed)
+        if before := [rank.rank for rank in self.lost if rank.rank != verdict.rank]:
+            return dataclasses.replace(verdict, reason=f"{verdict.reason}. Lost before: {ending.name_ranks(before)}")
+        return verdict
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _near_pids(self) -> Mapping[int, int]:
+        return {rank.pid: rank.rank for rank in self._near if rank.pid and rank.end is None}
+
+    def _tell_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
+        self._site.writer.event(EventKind.USAGE, rank, **fields)
+
+    @staticmethod
+    def _kill(ranks: list[Rank]) -> None:
+        for rank in ranks:
+            rank.kill()

@@ -1,0 +1,55 @@
+"""What a call of `distribute` trains, and how. It goes as one object from the call to the loop in each rank. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kale_dist import strategies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Arguments of `distribute`, whose docstring says what each means, by the same names and with the same defaults."""
+
+    model: Any
+    train_data_loader: Any
+    criterion: Any
+    optimizer: Any
+    train_step: Callable[..., Any] | None = None
+    eval_data_loader: Any = None
+    eval_step: Callable[..., Any] | None = None
+    epochs: int = 1
+    train_args: Any = None
+    eval_args: Any = None
+    scheduler: Any = None
+    accumulate: int = 1
+    precision: str | None = None
+    clip_norm: float | None = None
+    split_batches: bool = False
+    shard: bool = True
+    eval_sharding: str = "samples"
+    checkpoint_every: int | None = 1
+    seed: int | None = None
+    """None also where the rank has been seeded."""
+    strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
+    """Settings, also where the call gave a word or nothing."""
+    state: Sequence[Any] = ()
+    callbacks: Sequence[Any] = ()
+    profile: int | None = None
+    save_to: str | None = None
+    """A path or a URL that rank 0 writes to, also where the call named a claim."""
+
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        """All objects but model, optimizer and scheduler that come back: `state`, and a criterion with trained weights."""
+        optimizers = self.optimizer.values() if isinstance(self.optimizer, dict) else (self.optimizer,)
+        trained = {id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]}
+        is_trained = any(id(weight) in trained for weight in getattr(self.criterion, "parameters", tuple)())
+        is_named = any(one is self.criterion for one in self.state)
+        return (*self.state, self.criterion) if is_trained and not is_named else tuple(self.state)
+
+    def arguments(self) -> list[tuple[str, Any]]:
+        """Names and values."""
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
