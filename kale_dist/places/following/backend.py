@@ -116,7 +116,7 @@ class FollowedBackend(FolderBackend):
         with self._lock:
             self._readers.pop(ref.record_name, None)
         records.delete(ref.record_name)
-        self._tell(ref)
+        self._notify(ref)
 
     def list(self) -> Sequence[JobRef]:
         """Jobs of this user's records, and those of the place, oldest first.
@@ -231,7 +231,7 @@ class FollowedBackend(FolderBackend):
                     record=self._reader(ref).record(),
                     key=records.read_key(ref.record_name),
                     on_lines=self._wake_readers,
-                    on_change=lambda: self._tell(ref),
+                    on_change=lambda: self._notify(ref),
                 )
             return found
 
