@@ -105,7 +105,7 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
         from kale_dist.image import for_job
 
         imports = snapshot.imports if call.auto_packages else None
-        recipe, notes = for_job.settle(recipe, store, imports=imports, say=_say)
+        recipe, notes = for_job.freeze(recipe, store, imports=imports, say=_say)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)

@@ -192,7 +192,7 @@ class OutcomeReader:
                     attempt=attempt - run.first_attempt,
                     rank=rank,
                 )
-                found = self._read[rank, attempt] = outcome.read(path, signer=signer, resolve=self._resolve)
+                found = self._read[rank, attempt] = outcome.read_outcome(path, signer=signer, resolve=self._resolve)
             return found
 
     def _bring(self, path: pathlib.Path) -> None:

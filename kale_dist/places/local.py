@@ -103,7 +103,7 @@ class LocalBackend(FolderBackend):
         records.delete(ref.name)
         with self._lock:
             self._readers.pop(ref.name, None)
-        self._tell(ref)
+        self._notify(ref)
 
     def list(self) -> Sequence[JobRef]:
         """All jobs of this user on this machine, oldest first."""
@@ -119,7 +119,7 @@ class LocalBackend(FolderBackend):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _start_agent(self) -> AgentClient:
-        client = AgentClient(on_wake=lambda job: self._tell(JobRef(self.name, job)), on_end=self._wake_all)
+        client = AgentClient(on_wake=lambda job: self._notify(JobRef(self.name, job)), on_end=self._wake_all)
         client.start()
         return client
 
@@ -157,7 +157,7 @@ class LocalBackend(FolderBackend):
         with self._lock:
             running = list(self._readers)
         for job in running:
-            self._tell(JobRef(self.name, job))
+            self._notify(JobRef(self.name, job))
 
     def _attend(self, ref: JobRef) -> float:
         client = self._client

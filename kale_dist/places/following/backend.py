@@ -94,7 +94,7 @@ class FollowedBackend(FolderBackend):
         for run in records.runs(ref.record_name):
             self.place.remove(handle_of(self.place, record, run))
         records.delete(ref.record_name)
-        self._tell(ref)
+        self._notify(ref)
 
     def list(self) -> Sequence[JobRef]:
         """Jobs of this user's records, and those of the place (in its configured namespace), oldest first.
@@ -202,7 +202,7 @@ class FollowedBackend(FolderBackend):
                     record=self._reader(ref).record(),
                     key=records.read_key(ref.record_name),
                     on_lines=self._wake_readers,
-                    on_change=lambda: self._tell(ref),
+                    on_change=lambda: self._notify(ref),
                 )
             return found
 
