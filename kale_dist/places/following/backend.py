@@ -21,7 +21,7 @@ from kale_dist.places.following.follower import Follower, handle_of
 from kale_dist.wire import CANCEL_GRACE_S
 
 WAIT_S = 0.5
-"""How often a reader of a log looks for lines that another process has copied; its own follower wakes it."""
+"""How often a reader of a log looks for lines that another process has copied; a follower of this process wakes it."""
 
 
 class FollowedBackend(FolderBackend):
@@ -43,7 +43,7 @@ class FollowedBackend(FolderBackend):
         return self.place.settle(request, name=name, image=image, recipe=recipe, submit=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
-        """What would be created."""
+        """The objects that `submit` would create."""
         return Plan(backend=self.name, spec=spec, text=self.place.render(spec))
 
     def submit(self, spec: JobSpec, key: bytes) -> JobRef:
@@ -185,7 +185,7 @@ class FollowedBackend(FolderBackend):
             )
         )  # fmt: skip
         for number in range(1, handle.run + 1):
-            # Of the runs before a job was adopted only their number is known.
+            # The runs before the adoption of a job are only known by their number.
             run = Run(number=number, files=records.files(name).run(number), first_attempt=number - 1)
             records.write_run(dataclasses.replace(run, object=handle.object) if number == handle.run else run)
 
@@ -216,7 +216,7 @@ class FollowedBackend(FolderBackend):
             follower.join()
 
     def _attend(self, ref: JobRef) -> float:
-        # A follower that failed (a full disk) is made again.
+        # A follower that failed, as on a full disk, is replaced.
         with contextlib.suppress(JobNotFoundError):
             self._follow(ref)
         return WAIT_S

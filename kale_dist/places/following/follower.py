@@ -274,19 +274,18 @@ class Follower:
             raise self._reader.error
         if self.problem:
             return False
-        head = self.look.head
-        if head is not None and not self._run.uid:
-            self._write_run(uid=head.uid)
-        if head is not None and head.uid != self._run.uid:
-            return self._follow_new_head(head)
-        if head is not None and head.state == "running" and self._run.is_suspended and not self.look.suspended:
-            # The run was resumed before its pods were gone.
-            self._write_run(is_suspended=False)
-        if head is not None and head.state != "waiting" and self._reader is None:
-            self._reader = self._read_head()
-        if head is not None and head.state == "running" and self._input is None:
-            self._send_input()
-        return self._end_if_ended()
+        if (head := self.look.head) is not None:
+            if not self._run.uid:
+                self._write_run(uid=head.uid)
+            if head.uid != self._run.uid:
+                return self._follow_new_head(head)
+            if head.state != "waiting" and self._reader is None:
+                self._reader = self._read_head()
+            if head.state == "running" and self._input is None:
+                self._send_input()
+        self._note_suspension()
+        verdict = self._find_verdict() if self.look.fresh else None
+        return verdict is not None and self._end(verdict)
 
     # -- one run ------------------------------------------------------------------------------------------------------
 
@@ -377,46 +376,50 @@ class Follower:
 
     # -- the end of a run ---------------------------------------------------------------------------------------------
 
-    def _end_if_ended(self) -> bool:
-        look, copy, reader = self.look, self._copy, self._reader
-        head = look.head
-        if look.suspended:
-            self._was_suspended = True
-            if self._run.uid and not self._run.is_suspended:
-                self._write_run(is_suspended=True)
-        elif self._was_suspended:
-            # `pending_timeout_s` counts from here on.
-            self._was_suspended = False
+    def _note_suspension(self) -> None:
+        """Record whether the run is suspended. `pending_timeout_s` counts from the end of a suspension."""
+        is_suspended = bool(self.look.suspended)
+        if is_suspended and self._run.uid and not self._run.is_suspended:
+            self._write_run(is_suspended=True)
+        elif self._run.is_suspended and not is_suspended and self._head_runs:
+            # The run was resumed before its pods were gone.
+            self._write_run(is_suspended=False)
+        if self._was_suspended and not is_suspended:
             self._write_run(began=self._clock.time())
-        if not look.fresh:
-            return False
+        self._was_suspended = is_suspended
+
+    def _find_verdict(self) -> Verdict | None:
+        """The verdict on a run that has ended, and of which everything is read; None for any other run.
+
+        A run that its head will never end is killed first.
+        """
+        look, copy, reader, head = self.look, self._copy, self._reader, self.look.head
         is_read = reader is None or reader.is_drained
         if self._decided is not None:
-            return (is_read or self._lasts("decided", CANCEL_MARGIN_S)) and self._end(self._decided)
+            return self._decided if is_read or self._lasts("decided", CANCEL_MARGIN_S) else None
         if copy.verdict is not None:
             if not copy.is_complete and not is_read:
-                return False
+                return None
             is_explained = explains_loss(copy.verdict.cause, look, self._spec.topology.number_of_pods)
-            if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
-                return False
-            return self._end(self._judge(copy.verdict))
+            is_known = is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)
+            return self._judge(copy.verdict) if is_known else None
         is_gone = head is None and bool(self._run.uid or look.gone or look.finished)
         if is_gone or (head is not None and head.state == "ended"):
-            if not is_read and reader is not None:
-                reader.hurry()
-                return False
-            return self._end(self._judge(None))
-        self._decided = self._hopeless(look)
+            if reader is None or reader.is_drained:
+                return self._judge(None)
+            reader.hurry()
+            return None
+        self._decided = self._give_up(look)
         if self._decided is not None:
             with contextlib.suppress(BackendError):
                 self._place.kill(self._handle, 0.0, self._decided.reason)
-        return False
+        return None
 
     def _judge(self, said: Verdict | None) -> Verdict:
         return judge(said, self.look, self._status.status(), canceller=records.canceller(self._files))
 
-    def _hopeless(self, look: Look) -> Verdict | None:
-        """The verdict on a run that its head will never end; None while there is hope."""
+    def _give_up(self, look: Look) -> Verdict | None:
+        """The verdict on a run that its head will never end; None while the head may still end it."""
         error = self._input_error
         if error is not None and not getattr(error, "retryable", False):
             reason = f"The snapshot could not be sent to the job: {error}"
