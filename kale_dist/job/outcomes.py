@@ -137,6 +137,7 @@ class OutcomeReader:
         """
         from kale_dist.worker.training import checkpoint
 
+        self._spec.check_version(self._ref)
         self._bring(self.files.checkpoint)
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
         if not found:
@@ -171,6 +172,7 @@ class OutcomeReader:
         return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
+        self._spec.check_version(self._ref)
         if self.key is None:
             raise ResultUnavailableError(
                 f"The key of {self._ref} is not here ({self.files.key}), so a forged result could not be told from a real "
@@ -218,6 +220,7 @@ class OutcomeReader:
         return self._load().references.resolve(index)
 
     def _load(self) -> loading.Loaded:
+        self._spec.check_version(self._ref)
         with self._lock:
             if self._loaded is None:
                 # Without `fill_main`: this is somebody's session, whose names are not ours to overwrite.
