@@ -95,7 +95,7 @@ def _status(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     backend, ref = find_job(options.ref)
     ranks = check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
-    with watch.Reasons(ref).followed(watch.watcher(backend)) if options.follow else contextlib.nullcontext():
+    with watch.Reasons(backend, ref).printed() if options.follow else contextlib.nullcontext():
         _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
     return 0
 

@@ -155,7 +155,7 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
     """
     shown = _Output(sys.stderr if as_json else sys.stdout)
     try:
-        with inside(job).saying_why():
+        with inside(job).reasons.printed():
             shown.show(job.logs(follow=True))
         job.exception()
     except KeyboardInterrupt:

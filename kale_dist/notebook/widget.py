@@ -192,6 +192,7 @@ class JobWidget(anywidget.AnyWidget):
             self._pictured_at = float("-inf")
         self._draw()
         inside(job).after_wait.append(self._draw)
+        inside(job).reasons.is_shown = lambda: self._has_answered or self._is_picture
 
     def _bundle(self) -> dict[str, Any]:
         """The output in all its formats, of which a front end shows the richest that it knows."""

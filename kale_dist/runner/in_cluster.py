@@ -125,7 +125,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
     # A thread, so that interrupts arrive here and the pod's later lines are still shown.
     threading.Thread(target=show, name="kale_dist notebook log", daemon=True).start()
     try:
-        with inside(job).saying_why():
+        with inside(job).reasons.printed():
             ended.wait()
         job.exception()  # waits, where the log could not be read
     except KeyboardInterrupt:
