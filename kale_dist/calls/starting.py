@@ -164,6 +164,7 @@ def known(ref: JobRef) -> Job[Any] | None:
 def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
     """Submit the same call as a new job."""
     key, store, old = secrets.token_bytes(32), FolderStore(records.blobs_dir()), job.spec
+    old.check_version(job.ref)
     with records.keeping_blobs():
         if not all(store.exists(digest) for digest in old.blobs):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")

@@ -133,6 +133,7 @@ class OutcomeReader:
         """
         from kale_dist.worker.training import checkpoint
 
+        self._spec.check_version(self._ref)
         self._bring(self.files.checkpoint)
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
         if not found:
@@ -165,6 +166,7 @@ class OutcomeReader:
         return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
+        self._spec.check_version(self._ref)
         if self.key is None:
             raise ResultUnavailableError(
                 f"Results of {self._ref} cannot be verified, because the job's key is not on this machine ({self.files.key}). "
@@ -208,6 +210,7 @@ class OutcomeReader:
         return self._load().references.resolve(index)
 
     def _load(self) -> loading.Loaded:
+        self._spec.check_version(self._ref)
         with self._lock:
             if self._loaded is None:
                 # Without `fill_main`, which would overwrite the user's own names.

@@ -27,7 +27,7 @@ from kale_dist.job.view import facts
 from kale_dist.runner import documents, execution
 from kale_dist.runner.execution import Execution
 from kale_dist.runner.kernel_jobs import Terminal
-from kale_dist.wire import StateName, Stream, payload
+from kale_dist.wire import StateName, Stream, payload, prefix_of
 from kale_dist.wording import closest
 from kale_dist.worker.rank import notebook_rank
 
@@ -75,7 +75,7 @@ def run_notebook(
     try:
         # Python would print a line of this library's code with each warning.
         for warning in caught:
-            terminal.line(f"[kale-dist] {warning.message}")
+            terminal.line(f"{prefix_of(None)} {warning.message}")
         terminal.line(f"The notebook runs as {job.ref}")
         interrupted = _follow(job, terminal)
         if job.status.state is StateName.SUCCEEDED:
@@ -129,7 +129,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
             ended.wait()
         job.exception()  # waits, where the log could not be read
     except KeyboardInterrupt:
-        terminal.line("[kale-dist] Interrupted: the pod ends its cell and its jobs, and saves the notebook")
+        terminal.line(f"{prefix_of(None)} Interrupted: the pod ends its cell and its jobs, and saves the notebook")
         ref = JobRef.parse(job.ref)
         places.get(ref.backend).cancel(ref, grace_s=NOTEBOOK_GRACE_S)
         # A second interrupt waits for nothing.
@@ -155,7 +155,7 @@ def _saved(job: Job[Any], terminal: Terminal) -> bytes:
         return b""
     except (ValueError, AttributeError, RecursionError):
         pass
-    terminal.line("[kale-dist] The file that the pod saved is not a notebook, and is ignored")
+    terminal.line(f"{prefix_of(None)} The file that the pod saved is not a notebook, and is ignored")
     return b""
 
 
@@ -216,7 +216,7 @@ def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str
         named |= {"kubernetes", "yaml"}
     report = auto.find_packages({*notebook_rank.NEEDED, *named})
     for line in (*report.lines, *report.notes):
-        terminal.line(f"[kale-dist] {line}")
+        terminal.line(f"{prefix_of(None)} {line}")
     return report.packages
 
 

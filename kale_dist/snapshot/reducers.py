@@ -1,6 +1,6 @@
 """The functions that the pickles of kale_dist call when they are loaded: they make functions, storages, optimizers, loaders.
 
-A pickle names these functions, so their names and arguments are a part of the format (`contract.VERSION`). What they
+A pickle names these functions, so their names and arguments are a part of the format (`wire.VERSION`). What they
 need beyond their arguments (which globals, which buffers, which device) is in the `Loading` of the load in progress.
 """
 

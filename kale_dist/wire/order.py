@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from kale_dist.errors import ConfigError
 
-VERSION = 2
+VERSION = 3
 """Version of all formats of this package. Notebook and worker must have the same."""
 
 EXIT_TOLD_TO_END = 143

@@ -161,7 +161,7 @@ def percent(status: JobStatus) -> int | None:
 
 
 def rate(status: JobStatus) -> str:
-    """Samples a second of all running ranks together. Each rank measures its own, in `training`."""
+    """Samples a second of all running ranks together. Each rank measures its own, in `worker/training/data/batches.py`."""
     measured = [
         replica.progress.samples_per_s or 0.0
         for replica in status.replicas
