@@ -88,7 +88,7 @@ class OutcomeReader:
         cause, traceback = self._cause(status)
         if isinstance(cause, ModuleNotFoundError) and self._spec.image:
             sentence += (
-                ". packages='auto' puts what a call imports on top of its image, packages=['name'] what is named"
+                ". packages='auto' adds the packages that a call imports to its image, packages=['name'] those named"
             )
         elif isinstance(cause, FileNotFoundError) and self._spec.image:
             sentence += ". A job sees the files of its image and of its volumes=, and not those of this machine"
@@ -114,13 +114,9 @@ class OutcomeReader:
         """
         state = getattr(self.value(0, attempt), field)
         if state is None:
-            what, callback = {
-                "best_state": ("best epoch", "kd.callbacks.ModelCheckpoint(monitor=..., mode=...)"),
-                "averaged_state": (
-                    "averaged weights",
-                    "kd.callbacks.EMA() or SWA(), which may begin after the last epoch",
-                ),
-            }[field]
+            what, callback = "best epoch", "kd.callbacks.ModelCheckpoint(monitor=..., mode=...)"
+            if field == "averaged_state":
+                what, callback = "averaged weights", "kd.callbacks.EMA() or SWA(), which may begin after the last epoch"
             raise ResultUnavailableError(
                 f"{self._ref} has no {what}: that needs callbacks=[...] with {callback}", self._ref
             )
@@ -149,10 +145,8 @@ class OutcomeReader:
         if not best:
             return last.model
         if not (kept := (last.callbacks.get("best") or {}).get("model")):
-            problem = (
-                f"The last checkpoint of {self._ref} has no best epoch: that needs kd.callbacks.ModelCheckpoint(...)"
-            )
-            raise ResultUnavailableError(problem, self._ref)
+            problem = f"The last checkpoint of {self._ref} has no best epoch"
+            raise ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
         return _copy(kept)
 
     def rebuilt_targets(self) -> weights.Targets:
@@ -188,12 +182,8 @@ class OutcomeReader:
                 path = run.files.outcome(attempt - run.first_attempt, rank)
                 if not path.exists():
                     self._bring(path)
-                signer = outcome.Signer(
-                    key=self.key,
-                    job=run.object or self._spec.name,
-                    attempt=attempt - run.first_attempt,
-                    rank=rank,
-                )
+                signed_by = run.object or self._spec.name
+                signer = outcome.Signer(key=self.key, job=signed_by, attempt=attempt - run.first_attempt, rank=rank)
                 found = self._read[rank, attempt] = outcome.read_outcome(path, signer=signer, resolve=self._resolve)
             return found
 

@@ -220,12 +220,8 @@ def examine() -> tuple[Found, ...]:
 def _version(engine: Engine, sentence: str) -> Found:
     spoken = tuple(int(part) for part in str(engine.api.api_version).split(".")[:2])
     if spoken < _OLDEST_API:
-        return (
-            "engine",
-            _FAILED,
-            f"{sentence} speaks version {engine.api.api_version} of the API",
-            "Upgrade it to 19.03",
-        )
+        problem = f"{sentence} speaks version {engine.api.api_version} of the API"
+        return "engine", _FAILED, problem, "Upgrade it to 19.03"
     if not engine.is_local:
         return "engine", _OK, f"{sentence}: on another machine, so that folders of this one cannot be volumes", ""
     return "engine", _OK, sentence, ""

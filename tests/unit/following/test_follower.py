@@ -267,6 +267,19 @@ def test_out_of_memory_of_another_pod_explains_the_end(backend, submit, place):
     assert len(records.runs(ref.record_name)) == 1
 
 
+def test_the_rank_that_failed_is_the_first_that_the_attempt_gave_to_the_pod(backend, submit, place):
+    ref, head = submit(processes=4, per_pod=2)
+    head.event(EventKind.ATTEMPT, members=[
+        {"agent": 0, "first_rank": 0, "processes": 1}, {"agent": 1, "first_rank": 1, "processes": 1},
+    ])  # fmt: skip
+    head.run()
+    trouble = Trouble(sentence="pod-1 used up its 2 GiB")
+    place.runs[1].others = [ended_part(exit_code=137, lost="out of memory", trouble=trouble)]
+    head.verdict(StateName.FAILED, "A rank was lost", FailureCause.LOST)
+    status = wait_for_end(backend, ref)
+    assert (status.failed_rank, len(status.replicas)) == (1, 2)
+
+
 def test_a_job_that_can_never_start_ends(backend, submit, place):
     ref, head = submit()
     head.state = "waiting"
