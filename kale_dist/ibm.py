@@ -19,6 +19,7 @@ from kale_dist.calls import checks, verbs
 from kale_dist.errors import ConfigError, short_refusals
 from kale_dist.job.handle import Job
 from kale_dist.job.spec import names
+from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.place_settings import Kubernetes
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
@@ -187,7 +188,7 @@ def _kind(given: Mapping[str, Any]) -> str:
 
 def _workers(value: Any) -> int:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    checks.check_count("number_of_workers", number)
+    whole()("number_of_workers", number)
     return int(number)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from kale_dist import callbacks, strategies
-from kale_dist.calls.checks import check_count, check_flag, check_returns, describe, title
+from kale_dist.calls.checks import check_takes, describe, title
 from kale_dist.errors import ConfigError
+from kale_dist.job.spec.checks import FLAG, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
-from kale_dist.wording import closest, show
+from kale_dist.wording import show
 from kale_dist.worker.training.settings import Training
 
 STEP_ARGUMENTS = {
@@ -40,8 +40,17 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
-_PRECISIONS = ("bf16", "fp16")
-_EVAL_SHARDINGS = ("samples", "none")
+_PLAIN = {
+    **dict.fromkeys(("epochs", "accumulate"), whole(1)),
+    **dict.fromkeys(("checkpoint_every", "profile"), whole(1).or_(None)),
+    **dict.fromkeys(("split_batches", "shard"), FLAG),
+    "precision": one_of(("bf16", "fp16"), "there is no precision {}", "Use 'bf16', 'fp16' or None").or_(None),
+    "clip_norm": number("a positive number", "Give a number such as 1.0, or None").or_(None),
+    "eval_sharding": one_of(
+        ("samples", "none"),
+        remedy="Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)",
+    ),
+}
 
 
 def check(training: Training) -> None:
@@ -67,27 +76,7 @@ def check(training: Training) -> None:
     if training.eval_step is not None and training.eval_data_loader is None:
         raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
     _check_scheduler(training.scheduler, training.optimizer)
-    for argument in ("epochs", "accumulate"):
-        check_count(argument, getattr(training, argument))
-    for argument in ("checkpoint_every", "profile"):
-        if getattr(training, argument) is not None:
-            check_count(argument, getattr(training, argument))
-    for argument in ("split_batches", "shard"):
-        check_flag(argument, getattr(training, argument))
-    precision, clip_norm = training.precision, training.clip_norm
-    if precision is not None and (not isinstance(precision, str) or precision not in _PRECISIONS):
-        near = closest(precision, _PRECISIONS)
-        raise ConfigError("precision", f"there is no precision {show(precision)}", f"{near}Use 'bf16', 'fp16' or None")
-    if clip_norm is not None:
-        number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-        if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
-            raise ConfigError(
-                "clip_norm", f"{show(clip_norm)} is not a positive number", "Give a number such as 1.0, or None"
-            )
-    if not isinstance(training.eval_sharding, str) or training.eval_sharding not in _EVAL_SHARDINGS:
-        near = closest(training.eval_sharding, _EVAL_SHARDINGS)
-        remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
-        raise ConfigError("eval_sharding", f"it cannot be {show(training.eval_sharding)}", remedy)
+    check_fields(training, _PLAIN)
     _check_callbacks(training)
 
 
@@ -223,14 +212,7 @@ def _check_callbacks(given: Training) -> None:
             what = f"{one.__name__} is a class" if isinstance(one, type) else f"{show(one)} is no callback"
             remedy = f"Give objects such as {', '.join(f'kd.callbacks.{name}()' for name in callbacks.__all__)}, or functions"
             raise ConfigError("callbacks", what, remedy)
-        check_returns("callbacks", one)
-        try:
-            inspect.signature(one).bind("epoch", "metrics", "model")
-        except TypeError:
-            problem = f"{describe(one)} cannot take the 3 arguments it is called with"
-            raise ConfigError("callbacks", problem, f"Write it as def {title(one)}(epoch, metrics, model)") from None
-        except ValueError:
-            pass  # Some functions written in C have no signature.
+        check_takes("callbacks", one, ("epoch", "metrics", "model"), title(one))
     averages = [one for one in given.callbacks if isinstance(one, callbacks.Average)]
     if len(averages) > 1:
         raise ConfigError("callbacks", "there are several averages of the weights", "Give one EMA or SWA")
@@ -382,19 +364,8 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
 def _check_step(argument: str, step: Any) -> None:
     if step is None:
         return
-    expected = STEP_ARGUMENTS[argument]
-    wanted = f"Write it as def {argument}({', '.join(expected)})"
-    if not callable(step):
-        raise ConfigError(argument, f"{show(step)} cannot be called", wanted)
-    check_returns(argument, step)
     _check_order(argument, step)
-    try:
-        inspect.signature(step).bind(*expected)
-    except TypeError:
-        problem = f"{describe(step)} cannot take the {len(expected)} arguments it is called with"
-        raise ConfigError(argument, problem, wanted) from None
-    except ValueError:
-        pass  # Some functions written in C have no signature.
+    check_takes(argument, step, STEP_ARGUMENTS[argument], argument)
 
 
 def _check_order(argument: str, step: Any) -> None:

@@ -8,8 +8,6 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from kale_dist.errors import ConfigError
-
 VERSION = 2
 """Version of all formats of this package. Notebook and worker must have the same."""
 
@@ -144,20 +142,6 @@ class Policy:
     max_restarts: int = 0
     """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
     and not after running out of memory."""
-
-    def __post_init__(self) -> None:
-        for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):
-            value = getattr(self, field)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(field, f"{value!r} is not a positive number of seconds", "Give seconds, or None")
-        restarts = self.max_restarts
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            problem = f"{restarts!r} is not a whole number of 0 or more"
-            raise ConfigError("max_restarts", problem, "Give an int; 0 for none")
-        if not isinstance(self.detach, bool):
-            raise ConfigError("detach", f"{self.detach!r} is neither True nor False", "Give a bool")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
