@@ -167,7 +167,7 @@ class AgentClient:
         Raises:
             BackendUnavailableError: The agent is gone (`retryable`: a new one may take the job).
         """
-        self._send({"op": Op.TAKE, "order": order.to_json()})
+        self._send({"op": Op.TAKE, "order": order})
 
     def wait_until_taken(self, job: str) -> None:
         """Wait until the agent has confirmed an order: only then may this process end without the job.

@@ -21,7 +21,7 @@ from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
-from kale_dist.wire import with_tuples
+from kale_dist.wire import decode
 
 __all__ = [
     "ALL",
@@ -88,4 +88,4 @@ def from_json(data: dict[str, Any]) -> Settings:
     """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
     options = dict(data)
     settings = _CLASSES[options.pop("strategy")]
-    return settings(**with_tuples(options))
+    return decode(settings, options)

@@ -7,11 +7,10 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.checks import FLAG, TEXT, check_fields, keep, pairs, texts
-from kale_dist.wire import with_tuples
 from kale_dist.wording import show
 
 TAG_PREFIX = "kd-"
@@ -113,7 +112,7 @@ class Recipe:
         Returns:
             Lower-case hex of SHA-256.
         """
-        made_of = self.to_json()
+        made_of = dataclasses.asdict(self)
         del made_of["rebuild"]
         made_of |= {"format": _FORMAT, "base": base_digest, "python": python}
         made_of["files"] = [[file.path, file.digest, file.executable] for file in self.files]
@@ -123,15 +122,6 @@ class Recipe:
     def tag(self, base_digest: str, python: str) -> str:
         """What its image is called in the registry: `kd-` and the first 20 digits of the digest."""
         return TAG_PREFIX + self.digest(base_digest, python)[:_TAG_DIGITS]
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain object."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        return cls(**{**with_tuples(data), "files": tuple(ImageFile(**file) for file in data["files"])})
 
 
 def _files(value: Any) -> tuple[ImageFile, ...]:
