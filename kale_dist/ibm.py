@@ -123,8 +123,7 @@ def arguments(
     gpus = given.get("gpus") or 0
     if isinstance(gpus, str) and gpus.isdecimal():
         gpus = int(gpus)
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0:
-        raise ConfigError("gpus", f"{show(gpus)} is not a whole number", "Give the GPUs of each worker")
+    whole(0, remedy="Give the GPUs of each worker")("gpus", gpus)
     workers = 1 if kind == "job" and "number_of_workers" not in given else _workers(given.get("number_of_workers", 1))
     per_pod = max(1, gpus)
     settings = {

@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec import names
+from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.checks import NO_NUL, pairs, text, texts
 from kale_dist.job.spec.recipe import ImageFile, Recipe
 from kale_dist.wording import needing, shorten, show
@@ -63,14 +63,11 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
     if auto:
         _parser("packages")
     listed = _packages(None if auto else packages)
-    if image is not None and not isinstance(image, (str, Recipe)):
-        remedy = "Write it as 'registry.example.com/team/train:1' or as kale_dist.Recipe(packages=[...])"
-        raise ConfigError("image", f"{show(image)} is neither text nor a Recipe", remedy)
+    image = place_settings.image_of(image) or ""
     if not isinstance(image, Recipe):
-        reference = "" if image is None else names.check_image("image", image)
         if packages is None and requirements is None:
-            return ImageWanted(image=reference)
-        image = Recipe(base=reference)
+            return ImageWanted(image=image)
+        image = Recipe(base=image)
     recipe = dataclasses.replace(image, packages=(*image.packages, *listed))
     if requirements is not None:
         packages, urls = _parser("requirements").read(_source(requirements))

@@ -273,8 +273,7 @@ def _check_manifest(request: Request) -> None:
     given = {variable for variable, _ in request.environment}
     for variable, _, _ in request.cluster.secret_environment:
         if variable in given:
-            problem = f"{variable} is in `environment`, too"
-            raise ConfigError("secret_environment", problem, "Leave it out of one of them")
+            raise ConfigError("secret_environment", f"{variable} is in `environment`, too", "Leave one out")
     kind.make(trial)
 
 

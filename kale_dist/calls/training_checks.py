@@ -40,6 +40,9 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
+_AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
+_SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
+_A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
 _PLAIN = {
     **dict.fromkeys(("epochs", "accumulate"), whole(1)),
     **dict.fromkeys(("checkpoint_every", "profile"), whole(1).or_(None)),
@@ -91,8 +94,7 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
     """
     if request.cluster.kind == "tf":
         problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
-        remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
-        raise ConfigError("kind", problem, remedy)
+        raise ConfigError("kind", problem, "Use kd.launch(function, on=...) for Keras, or leave `kind` out")
     layout = training.strategy.layout(0, request.topology.number_of_processes)
     if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in training.callbacks):
         problem = f"EMA averages after each step, and with {training.strategy.word!r} ranks have equal weights only after epochs"
@@ -146,19 +148,14 @@ def _check_model(model: Any) -> None:
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise ConfigError("model", f"{model.__name__} is a class", f"Make one: {model.__name__}()")
     if isinstance(model, list | tuple):
-        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
-        raise ConfigError("model", f"it is a {type(model).__name__}, not one model", remedy)
+        raise ConfigError("model", f"it is a {type(model).__name__}, not one model", _SEVERAL)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError("model", f"{show(model)} is not a torch.nn.Module", "Pass the model object")
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "model", f"it is wrapped in {type(model).__name__}", "Pass model.module: kale_dist needs no wrapper"
-        )
+        raise ConfigError("model", f"it is wrapped in {type(model).__name__}", "Pass model.module instead")
     if not hasattr(model, "_parameters"):
         name = type(model).__name__
-        raise ConfigError(
-            "model", f"{name}.__init__ did not call that of torch.nn.Module", "Begin it with super().__init__()"
-        )
+        raise ConfigError("model", f"{name}.__init__ does not call its base's", "Begin it with super().__init__()")
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         problem = f"its parameter {empty!r} is on the meta device, which keeps no values"
@@ -217,9 +214,7 @@ def _check_callbacks(given: Training) -> None:
     if len(averages) > 1:
         raise ConfigError("callbacks", "there are several averages of the weights", "Give one EMA or SWA")
     if sum(isinstance(one, callbacks.ModelCheckpoint) for one in given.callbacks) > 1:
-        raise ConfigError(
-            "callbacks", "there are several ModelCheckpoint", "Give one: job.best_state_dict() has one state"
-        )
+        raise ConfigError("callbacks", "there are several ModelCheckpoint", "Give one: one state is the best")
     evaluates = [one for one in averages if one.evaluate]
     for name, one in callbacks.monitors(given.callbacks).items():
         if given.eval_data_loader is None and not name.startswith("train/"):
@@ -244,9 +239,9 @@ def _check_loader(argument: str, loader: Any) -> None:
         _check_made_loader(argument, loader)
         return
     if loader is None:
-        raise ConfigError(argument, "it is None", "Make one: DataLoader(dataset, batch_size=32)")
+        raise ConfigError(argument, "it is None", _A_LOADER)
     if isinstance(loader, type):
-        raise ConfigError(argument, f"{loader.__name__} is a class", "Make one: DataLoader(dataset, batch_size=32)")
+        raise ConfigError(argument, f"{loader.__name__} is a class", _A_LOADER)
     if hasattr(loader, "__next__"):
         problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
         raise ConfigError(argument, problem, "Pass the DataLoader itself, without iter() or enumerate()")
@@ -262,8 +257,7 @@ def _check_loader(argument: str, loader: Any) -> None:
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
     if isinstance(loader, Dataset):
         raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
-    remedy = "Make one: DataLoader(dataset, batch_size=32)"
-    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", remedy)
+    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", _A_LOADER)
 
 
 def _check_made_loader(argument: str, loader: Any) -> None:
@@ -314,9 +308,7 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
             f"Pass a loss function such as nn.CrossEntropyLoss(), or write your own {signature}",
         )
     if criterion is not None and not callable(criterion):
-        raise ConfigError(
-            "criterion", f"{show(criterion)} cannot be called", "Pass a loss such as nn.CrossEntropyLoss()"
-        )
+        raise ConfigError("criterion", f"{show(criterion)} cannot be called", "Pass one such as nn.CrossEntropyLoss()")
 
 
 def makes_loss(model: Any) -> bool:
@@ -331,18 +323,14 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
     import torch
 
     if optimizer is None:
-        raise ConfigError(
-            "optimizer", "it is missing", "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
-        )
+        raise ConfigError("optimizer", "it is missing", _AN_OPTIMIZER)
     if isinstance(optimizer, type):
         remedy = f"Make one: {optimizer.__name__}(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{optimizer.__name__} is a class", remedy)
     if isinstance(optimizer, list | tuple):
-        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
-        raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", remedy)
+        raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", _SEVERAL)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        remedy = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
-        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
+        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", _AN_OPTIMIZER)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
     if is_ready_made and isinstance(optimizer, torch.optim.LBFGS):

@@ -7,7 +7,7 @@ import enum
 import functools
 import pathlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,12 +27,12 @@ def _value(hint: Any, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_value(hint, one) for one in value)
     made = _class_in(hint)
-    if dataclasses.is_dataclass(made) and isinstance(value, Mapping):
+    if isinstance(made, type) and dataclasses.is_dataclass(made) and isinstance(value, Mapping):
         return decode(made, value)
     return made(value) if made is not None and isinstance(value, str) else value
 
 
-_hints = functools.cache(typing.get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 @functools.cache

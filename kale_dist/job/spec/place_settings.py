@@ -224,7 +224,7 @@ class ClusterOptions:
             labels=_pairs("labels", self.labels),
             annotations=_pairs("annotations", self.annotations),
             node_selector=_pairs("node_selector", self.node_selector),
-            tolerations=_json("tolerations", self.tolerations),
+            tolerations=_json("tolerations", self.tolerations, is_list=True),
             affinity=_json("affinity", self.affinity),
             patch=_json("patch", self.patch),
             roles=_roles(self.roles),
@@ -363,13 +363,14 @@ def _container_settings(place: Docker | Kubernetes) -> dict[str, Any]:
     packages = place.packages
     check_fields(place, {"processes_per_pod": whole(1).or_(None)})
     return {
-        "image": _image(place.image),
+        "image": image_of(place.image),
         "packages": packages if packages is None or isinstance(packages, str) else texts("packages", packages, _LIST),
         "resources": resources(place.resources),
     }
 
 
-def _image(value: Any) -> str | Recipe | None:
+def image_of(value: Any) -> str | Recipe | None:
+    """An image's reference, or a recipe from one or from a dict of its arguments."""
     if value is None or isinstance(value, Recipe):
         return value
     if isinstance(value, Mapping):
@@ -397,9 +398,7 @@ def _roles(given: Any) -> str:
             if not given or all(isinstance(one, dict) for one in json.loads(given).values()):
                 return given
     if not isinstance(given, Mapping) or not all(isinstance(role, str) for role in given):
-        raise ConfigError(
-            "roles", f"{show(given)} is not a dict", "Write it as {'worker': {'cpu': 2, 'memory': '4Gi'}}"
-        )
+        raise ConfigError("roles", f"{show(given)} is not a dict", "Write it as {'worker': {'memory': '4Gi'}}")
     empty = dataclasses.asdict(Resources())
     checked = {}
     for role, value in given.items():
@@ -428,24 +427,19 @@ def _secret_environment(given: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple(sorted((variable, secret, key) for variable, (secret, _, key) in parts))
 
 
-def _json(field: str, given: Any) -> str:
-    """Dicts, lists, JSON or YAML text as JSON with sorted keys."""
-    if given is None:
+def _json(field: str, given: Any, *, is_list: bool = False) -> str:
+    """A dict, or a list of dicts, as JSON with sorted keys; from these, or from JSON or YAML text."""
+    if given is None or (isinstance(given, str) and not given):
         return ""
     if isinstance(given, str):
-        if not given:
-            return ""
         given = _parsed(field, given)
-    if field == "tolerations" and isinstance(given, Mapping):
+    if is_list and isinstance(given, Mapping):
         given = [given]
-    wanted, what = {
-        "tolerations": ((list, tuple), "list"), "affinity": ((Mapping,), "dict"), "patch": ((Mapping,), "dict")
-    }[field]  # fmt: skip
-    if not isinstance(given, wanted):
-        raise ConfigError(field, f"{show(given)} is not a {what}", "Write it as in a pod's YAML")
-    if field == "tolerations" and not all(isinstance(item, Mapping) for item in given):
+    if is_list and not (isinstance(given, list | tuple) and all(isinstance(item, Mapping) for item in given)):
         remedy = "Write it as [{'key': 'gpu', 'operator': 'Exists'}]"
         raise ConfigError(field, f"{show(given)} is not a list of dicts", remedy)
+    if not is_list and not isinstance(given, Mapping):
+        raise ConfigError(field, f"{show(given)} is not a dict", "Write it as in a pod's YAML")
     try:
         return json.dumps(given, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
